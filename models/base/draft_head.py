@@ -132,6 +132,7 @@ class LabelledRows(NamedTuple):
     normed_nd: Tensor  # [N, D] final-normed hidden states
     depth_n: Tensor  # [N] from 0
     token_n: Tensor  # [N] the place of the group's newest token in [P]
+    others: Any = None  # what `further_losses` reads beside them
 
 
 @dataclass(frozen=True)

@@ -418,29 +418,28 @@ class ParallelDecoder(CachedDecoder):
         return logits_gv
 
 
-class MarkovDecoder:
+class PathDecoder:
     """A `StepwiseDecoder` over one that drafts all depths in one forward; no layer runs after `begin`.
 
+    What the token before changes is said by `_after`.
+
     Args:
-        decoder: Its logits are those before the bias.
-        bias_of: Tokens [W], those before, to what they add to the logits [W, V'].
+        decoder: Its logits are those before the change.
         num_depths: G.
         device: The drafter's.
     """
 
     one_forward = True
 
-    def __init__(
-        self, decoder: DrafterDecoder, bias_of: Callable[[Tensor], Tensor], num_depths: int, device: torch.device
-    ) -> None:
+    def __init__(self, decoder: DrafterDecoder, num_depths: int, device: torch.device) -> None:
         self.num_depths, self.columns = num_depths, decoder.columns
-        self._decoder, self._bias_of, self._device = decoder, bias_of, device
+        self._decoder, self._device = decoder, device
         self._newest_1 = torch.empty(0)
         self._logits_gv = torch.empty(0)
         self._depths: list[int] = []  # of every node
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the one forward, where it can be; a bias is three small operations."""
+        """Compile the one forward, where it can be; what follows it is a few small operations."""
         if isinstance(self._decoder, Compilable):
             self._decoder.compile(backend)
 
@@ -470,6 +469,24 @@ class MarkovDecoder:
 
     def _draft(self) -> None:
         self._logits_gv = self._decoder.draft()
+
+    def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
+        """fp32 logits [W, V'] of these depths after these tokens."""
+        raise NotImplementedError
+
+
+class MarkovDecoder(PathDecoder):
+    """Adds to the logits what the token before says of them.
+
+    Args:
+        bias_of: Tokens [W], those before, to what they add to the logits [W, V'].
+    """
+
+    def __init__(
+        self, decoder: DrafterDecoder, bias_of: Callable[[Tensor], Tensor], num_depths: int, device: torch.device
+    ) -> None:
+        super().__init__(decoder, num_depths, device)
+        self._bias_of = bias_of
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
         return self._logits_gv[depths_w] + self._bias_of(tokens_w)

@@ -240,8 +240,11 @@ class DFlashDrafter(GroupWiseDrafter):
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
-    def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What drafting takes from the rows [G, D] that predict: fp32 logits [G, V'] first."""
+    def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        """What drafting takes from the rows [G, D] that predict, and from the newest c [D]: fp32 logits [G, V'] first.
+
+        A context of no tokens has zeros for its newest c.
+        """
         return (self.logits_of(hidden).float(),)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
@@ -320,7 +323,9 @@ class BlockDecoder(CachedDecoder):
             cache.begin_static_step(places[new:], mask)
             hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
             cache.end_static_step()
-            return drafter.block_outputs(hidden[0, first_row:])
+            # The block stands where the features end; of none, the padding's row is the zeros that are wanted.
+            newest = (places[new : new + 1] - places[:1] - 1).clamp(min=0)
+            return drafter.block_outputs(hidden[0, first_row:], context[0].index_select(0, newest)[0])
 
         self._run = compiled(run, self._device, f"drafter {type(drafter).__name__}", backend)
 
@@ -343,13 +348,15 @@ class BlockDecoder(CachedDecoder):
             return self._static_outputs(features, block)
         new, rows, begin = len(features), block.shape[1], self._cache.length
         cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
+        newest = block.new_zeros(block.shape[-1])
         if new:
             context = self._drafter.context_of(features).unsqueeze(0)
+            newest = context[0, -1]
             self._cache.append(self._to_keys_values(context, (cos[:, :new], sin[:, :new])))
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
         hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)
-        return self._drafter.block_outputs(hidden[0, self._first_row :])
+        return self._drafter.block_outputs(hidden[0, self._first_row :], newest)
 
     def _static_outputs(self, features: Tensor, block: Tensor) -> tuple[Tensor, ...]:
         new, rows, begin = len(features), block.shape[1], self._cache.length

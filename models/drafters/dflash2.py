@@ -30,6 +30,7 @@ Shapes: N rows, A blocks, R = block_size rows of each, D hidden, c channels of a
 V vocabulary, V' columns of the logits, W tree nodes of a call.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -41,8 +42,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.draft_head import RowLosses
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
-from draftsmith.models.decoding.decoders import MarkovDecoder
+from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
+from draftsmith.models.groups.rows import previous_features
 from draftsmith.models.losses import chunk_rows, softmax_dtype
 
 
@@ -53,25 +55,30 @@ def _divides_the_hidden_size(size: int, info: ValidationInfo) -> int:
     return size
 
 
-def _within_the_vocabulary(count: int, info: ValidationInfo) -> int:
+def within_the_vocabulary(count: int, info: ValidationInfo) -> int:
     vocabulary = (info.context or {}).get("vocab_size", count)
     if count > vocabulary:
         raise ValueError(f"must be at most the target's vocabulary of {vocabulary}")
     return count
 
 
+class ConvolutionOptions(DFlashConfig.Options):
+    """Options of all kinds with convolutions around their sublayers."""
+
+    conv_kernel_size: int = Field(2, ge=1, description="taps: a row reads so many rows of its block, its own too")
+    conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
+        16, ge=1, description="channels that share what a row adds to the kernel"
+    )
+
+
 class DFlash2Config(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash2"
 
-    class Options(DFlashConfig.Options):
+    class Options(ConvolutionOptions):
         """The keys of `drafter.options` in a recipe."""
 
-        conv_kernel_size: int = Field(2, ge=1, description="taps: a row reads so many rows of its block, its own too")
-        conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
-            16, ge=1, description="channels that share what a row adds to the kernel"
-        )
         selector_rank: int = Field(256, ge=1, description="rank of the selector (published: 256)")
-        selector_top_k: Annotated[int, AfterValidator(_within_the_vocabulary)] = Field(
+        selector_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             16,
             ge=1,
             description="candidates of each row among which the selector chooses (published: 16; llama.cpp wants "
@@ -165,20 +172,18 @@ class CandidateSelector(nn.Module):
         return torch.einsum("nr,nkr->nk", context_nr, successors_nkr).to(softmax_dtype(gates_nr.dtype))
 
 
-class DFlash2Drafter(DFlashDrafter):
-    """The drafter q; see the module's docstring."""
-
-    config_class = DFlash2Config
+class CandidateDrafter(DFlashDrafter):
+    """DFlash with convolutions, of whose candidates the token before chooses; a kind says how (`rows_of`)."""
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
+        if not config.conv_kernel_size:
+            return
         convolved = nn.ModuleList()
         for index, layer in enumerate(self.layers):
             convolved.append(ConvolvedLayer(self.layers_config, index, config))
             convolved[-1].load_state_dict(layer.state_dict(), strict=False)
         self.layers = convolved
-        shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
-        self.candidate_selector = CandidateSelector(*shape)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         for module in self.layers.modules():
@@ -186,48 +191,76 @@ class DFlash2Drafter(DFlashDrafter):
                 module.start_as_identity()
         super().initialize_from_target(target)
 
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """The target's ids of columns of the logits."""
+        return columns if self.draft_ids is None else self.draft_ids[columns]
+
+    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        """What is drafted from, given final-normed rows of whole blocks [..., G, D] and their newest c [..., D].
+
+        Returns:
+            fp32 logits [..., G, V'], and whatever `scores_after` reads of a row [..., G, ...]: first columns of the
+            logits [..., G, K].
+        """
+        raise NotImplementedError
+
+    def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
+        """[N, K] fp32 scores of the candidates after the tokens before [N], given what `rows_of` says of N rows."""
+        raise NotImplementedError
+
+    def path_logits(self, rows: Sequence[Tensor], before_n: Tensor, columns: int) -> Tensor:
+        """[N, V'] the same scores in their columns, -inf beside the candidates."""
+        scores_nk = self.scores_after(rows, before_n)
+        return scores_nk.new_full((len(scores_nk), columns), float("-inf")).scatter(1, rows[0], scores_nk)
+
+    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        # Laid out anew: how a product of strided rows rounds depends on where they lie.
+        blocks = self.norm(self.group_hidden(input_ids, features, position_ids)).transpose(1, 2).contiguous()
+        length, num_depths = blocks.shape[1:3]
+        # After the last token there is none: groups that would read it repeat the last, and mean nothing.
+        place_s, ahead_g = (torch.arange(count, device=input_ids.device) for count in (length, num_depths))
+        before = input_ids[:, (place_s[:, None] + ahead_g).clamp(max=length - 1)]
+        logits, *rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
+        scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten(), logits.shape[-1])
+        return self.over_all_tokens(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
+
+    def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        return self.rows_of(self.norm(hidden), context)
+
+    def decoder(self, max_length_tokens: int) -> "CandidateDecoder":
+        return CandidateDecoder(BlockDecoder(self, max_length_tokens), self)
+
+
+class DFlash2Drafter(CandidateDrafter):
+    """The drafter q; see the module's docstring."""
+
+    config_class = DFlash2Config
+
+    def build(self, config: DrafterConfig) -> None:
+        super().build(config)
+        shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
+        self.candidate_selector = CandidateSelector(*shape)
+
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
         """Return the selector's loss of the rows that the loss through the LM head reads."""
         normed_nd, head, selector = part.rows.normed_nd, part.rows.head.linear, self.candidate_selector
         logits_nk, columns_nk, label_n, missing_n = _TopLogits.apply(
             normed_nd, head.weight, head.bias, part.labels_n, self.config.selector_top_k
         )
-        tokens_nk = self.tokens_of(columns_nk)
-        scores_nk = logits_nk + selector.edges(selector.gates(normed_nd), part.before_n, tokens_nk)
+        scores_nk = self.scores_after((columns_nk, logits_nk, selector.gates(normed_nd)), part.before_n)
         losses_n = F.cross_entropy(scores_nk, label_n, reduction="none") * part.known_n
         part.right_n = (scores_nk.argmax(-1) == label_n) & ~missing_n & (part.known_n > 0)
         return self.config.selector_weight * losses_n, part.read_n.to(losses_n.dtype), 1
 
-    def tokens_of(self, columns: Tensor) -> Tensor:
-        """The target's ids of columns of the logits."""
-        return columns if self.draft_ids is None else self.draft_ids[columns]
+    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        logits = self.head_logits(normed)
+        logits = logits.to(softmax_dtype(logits.dtype))
+        values, columns = logits.topk(self.config.selector_top_k)
+        return logits, columns, values, self.candidate_selector.gates(normed)
 
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        normed = self.norm(self.group_hidden(input_ids, features, position_ids))
-        num_depths, length = normed.shape[1:3]
-        # After the last token there is none: groups that would read it repeat the last, and mean nothing.
-        ahead_g, place_s = (torch.arange(count, device=input_ids.device) for count in (num_depths, length))
-        before = input_ids[:, (ahead_g[:, None] + place_s).clamp(max=length - 1)]
-        logits_nv, before_n = self.head_logits(normed).flatten(0, 2), before.flatten()
-        values_nk, columns_nk = logits_nv.topk(self.config.selector_top_k)
-        gates_nr = self.candidate_selector.gates(normed).flatten(0, 2)
-        scores_nv = self.path_logits(values_nk, columns_nk, gates_nr, before_n, logits_nv.shape[1])
-        return self.over_all_tokens(scores_nv.unflatten(0, normed.shape[:3]))
-
-    def path_logits(
-        self, values_nk: Tensor, columns_nk: Tensor, gates_nr: Tensor, before_n: Tensor, columns: int
-    ) -> Tensor:
-        """[N, V'] scores after the tokens before [N], -inf beside the candidates, given their logits and columns."""
-        scores_nk = values_nk + self.candidate_selector.edges(gates_nr, before_n, self.tokens_of(columns_nk))
-        nowhere = scores_nk.new_full((len(scores_nk), columns), float("-inf"))
-        return nowhere.scatter(1, columns_nk, scores_nk)
-
-    def block_outputs(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        normed = self.norm(hidden)
-        return self.head_logits(normed).float(), self.candidate_selector.gates(normed)
-
-    def decoder(self, max_length_tokens: int) -> "SelectorDecoder":
-        return SelectorDecoder(BlockDecoder(self, max_length_tokens), self)
+    def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
+        columns_nk, values_nk, gates_nr = rows
+        return values_nk + self.candidate_selector.edges(gates_nr, before_n, self.tokens_of(columns_nk))
 
 
 class _TopLogits(torch.autograd.Function):
@@ -268,22 +301,19 @@ class _TopLogits(torch.autograd.Function):
         return grad_nd.to(ctx.dtype), None, None, None, None
 
 
-class SelectorDecoder(MarkovDecoder):
+class CandidateDecoder(PathDecoder):
     """A `StepwiseDecoder` over a block: of its candidates those that go with the token before."""
 
-    def __init__(self, decoder: BlockDecoder, drafter: DFlash2Drafter) -> None:
-        super().__init__(decoder, drafter.candidate_selector.gates, drafter.config.num_depths, drafter.device)
-        self._block, self._drafter = decoder, drafter
+    def __init__(self, block: BlockDecoder, drafter: CandidateDrafter) -> None:
+        super().__init__(block, drafter.config.num_depths, drafter.device)
+        self._block, self._drafter = block, drafter
 
     def _draft(self) -> None:
-        self._logits_gv, self._gates_gr = self._block.outputs()
-        self._values_gk, self._columns_gk = self._logits_gv.topk(self._drafter.config.selector_top_k)
+        self._logits_gv, *self._rows = self._block.outputs()
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
-        values_wk, columns_wk, gates_wr = (
-            part[depths_w] for part in (self._values_gk, self._columns_gk, self._gates_gr)
-        )
-        return self._drafter.path_logits(values_wk, columns_wk, gates_wr, tokens_w, self._logits_gv.shape[1])
+        rows = [row[depths_w] for row in self._rows]
+        return self._drafter.path_logits(rows, tokens_w, self._logits_gv.shape[1])
 
 
 DRAFTER = DFlash2Drafter

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.drafters.dflash import DFlashDrafter, default_feature_layers
-from draftsmith.models.drafters.dflash2 import DFlash2Drafter
 from draftsmith.models.groups.rows import ActiveRows
 
 IN_BLOCKS = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), DFlashDrafter)]
@@ -21,11 +20,8 @@ TARGET = tiny_target(num_hidden_layers=4)
 
 def tiny_block(kind: str = "dflash", **options: Any) -> DFlashDrafter:
     """Without a token before in its logits."""
-    every = {"selector_top_k": VOCABULARY} if kind == "dflash2" else {}
-    drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **every, **options})
+    drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **options})
     assert isinstance(drafter, DFlashDrafter)
-    if isinstance(drafter, DFlash2Drafter):
-        torch.nn.init.zeros_(drafter.candidate_selector.successor_codebook)
     if drafter.markov_head is not None:
         torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     return drafter
@@ -107,7 +103,7 @@ def test_the_published_forward(kind: str, anchor: bool, causal: bool, window: in
     batch = random_batch(TARGET, drafter=drafter)
     ids, features = batch["input_ids"], batch["features"]
     with torch.no_grad():
-        logits = drafter.group_logits(ids, features)
+        logits = DFlashDrafter.group_logits(drafter, ids, features)  # before anything is chosen among them
     assert logits.shape[1] == 3 + anchor
     for b, t in itertools.product(range(2), range(1, LENGTH)):
         rows = published_forward(drafter, int(ids[b, t]), features[b], t)

@@ -24,7 +24,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters.dflash import DFlashDrafter
-from draftsmith.models.drafters.dflash2 import DFlash2Drafter
+from draftsmith.models.drafters.dflash2 import CandidateDrafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
@@ -95,6 +95,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"prefix_attention": True, "draft_vocab_size": 40, "lm_head_bias": True},
         {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40, "embedding_norm": False},
     ],
+    "lilicorr": [
+        {"block_size": 4, "conv_kernel_size": 0, "lattice_top_k": 40, "lattice_factor_dim": 9, "lattice_layers": 1},
+        {
+            "block_size": 3,
+            "sample_from_anchor": True,
+            "loss": "kl",
+            "lattice_top_k": 30,
+            "lattice_margin_weight": 0.4,
+            "lattice_margin": 0.7,
+            "draft_vocab_size": 40,
+            "sliding_window": 7,
+        },
+    ],
     "medusa": [
         {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda", "draft_vocab_size": 40},
         {"loss": {"lk_alpha": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
@@ -115,7 +128,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 FREQUENT = datasets.Dataset.from_dict(
     {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
 )
-CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]]
+# By default a lattice is a quarter as wide, with labels of 61 tokens seldom among 8 candidates.
+TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}}
+CASES = [
+    (kind, {**TINY.get(kind, {}), **options}) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]
+]
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 
@@ -311,7 +328,9 @@ def test_fp32_with_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, 
     decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9].detach())
     drafted = drafted_logits(loaded, decoder, batch["input_ids"][0], 8)
     assert drafted.dtype == torch.float32
-    candidates = getattr(loaded.config, "selector_top_k", options.get("draft_vocab_size", VOCABULARY))
+    candidates = options.get("draft_vocab_size", VOCABULARY)
+    for option in ("selector_top_k", "lattice_top_k"):
+        candidates = getattr(loaded.config, option, candidates)
     assert torch.isfinite(drafted).sum(-1).tolist() == [candidates] * len(drafted)
 
 
@@ -342,8 +361,8 @@ def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict
 
 
 def logits_of_head(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
-    """[B, G, S, V] that labels are compared with: a selector comes after them."""
-    plain = DFlashDrafter if isinstance(drafter, DFlash2Drafter) else type(drafter)
+    """[B, G, S, V] that labels are compared with: what chooses among them comes after them."""
+    plain = DFlashDrafter if isinstance(drafter, CandidateDrafter) else type(drafter)
     return plain.group_logits(drafter, ids, features)
 
 
@@ -351,6 +370,41 @@ def labels_of(drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """[B, G, S]: those of the answers, or of these the ones that are trained on."""
     labels = depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
     return labels.where(batch.get("trained_bgs", torch.ones_like(labels, dtype=torch.bool)), -100)
+
+
+def lattice_losses(
+    target: PreTrainedModel,
+    drafter: Any,
+    logits_gv: Tensor,
+    normed_gd: Tensor,
+    context_d: Tensor,
+    teacher_sd: Tensor,
+    labels: list[int],
+) -> list[Tensor]:
+    """One block's, label by label, teacher features from its newest token on; 0 from where a label is no candidate."""
+    config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.draft_ids is None else drafter.draft_ids
+    log_q, columns = logits_gv[:, kept].log_softmax(-1).topk(config.lattice_top_k)
+    candidates = kept[columns]
+    embedded = target.get_input_embeddings()(candidates)
+    scores_gkk = drafter.lilicorr(embedded[None], log_q[None], normed_gd[None], context_d[None])[0]
+    losses, before = list[Tensor](), 0
+    for depth, label in enumerate(labels):
+        names = candidates[depth].tolist()
+        if label not in names:
+            break
+        scores, place = scores_gkk[depth, before], names.index(label)
+        target_logits = target.lm_head(teacher_sd[depth])[names]
+        others = torch.cat([scores[:place], scores[place + 1 :]])
+        nats = -scores.log_softmax(-1)[place]
+        hinge = (config.lattice_margin - scores[place] + others.max()).clamp(min=0)
+        penalty = (scores.softmax(-1) * (target_logits[place] - target_logits).clamp(min=0)).sum()
+        losses.append(
+            config.lattice_ce_weight * nats
+            + config.lattice_margin_weight * hinge
+            + config.lattice_penalty_weight * penalty
+        )
+        before = place
+    return losses + [scores_gkk.new_zeros(())] * (len(labels) - len(losses))
 
 
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
@@ -363,12 +417,17 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
     gates = None if selector is None else selector.hidden_projection(drafter.norm(drafter.group_hidden(ids, features)))
+    has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
     alpha = None if credit is None else credit.dpace_alpha
     means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
-    further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, DFlash 2's selector
+    further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, what chooses among candidates
     total, groups = logits.new_zeros(()), 0
     for b, t in itertools.product(range(len(ids)), range(LENGTH)):
         rows, q, right, kept_on = list[Tensor](), list[float](), list[bool](), 1.0
+        if has_lattice:
+            normed, c = drafter.norm(drafter.group_hidden(ids, features)), drafter.context_of(features[b, t - 1])
+            there = [label for label in labels[b, :, t].tolist() if label != -100]
+            chosen = lattice_losses(target, drafter, logits[b, :, t], normed[b, :, t], c, teacher[b, t:], there)
         for j, label in enumerate(labels[b, :, t].tolist()):
             if label == -100:
                 break
@@ -398,6 +457,9 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 nats = -scores.log_softmax(-1)[candidates.index(label)] if label in kept else 0.0 * scores[0]
                 further[j].append(kept_on * config.selector_weight * nats.nan_to_num())
                 distance = distance + config.selector_weight * nats.nan_to_num()
+            if has_lattice:
+                further[j].append(kept_on * chosen[j])
+                distance = distance + chosen[j]
             rows.append(distance * (read or alpha is not None))
         if alpha is not None:  # D-PACE, eq. 7 to 9
             products = [math.prod((1 - alpha) * each + alpha for each in q[: m + 1]) for m in range(len(q))]
@@ -422,6 +484,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dpace_alpha": 0.3}),
     ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
+    ("lilicorr", {**TINY["lilicorr"], "dpace_alpha": 0.3, "lattice_top_k": 30}),
     ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
     ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
     ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
@@ -440,6 +503,7 @@ OF_ROUNDS: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 5}),
     ("eagle3", {"draft_vocab_size": 40}),
     ("hydra", {}),
+    ("lilicorr", {**TINY["lilicorr"], "lattice_top_k": 30}),
     ("parallel", {"dpace_alpha": 0.5}),
     ("peagle", {"loss": "ce", "draft_vocab_size": 40}),
 ]

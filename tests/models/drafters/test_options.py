@@ -7,6 +7,7 @@ from support.tiny_models import VOCABULARY, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
+from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.recipes.errors import UserError
 
 TARGET_LAYERS = 4
@@ -43,6 +44,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {"conv_group_size": 12}, "conv_group_size`: must divide the target's hidden size, 32"),
     ("dflash2", {"markov_rank": 4}, "markov_rank`: must be 0: the selector is what reads the token before"),
     ("dflash2", {"draft_vocab_size": 8}, "`selector_top_k` must be at most `draft_vocab_size`, 8"),
+    ("lilicorr", {"lattice_hidden_size": 12}, "lattice_hidden_size`: must be a multiple of `lattice_heads`, 8"),
+    ("lilicorr", {"markov_rank": 4}, "markov_rank`: must be 0: the lattice is what reads the token before"),
+    ("lilicorr", {"draft_vocab_size": 5}, "`lattice_top_k` must be at most `draft_vocab_size`, 5"),
+    ("lilicorr", {"lattice_ce_weight": 0, "lattice_penalty_weight": 0}, "`lattice_penalty_weight` must be above 0"),
     ("dflash2", {"selector_top_k": 62}, "selector_top_k`: must be at most the target's vocabulary of 61"),
     ("dflash", {"anchor_ratio": 0.0}, "anchor_ratio`: input should be greater than 0, not 0.0"),
     *(("parallel", {"loss": wrong}, LOSSES) for wrong in ("mse", {"ce": 1, "mse": 1}, {"ce": 0}, {})),
@@ -70,4 +75,6 @@ def test_an_architecture_without_layers_for_drafters(kind: str) -> None:
             load_drafter_class(kind).from_target(target, {})
         return
     drafter = load_drafter_class(kind).from_target(target, {})
-    assert drafter.config.layers_of["model_type"] == ("qwen3" if "dflash" in kind or kind == "dspark" else "llama")
+    assert drafter.config.layers_of["model_type"] == (
+        "qwen3" if issubclass(load_drafter_class(kind), DFlashDrafter) else "llama"
+    )

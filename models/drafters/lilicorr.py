@@ -1,0 +1,365 @@
+"""LiLiCorr: a small transformer over the candidates of a DFlash block says which go together (arXiv 2608.20530).
+
+Shape, context and blocks are those of `dflash.py`, with DFlash 2's convolutions where `conv_kernel_size` is not 0. What
+is added was read in NVIDIA/Model-Optimizer (modelopt/torch/speculative/plugins/modeling_lilicorr.py and hf_lilicorr.py,
+which trains it, pull request 2342) and vLLM (model_executor/models/lilicorr.py).
+
+**Lattice.** The K most likely tokens of each of a block's G rows are the nodes. A node starts as
+
+    n = token_proj(e[token]) + pass_hidden_proj(h) + feature_mlp(log q, q, log q - max log q, k/(K-1), [k = 0])
+        + slot_embedding + rank_embedding
+
+with h its row's final-normed state and k its rank. Layers of attention without a mask, where only a bias by the nodes'
+distance in rows says where they are, and an MLP, both after a norm, make u of it. With a, the context's newest c
+(`context_proj`), which no layer changes, and f = silu(factor_input_proj([u, a, u * a])), its factors are
+
+    out = out_head(f), in = in_head(f), and of the newest committed token out = anchor_out_head(a),
+
+all of length 1. The score of j after i, of the row before, is logit_scale * <out_i, in_j>, and q of a path's next token
+is the softmax of it over the K candidates, as engines walk (all other tokens have probability 0). Trees are grown along
+paths, still from one forward. Where the token before is none of its row's candidates, which only text that was not
+drafted from it has, the candidates' own log q stand in the scores' place.
+
+**Loss.** That of DFlash on the logits, and of the scores after the true token before, of a row up to which all of its
+block's labels are among the candidates:
+
+    lattice_ce_weight * CE + lattice_margin_weight * relu(lattice_margin - (s_label - max of the others'))
+        + lattice_penalty_weight * sum_k softmax(s)_k * relu(z_label - z_k),    z: the target's logits
+
+The published weights are 0.25, 0 and 0.25; a second variant has 0.125, 0.125 and 0.25. Gradients reach the rows through
+h and log q. Where we decide or differ: a depth's loss is a mean over all its labels, not over those that count, and
+depths have their shares (`depth_weights`), as all losses here; blocks that an answer's end cuts short are trained too,
+up to their last label. The accuracies that training shows are those of what is drafted after the true token before.
+
+Shapes: N rows with a label, R of all blocks, A blocks, G depths, K candidates, D hidden, H the lattice's width, r of a
+factor, V' columns of the logits.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from draftsmith.models.base.draft_head import Batch, LabelledRows, RowLosses
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.drafters.dflash import DFlashConfig
+from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
+from draftsmith.models.groups.rows import ActiveRows, previous_features
+from draftsmith.models.losses import chunk_rows, softmax_dtype
+
+# Of the candidates' embeddings, so many numbers are there at a time; what more there is, is computed twice.
+ELEMENTS_AT_ONCE = 1 << 27
+ANY_TOKEN = -1
+
+
+def _width_of_the_lattice(width: int | None, info: ValidationInfo) -> int:
+    heads = info.data.get("lattice_heads", 1)
+    if width is None:
+        width = max((info.context or {}).get("hidden_size", 4 * heads) // 4 // heads, 1) * heads
+    if width % heads:
+        raise ValueError(f"must be a multiple of `lattice_heads`, {heads}")
+    return width
+
+
+def _width_of_a_factor(width: int | None, info: ValidationInfo) -> int:
+    return width or info.data.get("lattice_hidden_size") or 1
+
+
+class LiLiCorrConfig(DFlashConfig):
+    model_type = MODEL_TYPE_PREFIX + "lilicorr"
+
+    class Options(ConvolutionOptions):
+        """The keys of `drafter.options` in a recipe."""
+
+        conv_kernel_size: int = Field(
+            2, ge=0, description="taps: a row reads so many rows of its block, its own too; 0: no convolutions"
+        )
+        lattice_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
+            8, ge=1, description="candidates of each row (published: 8; engines want a power of two up to 16)"
+        )
+        lattice_heads: int = Field(8, ge=1, description="attention heads of the lattice")
+        lattice_hidden_size: Annotated[int | None, AfterValidator(_width_of_the_lattice)] = Field(
+            None,
+            ge=1,
+            validate_default=True,
+            description="width of the lattice; by default a quarter of the target's (published: 1,024 for 4,096)",
+        )
+        lattice_factor_dim: Annotated[int | None, AfterValidator(_width_of_a_factor)] = Field(
+            None, ge=1, validate_default=True, description="width of a factor; by default the lattice's, as published"
+        )
+        lattice_layers: int = Field(2, ge=1, description="layers of the lattice")
+        lattice_mlp_ratio: float = Field(2.0, gt=0, description="width of the lattice's MLPs over its own")
+        lattice_logit_scale: float = Field(8.0, gt=0, description="what the factors' cosines are multiplied with")
+        lattice_vector_eps: float = Field(
+            1e-4, gt=0, lt=0.5, description="the least length that a factor is divided by"
+        )
+        lattice_ce_weight: float = Field(0.25, ge=0, description="weight of the cross entropy among the candidates")
+        lattice_margin_weight: float = Field(0.0, ge=0, description="weight of the hinge over the best other candidate")
+        lattice_margin: float = Field(2.0, gt=0, description="by how much the label's score is to be ahead of that")
+        lattice_penalty_weight: float = Field(
+            0.25, ge=0, description="weight of the target's logit gap to the candidates, as likely as they are chosen"
+        )
+        markov_rank: Annotated[Literal[0], one_message("must be 0: the lattice is what reads the token before")] = (
+            Field(0, description="0: the lattice is what reads the token before")
+        )
+
+        @model_validator(mode="after")
+        def _something_to_learn(self) -> Self:
+            if self.draft_vocab_size is not None and self.lattice_top_k > self.draft_vocab_size:
+                raise ValueError(f"`lattice_top_k` must be at most `draft_vocab_size`, {self.draft_vocab_size}")
+            if not (self.lattice_ce_weight or self.lattice_margin_weight or self.lattice_penalty_weight):
+                raise ValueError(
+                    "one of `lattice_ce_weight`, `lattice_margin_weight` and `lattice_penalty_weight` must be above 0"
+                )
+            return self
+
+
+class LatticeLayer(nn.Module):
+    """Attention among all nodes of a block, and an MLP; with the published names."""
+
+    def __init__(self, width: int, heads: int, mlp_width: int, eps: float) -> None:
+        super().__init__()
+        self.attn_norm, self.mlp_norm = Qwen3RMSNorm(width, eps=eps), Qwen3RMSNorm(width, eps=eps)
+        # Its parameters alone: it makes a copy of the bias for each block and head.
+        self.attn = nn.MultiheadAttention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, mlp_width), nn.SiLU(), nn.Linear(mlp_width, width))
+
+    def forward(self, nodes: Tensor, bias: Tensor) -> Tensor:
+        """[A, L, H] to [A, L, H], with the bias [heads, L, L]."""
+        attn = self.attn
+        read = F.linear(self.attn_norm(nodes), attn.in_proj_weight, attn.in_proj_bias)
+        q, k, v = read.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        nodes = nodes + attn.out_proj(attended.transpose(1, 2).flatten(2).contiguous())
+        return nodes + self.mlp(self.mlp_norm(nodes))
+
+
+class Lattice(nn.Module):
+    """Scores of a block's transitions, with the published names."""
+
+    def __init__(self, hidden_size: int, eps: float, config: DrafterConfig) -> None:
+        super().__init__()
+        width, heads, factor = config.lattice_hidden_size, config.lattice_heads, config.lattice_factor_dim
+        depths, self._size = config.num_depths, config.block_size
+        self._scale, self._eps = config.lattice_logit_scale, config.lattice_vector_eps
+        self.token_proj = nn.Identity() if width == hidden_size else nn.Linear(hidden_size, width)
+        self.pass_hidden_proj, self.context_proj = nn.Linear(hidden_size, width), nn.Linear(hidden_size, width)
+        self.feature_mlp = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, width), nn.SiLU(), nn.Linear(width, width))
+        self.slot_embedding = nn.Parameter(torch.zeros(1, 1, depths, 1, width))
+        self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, config.lattice_top_k, width))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(heads, 2 * self._size - 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(heads))
+        mlp_width = int(config.lattice_mlp_ratio * width)
+        self.layers = nn.ModuleList(LatticeLayer(width, heads, mlp_width, eps) for _ in range(config.lattice_layers))
+        self.output_norm, self.anchor_norm = Qwen3RMSNorm(width, eps=eps), Qwen3RMSNorm(width, eps=eps)
+        self.factor_input_proj = nn.Linear(3 * width, width)
+        self.out_head, self.in_head = nn.Linear(width, factor), nn.Linear(width, factor)
+        self.anchor_out_head = nn.Linear(width, factor)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Draw all matrices with a spread of 1 over the root of what a number of their output reads; biases are 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, module.in_features**-0.5)
+                module.bias.zero_()
+            elif isinstance(module, nn.MultiheadAttention):
+                module.in_proj_weight.normal_(0.0, module.embed_dim**-0.5)
+                module.in_proj_bias.zero_()
+
+    def forward(self, embedded: Tensor, log_q: Tensor, normed: Tensor, context: Tensor) -> Tensor:
+        """[A, G, K, K] scores, fp32 at least, of a row's candidates (the last dimension) after each of the row before.
+
+        Those of the first row are after the newest committed token, and the same for each.
+
+        Args:
+            embedded: [A, G, K, D] of the candidates, the most likely first.
+            log_q: [A, G, K] of these.
+            normed: [A, G, D] final-normed rows.
+            context: [A, D] each block's newest c; zeros where there is none.
+        """
+        depths, top_k = log_q.shape[1:]
+        rank = torch.arange(top_k, device=log_q.device, dtype=log_q.dtype)
+        said = [log_q, log_q.exp(), log_q - log_q[..., :1], rank / max(top_k - 1, 1), rank == 0]
+        features = torch.stack([each.expand_as(log_q).to(normed.dtype) for each in said], dim=-1)
+        nodes = self.token_proj(embedded) + self.pass_hidden_proj(normed).unsqueeze(-2) + self.feature_mlp(features)
+        nodes = (nodes + self.slot_embedding[0] + self.rank_embedding[0]).flatten(1, 2)
+        slot = torch.arange(depths, device=log_q.device).repeat_interleave(top_k)
+        apart = slot[:, None] - slot
+        bias = self.relative_slot_bias[:, apart + self._size - 1] + self.same_slot_bias[:, None, None] * (apart == 0)
+        for layer in self.layers:
+            nodes = layer(nodes, bias)
+        nodes = self.output_norm(nodes).unflatten(1, (depths, top_k))
+        # A projection's bias is no anchor.
+        anchor = self.anchor_norm(self.context_proj(context) * (context != 0).any(-1, keepdim=True))
+        beside = anchor[:, None, None].expand_as(nodes)
+        read = F.silu(self.factor_input_proj(torch.cat([nodes, beside, nodes * beside], dim=-1)))
+        out, into, first = (
+            F.normalize(factor, dim=-1, eps=self._eps)
+            for factor in (self.out_head(read), self.in_head(read), self.anchor_out_head(anchor))
+        )
+        before = torch.cat([first[:, None, None].expand_as(out[:, :1]), out[:, :-1]], dim=1)
+        cosines = before @ into.transpose(-1, -2)
+        return self._scale * cosines.to(softmax_dtype(cosines.dtype))
+
+
+class Blocks(NamedTuple):
+    """The rows of whole blocks, and where those with a label stand among them."""
+
+    normed_agd: Tensor
+    context_ad: Tensor
+    place_n: Tensor  # [N] in [A * G]
+
+
+class LiLiCorrDrafter(CandidateDrafter):
+    """The drafter q; see the module's docstring."""
+
+    config_class = LiLiCorrConfig
+
+    def build(self, config: DrafterConfig) -> None:
+        super().build(config)
+        # Whatever else is drawn stays what it is without the lattice.
+        with torch.random.fork_rng(devices=[]):
+            self.lilicorr = Lattice(self.layers_config.hidden_size, self.layers_config.rms_norm_eps, config)
+
+    def initialize_from_target(self, target: PreTrainedModel) -> None:
+        super().initialize_from_target(target)
+        self.lilicorr.start()
+
+    @property
+    def needs_teacher(self) -> bool:
+        return super().needs_teacher or self.config.lattice_penalty_weight > 0
+
+    # ---- training ----
+
+    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
+        hidden_nd = self.rows_hidden(rows, batch.input_ids, batch.features, batch.position_ids)
+        depths, depth_n, label_m = self.config.num_depths, rows.depth_n - self.first_depth, rows.labelled_m
+        row_r = (depth_n >= 0).nonzero_static(size=sum(rows.counts_g[self.first_depth :])).squeeze(1)
+        # Block by block; there are whole ones only.
+        row_r = row_r[(rows.token_n[row_r] * depths + depth_n[row_r]).argsort()]
+        token_a = rows.token_n[row_r[::depths]]
+        normed_rd = self.norm(hidden_nd.index_select(0, row_r))
+        place_m = torch.searchsorted(token_a, rows.token_n[label_m]) * depths + depth_n[label_m]
+        read_pf = previous_features(batch.features, batch.position_ids).flatten(0, 1)
+        context_ad = self.context_of(read_pf.index_select(0, token_a))
+        blocks = Blocks(normed_rd.unflatten(0, (-1, depths)), context_ad, place_m)
+        normed_md = normed_rd.index_select(0, place_m)
+        return [LabelledRows(self.draft_head(), normed_md, depth_n[label_m], rows.token_n[label_m], blocks)]
+
+    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
+        """Return the lattice's loss of the rows that the loss through the LM head reads."""
+        config, head, (normed_agd, context_ad, place_n) = self.config, part.rows.head, part.rows.others
+        log_q_rk, columns_rk = _TopLogProbabilities.apply(
+            normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k
+        )
+        columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
+        scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context_ad)
+        # A label outside the vocabulary is no candidate, and neither is none.
+        labels_n = part.labels_n.where(part.known_n > 0, -1)
+        labels_ag = labels_n.new_full(columns_rk.shape[:1], -1).index_copy(0, place_n, labels_n)
+        is_label_agk = columns_agk == labels_ag.view(*columns_agk.shape[:2], 1)
+        inside_ag, rank_ag = is_label_agk.any(-1), is_label_agk.int().argmax(-1)
+        before_ag = F.pad(rank_ag[:, :-1], (1, 0))[..., None, None]
+        scores_agk = scores_agkk.gather(2, before_ag.expand(-1, -1, 1, config.lattice_top_k)).squeeze(2)
+        # After a token that is no candidate the most likely one is drafted, the first.
+        drafted_ag = scores_agk.argmax(-1) * F.pad(inside_ag[:, :-1], (1, 0), value=True)
+        part.right_n = (inside_ag & (drafted_ag == rank_ag)).flatten()[place_n]
+        rank_n, counts_n = rank_ag.flatten()[place_n], inside_ag.cumprod(1).flatten()[place_n]
+        scores_nk = scores_agk.flatten(0, 1)[place_n]
+        losses_n = config.lattice_ce_weight * F.cross_entropy(scores_nk, rank_n, reduction="none")
+        if config.lattice_margin_weight and config.lattice_top_k > 1:
+            others_nk = scores_nk.scatter(1, rank_n[:, None], float("-inf"))
+            ahead_n = scores_nk.gather(1, rank_n[:, None]).squeeze(1) - others_nk.amax(1)
+            losses_n = losses_n + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_n)
+        if config.lattice_penalty_weight and part.teacher is not None:
+            logits_nk = _logits_at(part.teacher.features_nd(), head.teacher, columns_rk[place_n])
+            gaps_nk = F.relu(logits_nk.gather(1, rank_n[:, None]) - logits_nk)
+            losses_n = losses_n + config.lattice_penalty_weight * (scores_nk.softmax(-1) * gaps_nk).sum(-1)
+        return losses_n * counts_n, part.read_n.to(losses_n.dtype), 1
+
+    # ---- shared by training and decoding ----
+
+    def _scores(self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor) -> Tensor:
+        def scores(columns: Tensor, *inputs: Tensor) -> Tensor:
+            return self.lilicorr(self.embedded(self.tokens_of(columns)), *inputs)
+
+        inputs = columns_agk, log_q_agk, normed_agd, context_ad
+        at_once = max(1, ELEMENTS_AT_ONCE // (columns_agk[0].numel() * normed_agd.shape[-1]))
+        if len(columns_agk) <= at_once:
+            return scores(*inputs)
+        parts = zip(*(each.split(at_once) for each in inputs), strict=True)
+        return torch.cat([checkpoint(scores, *part, use_reentrant=False) for part in parts])
+
+    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+        logits = self.head_logits(normed)
+        logits = logits.to(softmax_dtype(logits.dtype))
+        log_q, columns = logits.log_softmax(-1).topk(self.config.lattice_top_k)
+        columns_agk, log_q_agk, normed_agd = (each.reshape(-1, *each.shape[-2:]) for each in (columns, log_q, normed))
+        scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context.reshape(-1, context.shape[-1]))
+        tokens = self.tokens_of(columns)
+        before = torch.cat([torch.full_like(tokens[..., :1, :], ANY_TOKEN), tokens[..., :-1, :]], dim=-2)
+        return logits, columns, log_q, scores_agkk.view(*columns.shape, -1), before
+
+    def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
+        _, log_q_nk, scores_nkk, tokens_nk = rows
+        is_before_nk = (tokens_nk == before_n[:, None]) | (tokens_nk == ANY_TOKEN)
+        place_n = is_before_nk.int().argmax(-1)
+        chosen_nk = scores_nkk.gather(1, place_n[:, None, None].expand(-1, 1, scores_nkk.shape[-1])).squeeze(1)
+        return chosen_nk.where(is_before_nk.any(-1, keepdim=True), log_q_nk)
+
+
+class _TopLogProbabilities(torch.autograd.Function):
+    """The K largest log q of each row and their columns, over the whole head. Neither direction has a tensor [R, V'].
+
+    The head is frozen: the gradient of a row needs the mean row of the head under q, which the forward keeps.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, normed_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """log q [R, K] in fp32 at least, and columns [R, K]."""
+        vocabulary, hidden_size = weight_vd.shape
+        chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_rd.device.type)
+        values, columns, means = [], [], []
+        for rows in normed_rd.split(chunk):
+            logits = F.linear(rows.to(weight_vd.dtype), weight_vd, bias_v)
+            log_q = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype))
+            top = log_q.topk(top_k, dim=-1)
+            values.append(top.values)
+            columns.append(top.indices)
+            means.append(log_q.exp_().to(weight_vd.dtype) @ weight_vd)
+        columns_rk = torch.cat(columns)
+        ctx.save_for_backward(columns_rk, weight_vd, torch.cat(means))
+        ctx.dtype = normed_rd.dtype
+        ctx.mark_non_differentiable(columns_rk)
+        return torch.cat(values), columns_rk
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        columns_rk, weight_vd, mean_rd = ctx.saved_tensors
+        weights_rk = grad_outputs[0].to(weight_vd.dtype)
+        grad_rd = F.embedding_bag(columns_rk, weight_vd.detach(), mode="sum", per_sample_weights=weights_rk)
+        return (grad_rd - weights_rk.sum(1, keepdim=True) * mean_rd).to(ctx.dtype), None, None, None
+
+
+@torch.no_grad()
+def _logits_at(features_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
+    """[N, K] of these columns, in fp32 at least."""
+    (num_columns, top_k), hidden_size = columns_nk.shape, features_nd.shape[1]
+    chunk = chunk_rows(top_k * hidden_size, 0, device_type=features_nd.device.type)
+    logits = features_nd.new_empty(num_columns, top_k, dtype=softmax_dtype(features_nd.dtype))
+    for place in range(0, num_columns, chunk):
+        columns, rows = columns_nk[place : place + chunk], features_nd[place : place + chunk].to(head.weight.dtype)
+        logits[place : place + chunk] = torch.einsum("nd,nkd->nk", rows, F.embedding(columns, head.weight))
+    return logits if head.bias is None else logits + head.bias[columns_nk]
+
+
+DRAFTER = LiLiCorrDrafter
