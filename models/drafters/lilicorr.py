@@ -6,10 +6,10 @@ which trains it, pull request 2342) and vLLM (model_executor/models/lilicorr.py)
 
 **Lattice.** The K most likely tokens of each of a block's G rows are the nodes. A node starts as
 
-    n = token_proj(e[token]) + pass_hidden_proj(h) + feature_mlp(log q, q, log q - max log q, k/(K-1), [k = 0])
-        + slot_embedding + rank_embedding
+    n = token_proj(e[token]) + pass_hidden_proj(h) + feature_mlp(z) + slot_embedding + rank_embedding
 
-with h its row's final-normed state and k its rank. Layers of attention without a mask, where only a bias by the nodes'
+with h its row's final-normed state and z the feature_norm of log q, q, log q - max log q, k/(K-1) and [k = 0], k its
+rank. Layers of attention without a mask, where only a bias by the nodes'
 distance in rows says where they are, and an MLP, both after a norm, make u of it. With a, the context's newest c
 (`context_proj`), which no layer changes, and f = silu(factor_input_proj([u, a, u * a])), its factors are
 
@@ -55,6 +55,7 @@ from draftsmith.models.losses import chunk_rows, softmax_dtype
 
 # Of the candidates' embeddings, so many numbers are there at a time; what more there is, is computed twice.
 ELEMENTS_AT_ONCE = 1 << 27
+NUM_FEATURES = 5  # of a candidate
 ANY_TOKEN = -1
 
 
@@ -120,6 +121,18 @@ class LiLiCorrConfig(DFlashConfig):
             return self
 
 
+class Mlp(nn.Module):
+    """Two linear maps with SiLU between them."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(inputs, inner), nn.Linear(inner, outputs)
+
+    def forward(self, read: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs]."""
+        return self.down_proj(F.silu(self.up_proj(read)))
+
+
 class LatticeLayer(nn.Module):
     """Attention among all nodes of a block, and an MLP; with the published names."""
 
@@ -128,7 +141,7 @@ class LatticeLayer(nn.Module):
         self.attn_norm, self.mlp_norm = Qwen3RMSNorm(width, eps=eps), Qwen3RMSNorm(width, eps=eps)
         # Its parameters alone: it makes a copy of the bias for each block and head.
         self.attn = nn.MultiheadAttention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, mlp_width), nn.SiLU(), nn.Linear(mlp_width, width))
+        self.mlp = Mlp(width, mlp_width, width)
 
     def forward(self, nodes: Tensor, bias: Tensor) -> Tensor:
         """[A, L, H] to [A, L, H], with the bias [heads, L, L]."""
@@ -150,7 +163,7 @@ class Lattice(nn.Module):
         self._scale, self._eps = config.lattice_logit_scale, config.lattice_vector_eps
         self.token_proj = nn.Identity() if width == hidden_size else nn.Linear(hidden_size, width)
         self.pass_hidden_proj, self.context_proj = nn.Linear(hidden_size, width), nn.Linear(hidden_size, width)
-        self.feature_mlp = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, width), nn.SiLU(), nn.Linear(width, width))
+        self.feature_norm, self.feature_mlp = nn.LayerNorm(NUM_FEATURES), Mlp(NUM_FEATURES, width, width)
         self.slot_embedding = nn.Parameter(torch.zeros(1, 1, depths, 1, width))
         self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, config.lattice_top_k, width))
         self.relative_slot_bias = nn.Parameter(torch.zeros(heads, 2 * self._size - 1))
@@ -188,7 +201,11 @@ class Lattice(nn.Module):
         rank = torch.arange(top_k, device=log_q.device, dtype=log_q.dtype)
         said = [log_q, log_q.exp(), log_q - log_q[..., :1], rank / max(top_k - 1, 1), rank == 0]
         features = torch.stack([each.expand_as(log_q).to(normed.dtype) for each in said], dim=-1)
-        nodes = self.token_proj(embedded) + self.pass_hidden_proj(normed).unsqueeze(-2) + self.feature_mlp(features)
+        nodes = (
+            self.token_proj(embedded)
+            + self.pass_hidden_proj(normed).unsqueeze(-2)
+            + self.feature_mlp(self.feature_norm(features))
+        )
         nodes = (nodes + self.slot_embedding[0] + self.rank_embedding[0]).flatten(1, 2)
         slot = torch.arange(depths, device=log_q.device).repeat_interleave(top_k)
         apart = slot[:, None] - slot
