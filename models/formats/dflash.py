@@ -1,10 +1,12 @@
-"""DFlash's layout, and what DSpark (a Markov and a confidence head) and DFlash 2 (convolutions, a selector) add to it.
+"""DFlash's layout, and what DSpark (a Markov and a confidence head), DFlash 2 (convolutions, a selector) and LiLiCorr
+(a lattice, convolutions or none) add to it.
 
 Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
 target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
 layers that are read from 0 by their *outputs*: their id is one less than ours. Whether a block is causal stands there
 thrice: vLLM has looked for it in `dflash_config`, and takes layers with a window for causal ones where nothing says
-otherwise, as SGLang does, which knows `is_causal` alone.
+otherwise, as SGLang does, which knows `is_causal` alone. LiLiCorr's first checkpoints number the parts of the lattice's
+two-layer maps; vLLM loads names alone, which SGLang and TensorRT-LLM do too.
 """
 
 from collections.abc import Mapping
@@ -17,12 +19,14 @@ from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
     Parameters,
+    Refusal,
     drafted_of_all,
     dtype_name,
     kind_of_layers,
     llama_config,
     no_scaled_embeddings,
     only,
+    renamed,
     take_borrowed,
 )
 from draftsmith.recipes.errors import UserError
@@ -44,7 +48,36 @@ OF_DFLASH2 = (
 )
 # Of its block, whose values the drafters here have not.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
-OF_CONVOLUTION_AND_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OF_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+OF_CONVOLUTION_AND_SELECTOR = (*OF_CONVOLUTION, "selector_rank", "selector_top_k")
+# Of the lattice, theirs by ours. A width of 0 there is the target's.
+OF_LATTICE = {
+    "lattice_top_k": "lilicorr_candidate_topk",
+    "lattice_hidden_size": "lilicorr_hidden_size",
+    "lattice_factor_dim": "lilicorr_factor_dim",
+    "lattice_layers": "lilicorr_num_layers",
+    "lattice_heads": "lilicorr_num_heads",
+    "lattice_mlp_ratio": "lilicorr_mlp_ratio",
+    "lattice_logit_scale": "lilicorr_logit_scale",
+    "lattice_vector_eps": "lilicorr_vector_eps",
+}
+# Names in the first checkpoints, by today's.
+OF_TWO_LAYERS = {
+    "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
+    "lilicorr.feature_mlp.up_proj.": "lilicorr.feature_mlp.1.",
+    "lilicorr.feature_mlp.down_proj.": "lilicorr.feature_mlp.3.",
+    "lilicorr.layers.#.mlp.up_proj.": "lilicorr.layers.#.mlp.0.",
+    "lilicorr.layers.#.mlp.down_proj.": "lilicorr.layers.#.mlp.2.",
+}
+OF_LILICORR = (
+    *OF_DFLASH2,
+    Refusal(
+        "`lattice_top_k` that is no power of two up to 16",
+        lambda config: config.lattice_top_k not in (1, 2, 4, 8, 16),
+        "engines take 1, 2, 4, 8 or 16 candidates, not {config.lattice_top_k}",
+        "drafter.options.lattice_top_k=8",
+    ),
+)
 OF_SGLANG = (
     only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
@@ -68,6 +101,15 @@ def to_dflash2(drafter: Drafter) -> Checkpoint:
     """Write it for both engines, which look for its keys in `dflash_config`."""
     config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
     config["dflash_config"] |= {key: getattr(drafter.config, key) for key in OF_CONVOLUTION_AND_SELECTOR}
+    return Checkpoint(config, _tensors(drafter))
+
+
+def to_lilicorr(drafter: Drafter) -> Checkpoint:
+    """Write it for both engines, which look for its keys in `dflash_config`."""
+    ours, config = drafter.config, {**_config(drafter), "architectures": ["LiLiCorrDraftModel"]}
+    lattice = {theirs: getattr(ours, key) for key, theirs in OF_LATTICE.items()}
+    convolution = {key: getattr(ours, key) for key in OF_CONVOLUTION} if ours.conv_kernel_size else {}
+    config["dflash_config"] |= {"lilicorr_enabled": True, **lattice, **convolution}
     return Checkpoint(config, _tensors(drafter))
 
 
@@ -141,10 +183,12 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if "d2t" in state:
         options["draft_vocab_size"] = len(state["d2t"])
         state["t2d"] = drafted_of_all(state["d2t"], target_config["vocab_size"])
-    if "candidate_selector.hidden_projection.weight" in state:
+    if {"candidate_selector.hidden_projection.weight", "lilicorr.out_head.weight"} & state.keys():
         for key, plain in PLAIN_LOGITS.items():
             if (known.get(key) or plain) != plain:
                 raise UserError(f"config.json: {key} is {known[key]}, which drafters here have not: only {plain}")
+        if "lilicorr.out_head.weight" in state:
+            return _of_lattice(options, known, state, borrowed, target_config["hidden_size"])
         return Parameters(
             "dflash2", options | {key: known[key] for key in OF_CONVOLUTION_AND_SELECTOR}, state, borrowed
         )
@@ -155,6 +199,21 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     if "confidence_head.proj.weight" not in state:
         options["confidence_weight"] = 0.0
     return Parameters("dspark", options, state, borrowed)
+
+
+def _of_lattice(
+    options: dict[str, Any],
+    known: Mapping[str, Any],
+    state: dict[str, Tensor],
+    borrowed: dict[str, Tensor],
+    hidden_size: int,
+) -> Parameters:
+    options |= {key: known[theirs] for key, theirs in OF_LATTICE.items()}
+    options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
+    options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
+    if options["conv_kernel_size"]:
+        options["conv_group_size"] = known["conv_group_size"]
+    return Parameters("lilicorr", options, renamed(state, OF_TWO_LAYERS, back=True), borrowed)
 
 
 def _window(known: Mapping[str, Any]) -> int | None:
@@ -184,6 +243,8 @@ EXPORTERS = {
     ("dflash", "sglang"): Exporter(to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True),
     ("dflash2", "vllm"): Exporter(to_dflash2, parameters, OF_DFLASH2, "dflash", in_blocks=True),
     ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*OF_DFLASH2, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, OF_LILICORR, "dflash", in_blocks=True),
+    ("lilicorr", "sglang"): Exporter(to_lilicorr, parameters, (*OF_LILICORR, *OF_SGLANG), "DFLASH", in_blocks=True),
     ("dspark", "vllm"): Exporter(
         to_dspark, parameters, OF_DSPARK, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
     ),

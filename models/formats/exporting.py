@@ -42,8 +42,9 @@ FORMATS = {
 }
 # The first vLLM that has it, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
 FIRST_VLLM = {"parallel_drafting": "0.16", "dflash": "0.20"}
-# And that of a kind which is served by the method of another: vllm-project/vllm, pull request 52816.
-FIRST_VLLM_OF_KIND = {"dflash2": "0.28"}
+# And that of a kind which is served by the method of another: vllm-project/vllm, pull request 52816; the first one that
+# was read here.
+FIRST_VLLM_OF_KIND = {"dflash2": "0.28", "lilicorr": "0.32"}
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # where an engine is not called as its format
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,

@@ -9,8 +9,8 @@ share nothing with the code that writes a layout:
 * EAGLE-3, P-EAGLE: vllm's llama_eagle3.py:184-470 and qwen3_eagle3.py:175-450, transformers_utils/configs/speculators/
   algos.py:18-95 and base.py:62-93; sglang/srt/models/llama_eagle3.py, where the first layer has no biases whatever the
   config says, and fc reads three layers; eagle/model/cnets.py:478-541.
-* DFlash, DFlash 2, DSpark: vllm's qwen3_dflash.py, qwen3_dflash2.py and qwen3_dspark.py, sglang's dflash.py and
-  dspark.py.
+* DFlash, DFlash 2, LiLiCorr, DSpark: vllm's qwen3_dflash.py, qwen3_dflash2.py, lilicorr.py and qwen3_dspark.py,
+  sglang's dflash.py, lilicorr.py and dspark.py.
 * Medusa: vllm's medusa.py:20-193 and configs/medusa.py:45-58, FasterDecoding's medusa/model/medusa_model.py.
 * Hydra: zankner/Hydra's hydra/model/hydra_heads/mlp_head.py and hydra_model.py.
 """
@@ -37,6 +37,7 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("eagle3", "speculators"): UNTIED,
     ("dflash", "vllm"): {"architectures": ["DFlashDraftModel"], **QWEN3, **NO_BIAS},
     ("dflash2", "vllm"): {"architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS},
+    ("lilicorr", "vllm"): {"architectures": ["LiLiCorrDraftModel"], **QWEN3, **NO_BIAS},
     ("dspark", "vllm"): {
         "architectures": ["Qwen3DSparkModel"], **QWEN3, **NO_BIAS, "sample_from_anchor": True,
         "markov_head_type": "vanilla",
@@ -46,7 +47,7 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("hydra", "hydra"): {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0},
 }  # fmt: skip
 WEIGHTS_FILES = {("medusa", "medusa"): "medusa_lm_head.safetensors", ("hydra", "hydra"): "hydra_lm_head.pt"}
-IN_BLOCKS = ("dflash", "dflash2", "dspark")
+IN_BLOCKS = ("dflash", "dflash2", "dspark", "lilicorr")
 Config = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -141,11 +142,15 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
     shapes: Shapes = {"fc.weight": (HIDDEN, fused * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for i in range(config["num_hidden_layers"]):
         shapes |= layer_shapes(f"layers.{i}", config=config)
-    if kind == "dflash2":
-        taps, groups, rank = nested["conv_kernel_size"], HIDDEN // nested["conv_group_size"], nested["selector_rank"]
+    if nested.get("conv_kernel_size"):
+        taps, groups = nested["conv_kernel_size"], HIDDEN // nested["conv_group_size"]
         for i, name in itertools.product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
             shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, HIDDEN)
             shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * groups, HIDDEN)
+    if kind == "lilicorr":
+        shapes |= _lattice({key.removeprefix("lilicorr_"): value for key, value in nested.items()}, config)
+    if kind == "dflash2":
+        rank = nested["selector_rank"]
         for name in ("predecessor", "successor"):
             shapes[f"candidate_selector.{name}_codebook"] = (VOCABULARY, rank)
         shapes["candidate_selector.hidden_projection.weight"] = (rank, HIDDEN)
@@ -156,6 +161,32 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
         if config.get("enable_confidence_head"):
             shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
     return shapes | (draft_vocabulary(config) if to == "vllm" else {})
+
+
+def _lattice(own: Config, config: Config) -> Shapes:
+    """Of vllm's lilicorr.py."""
+    width, heads, size, factor = own["hidden_size"] or HIDDEN, own["num_heads"], config["block_size"], own["factor_dim"]
+    linear = {
+        "pass_hidden_proj": (width, HIDDEN), "context_proj": (width, HIDDEN), "feature_mlp.up_proj": (width, 5),
+        "feature_mlp.down_proj": (width, width), "factor_input_proj": (width, 3 * width),
+        **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (factor, width)),
+    }  # fmt: skip
+    shapes: Shapes = {
+        "slot_embedding": (1, 1, size - 1, 1, width), "rank_embedding": (1, 1, 1, own["candidate_topk"], width),
+        "relative_slot_bias": (heads, 2 * size - 1), "same_slot_bias": (heads,), "output_norm.weight": (width,),
+        "anchor_norm.weight": (width,), "feature_norm.weight": (5,), "feature_norm.bias": (5,),
+    }  # fmt: skip
+    inner = int(own["mlp_ratio"] * width)
+    for layer in (f"layers.{i}" for i in range(own["num_layers"])):
+        linear[f"{layer}.mlp.up_proj"], linear[f"{layer}.mlp.down_proj"] = (inner, width), (width, inner)
+        linear[f"{layer}.attn.out_proj"] = (width, width)
+        shapes[f"{layer}.attn.in_proj_weight"], shapes[f"{layer}.attn.in_proj_bias"] = (3 * width, width), (3 * width,)
+        shapes |= {f"{layer}.{name}_norm.weight": (width,) for name in ("attn", "mlp")}
+    if width != HIDDEN:
+        linear["token_proj"] = (width, HIDDEN)
+    for name, shape in linear.items():
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
 def complaints(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -22,7 +22,7 @@ from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.formats import dflash, eagle
 from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
-from draftsmith.models.formats.layout import Checkpoint
+from draftsmith.models.formats.layout import Checkpoint, renamed
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import UserError
 
@@ -73,6 +73,15 @@ DFLASH2 = {
         "selector_top_k": 4,
     },
 }  # fmt: skip
+# The keys that NVIDIA/Model-Optimizer's recipe has (modelopt_recipes/general/speculative_decoding/lilicorr.yaml).
+LILICORR = {
+    **DFLASH, "architectures": ["LiLiCorrDraftModel"],
+    "dflash_config": {
+        **DFLASH["dflash_config"], "conv_kernel_size": 2, "conv_group_size": 16, "lilicorr_enabled": True,
+        "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 0, "lilicorr_factor_dim": 6, "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 4, "lilicorr_mlp_ratio": 2.0, "lilicorr_logit_scale": 7.0, "lilicorr_vector_eps": 1e-3,
+    },
+}  # fmt: skip
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
@@ -90,6 +99,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "speculators-normed": (SPECULATORS_NORMED, "eagle3", "model.safetensors", "speculators"),
     "dflash": (DFLASH, "dflash", "model.safetensors", "vllm"),
     "dflash2": (DFLASH2, "dflash2", "model.safetensors", "vllm"),
+    "lilicorr": (LILICORR, "lilicorr", "model.safetensors", "vllm"),
     "dspark": (DSPARK, "dspark", "model.safetensors", "sglang"),
     "hydra": (HYDRA, "hydra", "hydra_lm_head.pt", "hydra"),
     "medusa": (MEDUSA, "medusa", "medusa_lm_head.pt", "medusa"),
@@ -159,6 +169,18 @@ def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: P
     back = read_checkpoint(tmp_path / "back").tensors
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_a_lattice_by_the_names_of_its_first_checkpoints(tmp_path: Path) -> None:
+    """Its two-layer maps were sequences, norm and activation among them."""
+    drafter, tensors = imported(tmp_path, "lilicorr")
+    numbered = renamed(tensors, dflash.OF_TWO_LAYERS)
+    names = {"feature_mlp.0.bias", "feature_mlp.3.weight", "layers.1.mlp.0.weight", "layers.0.mlp.2.bias"}
+    assert {f"lilicorr.{name}" for name in names} < numbered.keys() - tensors.keys()
+    save_file(numbered, tmp_path / "theirs" / "model.safetensors")
+    import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "again")
+    again = load_drafter(tmp_path / "again", TARGET).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in drafter.state_dict().items())
 
 
 def test_layers_of_blocks_are_counted_by_their_outputs(tmp_path: Path) -> None:

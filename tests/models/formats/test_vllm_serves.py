@@ -27,7 +27,7 @@ from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
-from draftsmith.models.formats.exporting import export_drafter, speculative_config
+from draftsmith.models.formats.exporting import EXPORTERS, export_drafter, speculative_config
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -142,6 +142,49 @@ def test_dflash2_by_the_engines_own_functions(setup: Setup) -> None:
                     gates[0, depth][None], before[depth][place][None], tokens[0, depth][None]
                 )
                 torch.testing.assert_close(scores[0], edges[0, depth, place])
+
+
+def test_lilicorr_by_the_engines_own_head(setup: Setup, tmp_path: Path) -> None:
+    """Its runner needs Triton too: vLLM's lattice takes an export's tensors by its own loader, and scores as ours."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.model_executor.models.lilicorr import LiLiCorrHead
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    torch.manual_seed(2)
+    options = {"block_size": 5, "num_layers": 1, "lattice_top_k": 4, "lattice_factor_dim": 20}
+    drafter = load_drafter_class("lilicorr").from_target(setup.target, options)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    made = EXPORTERS["lilicorr", "vllm"].write(drafter)
+    tensors = {name.removeprefix("lilicorr."): value for name, value in made.tensors.items() if "lilicorr." in name}
+    config = made.config
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))), torch.no_grad():
+        init_distributed_environment(1, 0, f"file://{tmp_path / 'group'}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        try:
+            sizes = {"model_hidden_size": 192, "block_size": 5, "rms_norm_eps": config["rms_norm_eps"]}
+            head = LiLiCorrHead(**sizes, config=config["dflash_config"])
+            assert AutoWeightsLoader(head).load_weights(tensors.items()) == tensors.keys()
+            head.materialize_inference_buffers(torch.device("cpu"), torch.float32)
+            for module in head.modules():
+                if hasattr(module, "quant_method"):
+                    module.quant_method.process_weights_after_loading(module)
+            for context in (torch.randn(192), torch.zeros(192)):  # one that there is, and none
+                normed = torch.randn(4, 192)
+                _, columns, log_q, scores, _ = drafter.rows_of(normed, context)
+                there = (context != 0).any()[None]
+                theirs = head(drafter.embedded(columns)[None], log_q[None], normed[None], context[None], there)
+                torch.testing.assert_close(scores, theirs[0], atol=1e-5, rtol=1e-5)
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
