@@ -22,6 +22,7 @@ README = Path(__file__).parents[2] / "README.md"
 MARK = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+IN_REAL_VLLM = ("vllm", "speculators")  # formats whose every kind real vLLM is shown by a test
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -46,7 +47,7 @@ def formats() -> list[str]:
                 continue
             served = f"as `{exporter.method}`" if exporter.method else "yes"
             served += " with `parallel_drafting`" if exporter.parallel else ""
-            cells.append(f"{served}; {'real vLLM' if in_real_vllm(kind, to) else 'checked by the rules'}")
+            cells.append(f"{served}; {'real vLLM' if to in IN_REAL_VLLM else 'checked by the rules'}")
             for each in exporter.refusals:
                 why = re.sub(r"{config\.(?:target_config\[)?(\w+)\]?}", r"`\1`", each.why)
                 told = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
@@ -67,7 +68,7 @@ def kinds_by_engine() -> list[str]:
     def there(kind: str, to: str) -> str:
         if (kind, to) not in EXPORTERS:
             return "-"
-        return "proven" if to == "gguf" or in_real_vllm(kind, to) else "by its rules"
+        return "proven" if to in ("gguf", *IN_REAL_VLLM) else "by its rules"
 
     columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
     lines = [f"| kind | own loop | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
@@ -83,11 +84,6 @@ def write_kinds_by_engine() -> None:
     _, _, tail = rest.partition(end)
     table = "".join(line + "\n" for line in kinds_by_engine())
     README.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
-
-
-def in_real_vllm(kind: str, to: str) -> bool:
-    """Whether real vLLM is shown this export by a test. Two kinds need its newer runner, which needs Triton."""
-    return to in ("vllm", "speculators") and kind not in ("dflash2", "dspark")
 
 
 def commands() -> list[str]:

@@ -52,7 +52,14 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "medusa-shared": ("medusa", "vllm", {"num_heads": 3, "lm_heads": "shared", "num_layers": 2}),
     "draft_model": ("draft_model", "vllm", {"draft_depth": 3, "num_layers": 1}),
     "pard": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
+    "dflash2": ("dflash2", "vllm", {"block_size": 4, "num_layers": 2, "selector_rank": 16, "selector_top_k": 8}),
+    "dspark": ("dspark", "vllm", {"block_size": 3, "num_layers": 2, "markov_rank": 32}),
+    "dspark-reduced": ("dspark", "vllm", {"block_size": 3, "num_layers": 1, "draft_vocab_size": 1000}),
+    "lilicorr": ("lilicorr", "vllm", {"block_size": 4, "num_layers": 2, "lattice_hidden_size": 48}),
 }
+
+# Kinds of its newer runner alone.
+BY_THE_NEWER_RUNNER = ("dflash2", "dspark", "lilicorr")
 
 # What real llama.cpp is shown.
 IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,7 +108,7 @@ def briefly_trained(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    if kind == "dflash":
+    if "block_size" in options:
         _share_first_key_norm(drafter)
     return drafter.freeze()
 

@@ -1,0 +1,56 @@
+"""Answers of real vLLM, here or in a process of its own: python -m support.vllm_answers ASKED.json ANSWERED.json."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftsmith.models.target.loading import EMBEDDED_TARGET
+
+INTERPRETED = Path(__file__).parent / "interpreted_triton"
+TRITON = Path(sys.prefix) / "triton"  # see .ci/vllm_env
+NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+
+
+def answered(
+    prompts: list[list[int]], new_tokens: int, speculative: dict[str, Any] | None
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Greedy answers of this length, and the counters of drafting."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(EMBEDDED_TARGET), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16,
+        kv_cache_memory_bytes=64 << 20, disable_log_stats=False, speculative_config=speculative,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    counters: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:spec_decode_num_")
+        if name != metric.name:
+            counters[name] = metric.values if hasattr(metric, "values") else metric.value
+    del llm
+    gc.collect()
+    return [list(output.outputs[0].token_ids) for output in outputs], counters
+
+
+def has_triton() -> bool:
+    """Whether the newer runner can be had."""
+    return TRITON.is_dir()
+
+
+def answered_by_the_newer_runner(folder: Path, *asked: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """The same of vLLM's newer runner (see `interpreted_triton`); `asked` are `answered`'s arguments."""
+    (folder / "asked.json").write_text(json.dumps(asked))
+    path = os.pathsep.join(map(str, (INTERPRETED, INTERPRETED.parents[1], TRITON)))
+    command = [sys.executable, "-m", "support.vllm_answers", str(folder / "asked.json"), str(folder / "answered.json")]
+    subprocess.run(command, env=os.environ | NEWER_RUNNER | {"PYTHONPATH": path}, check=True)
+    answers, counters = json.loads((folder / "answered.json").read_text())
+    return answers, counters
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(answered(*json.loads(Path(sys.argv[1]).read_text()))))
