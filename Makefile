@@ -60,7 +60,7 @@ help:
 	@echo "make unit         the fast tests only"
 	@echo "make nightly      the long tests, which make test leaves out, and make mutants"
 	@echo "make mutants      shows that the fast tests catch two dozen mistakes"
-	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (2.5 GB, made by make vllm-env)"
+	@echo "make test-vllm    the tests with real vLLM, in $(VLLM_VENV) (3.5 GB, made by make vllm-env)"
 	@echo "make test-llamacpp  the tests with a real llama-server, in $(LLAMACPP) (made by make llamacpp-env, 10 minutes)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       what ruff can put right by itself"

@@ -3,9 +3,9 @@
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
 that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is `OneForward` too).
 
-Of decoder layers are made `ParallelDecoder`, which drafts all depths in one forward, `MarkovDecoder`, which adds to
-them what the tokens of a path say, and `TreeDecoder`, which grows a tree level by level: a queue of final tokens and a
-KV cache of their rows. Nothing is ever rolled back: committed tokens are final, and the rows of drafted ones are
+Of decoder layers are made `ParallelDecoder`, which drafts all depths in one forward, `PathDecoder`, which changes them
+by the tokens of a path (`MarkovDecoder`), and `TreeDecoder`, which grows a tree level by level: a queue of final tokens
+and a KV cache of their rows. Nothing is ever rolled back: committed tokens are final, and the rows of drafted ones are
 overwritten.
 
 Shapes: G depths, K masks, P prompt, n newly committed tokens, R rows of a forward, k of them kept, W tree nodes of one
