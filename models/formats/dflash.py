@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
     Parameters,
     Refusal,
+    config_of_speculators,
     drafted_of_all,
     dtype_name,
     kind_of_layers,
@@ -78,6 +79,7 @@ OF_LILICORR = (
         "drafter.options.lattice_top_k=8",
     ),
 )
+OF_SPECULATORS = (only("causal", False, "in the library's blocks every row sees every row"),)
 OF_SGLANG = (
     only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
@@ -111,6 +113,31 @@ def to_lilicorr(drafter: Drafter) -> Checkpoint:
     convolution = {key: getattr(ours, key) for key in OF_CONVOLUTION} if ours.conv_kernel_size else {}
     config["dflash_config"] |= {"lilicorr_enabled": True, **lattice, **convolution}
     return Checkpoint(config, _tensors(drafter))
+
+
+def to_speculators(drafter: Drafter) -> Checkpoint:
+    """Write it for the speculators library, whose tensors are the same, and for vLLM, which reads its config too."""
+    ours, kind = drafter.config, drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
+    written = EXPORTERS[kind, "vllm"].write(drafter)
+    layers = dict(written.config)
+    own = layers.pop("dflash_config")
+    for key in ("is_causal", "block_size", "num_target_layers", "architectures"):
+        del layers[key]
+    config = {
+        "architectures": ["DFlashSpeculator" if kind == "dflash" else "DFlash2DraftModel"],
+        **config_of_speculators(drafter, kind),
+        "transformer_layer_config": layers,
+        "draft_vocab_size": layers.pop("draft_vocab_size", layers["vocab_size"]),
+        "block_size": ours.block_size,
+        "aux_hidden_state_layer_ids": list(ours.feature_layers),
+        "mask_token_id": ours.mask_token_id,
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "dtype": layers["dtype"],
+        **{key: own[key] for key in OF_CONVOLUTION_AND_SELECTOR if key in own},
+    }
+    return Checkpoint(config, written.tensors)
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
@@ -171,6 +198,9 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
     causal = config.get("is_causal", known.get("causal"))
+    if "speculators_model_type" in config:  # whose layers without a window are never causal
+        known["target_layer_ids"] = [layer - 1 for layer in config["aux_hidden_state_layer_ids"]]
+        causal = window is not None and not config.get("sliding_window_non_causal", True)
     options = {
         "block_size": known["block_size"],
         "num_layers": known["num_hidden_layers"],
@@ -243,6 +273,17 @@ EXPORTERS = {
     ("dflash", "sglang"): Exporter(to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True),
     ("dflash2", "vllm"): Exporter(to_dflash2, parameters, OF_DFLASH2, "dflash", in_blocks=True),
     ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*OF_DFLASH2, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("dflash", "speculators"): Exporter(
+        to_speculators,
+        parameters,
+        (*OF_DFLASH, *OF_SPECULATORS),
+        "dflash",
+        needs_target=has_draft_vocabulary,
+        in_blocks=True,
+    ),
+    ("dflash2", "speculators"): Exporter(
+        to_speculators, parameters, (*OF_DFLASH2, *OF_SPECULATORS), "dflash", in_blocks=True
+    ),
     ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, OF_LILICORR, "dflash", in_blocks=True),
     ("lilicorr", "sglang"): Exporter(to_lilicorr, parameters, (*OF_LILICORR, *OF_SGLANG), "DFLASH", in_blocks=True),
     ("dspark", "vllm"): Exporter(

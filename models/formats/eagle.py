@@ -30,8 +30,8 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
+    config_of_speculators,
     drafted_of_all,
-    drafted_tokens,
     dtype_name,
     kind_of_layers,
     llama_config,
@@ -127,16 +127,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         del layers["pard_token"]
     config: dict[str, Any] = {
         "architectures": ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"],
-        "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted_tokens(drafter.config)}],
-            "verifier": {
-                "name_or_path": drafter.config.target_name_or_path,
-                "architectures": drafter.config.target_config.get("architectures") or [],
-            },
-        },
+        **config_of_speculators(drafter, kind),
         "transformer_layer_config": layers,
         "norm_before_residual": layers.pop("norm_before_residual"),
         **{key: layers[key] for key in NORMS},

@@ -182,7 +182,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
-        "DFlash, DFlash 2, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
+        "DFlash, DFlash 2, LiLiCorr, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
     )
 
 

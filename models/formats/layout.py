@@ -104,6 +104,22 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
+def config_of_speculators(drafter: Drafter, kind: str) -> dict[str, Any]:
+    """What every config of the speculators library says of its kind, and of the target."""
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted_tokens(drafter.config)}],
+            "verifier": {
+                "name_or_path": drafter.config.target_name_or_path,
+                "architectures": drafter.config.target_config.get("architectures") or [],
+            },
+        },
+    }
+
+
 def always(config: DrafterConfig) -> bool:
     """Need the target for every drafter, for `Exporter.needs_target`."""
     return True

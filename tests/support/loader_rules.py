@@ -36,6 +36,10 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("eagle3", "eagle"): {**LLAMA, **NO_BIAS, **ONE_LAYER, "bias": False},
     ("eagle3", "speculators"): UNTIED,
     ("dflash", "vllm"): {"architectures": ["DFlashDraftModel"], **QWEN3, **NO_BIAS},
+    ("dflash", "speculators"): {"architectures": ["DFlashSpeculator"], **QWEN3, **NO_BIAS, "sample_from_anchor": False},
+    ("dflash2", "speculators"): {
+        "architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS, "sliding_window_non_causal": True,
+    },
     ("dflash2", "vllm"): {"architectures": ["DFlash2DraftModel"], **QWEN3, **NO_BIAS},
     ("lilicorr", "vllm"): {"architectures": ["LiLiCorrDraftModel"], **QWEN3, **NO_BIAS},
     ("dspark", "vllm"): {
@@ -138,7 +142,9 @@ def _eagle3(to: str, config: Config) -> Shapes:
 
 def _blocks(kind: str, to: str, config: Config) -> Shapes:
     nested = config.get("dflash_config", config)
-    fused = len(nested["target_layer_ids"])
+    if to == "speculators":
+        config = {**config, **config["transformer_layer_config"]}
+    fused = len(nested["aux_hidden_state_layer_ids" if to == "speculators" else "target_layer_ids"])
     shapes: Shapes = {"fc.weight": (HIDDEN, fused * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for i in range(config["num_hidden_layers"]):
         shapes |= layer_shapes(f"layers.{i}", config=config)
@@ -160,7 +166,7 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
         shapes["markov_head.markov_w2.weight"] = (config.get("draft_vocab_size") or VOCABULARY, rank)
         if config.get("enable_confidence_head"):
             shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
-    return shapes | (draft_vocabulary(config) if to == "vllm" else {})
+    return shapes | (draft_vocabulary(config) if to in ("vllm", "speculators") else {})
 
 
 def _lattice(own: Config, config: Config) -> Shapes:
@@ -196,6 +202,6 @@ def complaints(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[in
     known = {**draft_vocabulary(config, always=kind in ("eagle3", "peagle")), **asked}
     found = [f"{name} is missing" for name in asked.keys() - shapes.keys()]
     found += [f"{name} is {shape}, not {known.get(name)}" for name, shape in shapes.items() if known.get(name) != shape]
-    key = ({"peagle": "eagle3"}.get(kind, kind), "vllm" if kind in IN_BLOCKS else to)
+    key = ({"peagle": "eagle3"}.get(kind, kind), "vllm" if kind in IN_BLOCKS and to == "sglang" else to)
     flat = {**config, **config.get("transformer_layer_config", {}), "architectures": config.get("architectures")}
     return found + [f"{name} must be {value}" for name, value in CONFIGS[key].items() if flat.get(name) != value]

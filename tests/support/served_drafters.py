@@ -53,6 +53,8 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "draft_model": ("draft_model", "vllm", {"draft_depth": 3, "num_layers": 1}),
     "pard": ("parallel", "vllm", {"num_masks": 2, "inputs": "embedding", "shared_mask": True}),
     "dflash2": ("dflash2", "vllm", {"block_size": 4, "num_layers": 2, "selector_rank": 16, "selector_top_k": 8}),
+    "speculators-dflash": ("dflash", "speculators", {"block_size": 4, "num_layers": 1, "draft_vocab_size": 1000}),
+    "speculators-dflash2": ("dflash2", "speculators", {"block_size": 4, "num_layers": 1, "selector_rank": 16}),
     "dspark": ("dspark", "vllm", {"block_size": 3, "num_layers": 2, "markov_rank": 32}),
     "dspark-reduced": ("dspark", "vllm", {"block_size": 3, "num_layers": 1, "draft_vocab_size": 1000}),
     "lilicorr": ("lilicorr", "vllm", {"block_size": 4, "num_layers": 2, "lattice_hidden_size": 48}),

@@ -82,6 +82,17 @@ LILICORR = {
         "lilicorr_num_heads": 4, "lilicorr_mlp_ratio": 2.0, "lilicorr_logit_scale": 7.0, "lilicorr_vector_eps": 1e-3,
     },
 }  # fmt: skip
+SPECULATORS_DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2", "draft_vocab_size": VOCABULARY,
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x/y"}},
+    "transformer_layer_config": {
+        **LAYERS, "model_type": "qwen3", "sliding_window": 6, "use_sliding_window": True,
+        "layer_types": ["sliding_attention"],
+    },
+    "block_size": 4, "aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 7, "sample_from_anchor": False,
+    "sliding_window_non_causal": True, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 5,
+    "selector_top_k": 4,
+}  # fmt: skip
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY}
 HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
@@ -99,6 +110,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "speculators-normed": (SPECULATORS_NORMED, "eagle3", "model.safetensors", "speculators"),
     "dflash": (DFLASH, "dflash", "model.safetensors", "vllm"),
     "dflash2": (DFLASH2, "dflash2", "model.safetensors", "vllm"),
+    "speculators-dflash2": (SPECULATORS_DFLASH2, "dflash2", "model.safetensors", "speculators"),
     "lilicorr": (LILICORR, "lilicorr", "model.safetensors", "vllm"),
     "dspark": (DSPARK, "dspark", "model.safetensors", "sglang"),
     "hydra": (HYDRA, "hydra", "hydra_lm_head.pt", "hydra"),
