@@ -201,12 +201,18 @@ class GroupWiseDrafter(Drafter):
         logits_bgsv = self.over_all_tokens(self.logits_of(self.group_hidden(input_ids, features, position_ids)))
         if self.markov_head is None:
             return logits_bgsv
-        num_depths, length = logits_bgsv.shape[1:3]
-        # After the last token there is none: groups that would read it repeat the last, and mean nothing.
-        ahead_g, place_s = (torch.arange(count, device=input_ids.device) for count in (num_depths, length))
-        place_gs = (ahead_g[:, None] + place_s).clamp(max=length - 1)
-        bias = self.markov_head(input_ids[:, place_gs])
+        bias = self.markov_head(self.tokens_before(input_ids))
         return logits_bgsv + self.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
+
+    def tokens_before(self, input_ids: Tensor) -> Tensor:
+        """[B, G, S] the tokens before the labels of every group: x_t at depth 1.
+
+        After the last token there is none: groups that would read it repeat the last, and mean nothing.
+        """
+        length = input_ids.shape[1]
+        ahead_g = torch.arange(self.config.num_depths, device=input_ids.device)
+        place_s = torch.arange(length, device=input_ids.device)
+        return input_ids[:, (ahead_g[:, None] + place_s).clamp(max=length - 1)]
 
     # ---- shared by training and decoding ----
 

@@ -424,7 +424,7 @@ class PathDecoder:
     What the token before changes is said by `_after`.
 
     Args:
-        decoder: Its logits are those before the change.
+        decoder: Runs the one forward.
         num_depths: G.
         device: The drafter's.
     """
@@ -435,7 +435,6 @@ class PathDecoder:
         self.num_depths, self.columns = num_depths, decoder.columns
         self._decoder, self._device = decoder, device
         self._newest_1 = torch.empty(0)
-        self._logits_gv = torch.empty(0)
         self._depths: list[int] = []  # of every node
 
     def compile(self, backend: str = BACKEND) -> None:
@@ -468,7 +467,8 @@ class PathDecoder:
         return self._after(tokens_w, depths_w)
 
     def _draft(self) -> None:
-        self._logits_gv = self._decoder.draft()
+        """Run the one forward, and keep what `_after` reads."""
+        raise NotImplementedError
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
         """fp32 logits [W, V'] of these depths after these tokens."""
@@ -487,6 +487,10 @@ class MarkovDecoder(PathDecoder):
     ) -> None:
         super().__init__(decoder, num_depths, device)
         self._bias_of = bias_of
+        self._logits_gv = torch.empty(0)
+
+    def _draft(self) -> None:
+        self._logits_gv = self._decoder.draft()
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
         return self._logits_gv[depths_w] + self._bias_of(tokens_w)

@@ -241,7 +241,7 @@ class DFlashDrafter(GroupWiseDrafter):
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """What drafting takes from the rows [G, D] that predict, and from the newest c [D]: fp32 logits [G, V'] first.
+        """What drafting takes from the rows [G, D] that predict, and from the newest c [D]: fp32 logits [G, V'].
 
         A context of no tokens has zeros for its newest c.
         """
@@ -341,18 +341,19 @@ class BlockDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def outputs(self) -> tuple[Tensor, ...]:
-        """What `block_outputs` makes of the rows: the logits first."""
+        """What `block_outputs` makes of the rows."""
         ids, features = self._take_pending()
         block = self._drafter.block_inputs(ids[-1:], self._masks_kd)
         if self._run is not None and len(features) <= LONGEST_STATIC_ROWS:
             return self._static_outputs(features, block)
         new, rows, begin = len(features), block.shape[1], self._cache.length
         cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
-        newest = block.new_zeros(block.shape[-1])
         if new:
             context = self._drafter.context_of(features).unsqueeze(0)
             newest = context[0, -1]
             self._cache.append(self._to_keys_values(context, (cos[:, :new], sin[:, :new])))
+        else:
+            newest = block.new_zeros(block.shape[-1])
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
         hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)

@@ -196,11 +196,14 @@ class CandidateDrafter(DFlashDrafter):
         return columns if self.draft_ids is None else self.draft_ids[columns]
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """What is drafted from, given final-normed rows of whole blocks [..., G, D] and their newest c [..., D].
+        """What `scores_after` reads of a row, given final-normed rows of whole blocks and their newest c.
+
+        Args:
+            normed: [..., G, D].
+            context: [..., D].
 
         Returns:
-            fp32 logits [..., G, V'], and whatever `scores_after` reads of a row [..., G, ...]: first columns of the
-            logits [..., G, K].
+            [..., G, ...] each: first the candidates' columns of the logits [..., G, K].
         """
         raise NotImplementedError
 
@@ -208,20 +211,18 @@ class CandidateDrafter(DFlashDrafter):
         """[N, K] fp32 scores of the candidates after the tokens before [N], given what `rows_of` says of N rows."""
         raise NotImplementedError
 
-    def path_logits(self, rows: Sequence[Tensor], before_n: Tensor, columns: int) -> Tensor:
+    def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         """[N, V'] the same scores in their columns, -inf beside the candidates."""
         scores_nk = self.scores_after(rows, before_n)
-        return scores_nk.new_full((len(scores_nk), columns), float("-inf")).scatter(1, rows[0], scores_nk)
+        shape = len(scores_nk), self.head_linear().out_features
+        return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         # Laid out anew: how a product of strided rows rounds depends on where they lie.
         blocks = self.norm(self.group_hidden(input_ids, features, position_ids)).transpose(1, 2).contiguous()
-        length, num_depths = blocks.shape[1:3]
-        # After the last token there is none: groups that would read it repeat the last, and mean nothing.
-        place_s, ahead_g = (torch.arange(count, device=input_ids.device) for count in (length, num_depths))
-        before = input_ids[:, (place_s[:, None] + ahead_g).clamp(max=length - 1)]
-        logits, *rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
-        scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten(), logits.shape[-1])
+        rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
+        before = self.tokens_before(input_ids).transpose(1, 2)
+        scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten())
         return self.over_all_tokens(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
@@ -253,10 +254,8 @@ class DFlash2Drafter(CandidateDrafter):
         return self.config.selector_weight * losses_n, part.read_n.to(losses_n.dtype), 1
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        logits = self.head_logits(normed)
-        logits = logits.to(softmax_dtype(logits.dtype))
-        values, columns = logits.topk(self.config.selector_top_k)
-        return logits, columns, values, self.candidate_selector.gates(normed)
+        values, columns = self.head_logits(normed).topk(self.config.selector_top_k)
+        return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         columns_nk, values_nk, gates_nr = rows
@@ -309,11 +308,10 @@ class CandidateDecoder(PathDecoder):
         self._block, self._drafter = block, drafter
 
     def _draft(self) -> None:
-        self._logits_gv, *self._rows = self._block.outputs()
+        self._rows = self._block.outputs()
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
-        rows = [row[depths_w] for row in self._rows]
-        return self._drafter.path_logits(rows, tokens_w, self._logits_gv.shape[1])
+        return self._drafter.path_logits([row[depths_w] for row in self._rows], tokens_w)
 
 
 DRAFTER = DFlash2Drafter

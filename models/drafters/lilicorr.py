@@ -9,9 +9,9 @@ which trains it, pull request 2342) and vLLM (model_executor/models/lilicorr.py)
     n = token_proj(e[token]) + pass_hidden_proj(h) + feature_mlp(z) + slot_embedding + rank_embedding
 
 with h its row's final-normed state and z the feature_norm of log q, q, log q - max log q, k/(K-1) and [k = 0], k its
-rank. Layers of attention without a mask, where only a bias by the nodes'
-distance in rows says where they are, and an MLP, both after a norm, make u of it. With a, the context's newest c
-(`context_proj`), which no layer changes, and f = silu(factor_input_proj([u, a, u * a])), its factors are
+rank. Layers of attention without a mask, where only a bias by the nodes' distance in rows says where they are, and an
+MLP, both after a norm, make u of it. With a, the context's newest c (`context_proj`), which no layer changes, and
+f = silu(factor_input_proj([u, a, u * a])), its factors are
 
     out = out_head(f), in = in_head(f), and of the newest committed token out = anchor_out_head(a),
 
@@ -24,7 +24,7 @@ drafted from it has, the candidates' own log q stand in the scores' place.
 block's labels are among the candidates:
 
     lattice_ce_weight * CE + lattice_margin_weight * relu(lattice_margin - (s_label - max of the others'))
-        + lattice_penalty_weight * sum_k softmax(s)_k * relu(z_label - z_k),    z: the target's logits
+        + lattice_penalty_weight * sum_k softmax(s)_k * relu(t_label - t_k),    t: the target's logits
 
 The published weights are 0.25, 0 and 0.25; a second variant has 0.125, 0.125 and 0.25. Gradients reach the rows through
 h and log q. Where we decide or differ: a depth's loss is a mean over all its labels, not over those that count, and
@@ -277,26 +277,21 @@ class LiLiCorrDrafter(CandidateDrafter):
             normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k
         )
         columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
-        scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context_ad)
-        # A label outside the vocabulary is no candidate, and neither is none.
-        labels_n = part.labels_n.where(part.known_n > 0, -1)
-        labels_ag = labels_n.new_full(columns_rk.shape[:1], -1).index_copy(0, place_n, labels_n)
-        is_label_agk = columns_agk == labels_ag.view(*columns_agk.shape[:2], 1)
-        inside_ag, rank_ag = is_label_agk.any(-1), is_label_agk.int().argmax(-1)
-        before_ag = F.pad(rank_ag[:, :-1], (1, 0))[..., None, None]
-        scores_agk = scores_agkk.gather(2, before_ag.expand(-1, -1, 1, config.lattice_top_k)).squeeze(2)
-        # After a token that is no candidate the most likely one is drafted, the first.
-        drafted_ag = scores_agk.argmax(-1) * F.pad(inside_ag[:, :-1], (1, 0), value=True)
-        part.right_n = (inside_ag & (drafted_ag == rank_ag)).flatten()[place_n]
-        rank_n, counts_n = rank_ag.flatten()[place_n], inside_ag.cumprod(1).flatten()[place_n]
-        scores_nk = scores_agk.flatten(0, 1)[place_n]
+        rows = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
+        columns_nk, *_ = rows_n = [row.flatten(0, 1)[place_n] for row in rows]
+        scores_nk = self.scores_after(rows_n, part.before_n)
+        is_label_nk = (columns_nk == part.labels_n[:, None]) & (part.known_n > 0)[:, None]
+        inside_n, rank_n = is_label_nk.any(-1), is_label_nk.int().argmax(-1)
+        part.right_n = inside_n & (scores_nk.argmax(-1) == rank_n)
+        inside_r = inside_n.new_zeros(len(columns_rk)).index_copy(0, place_n, inside_n)
+        counts_n = inside_r.view(columns_agk.shape[:2]).cumprod(1).flatten()[place_n]
         losses_n = config.lattice_ce_weight * F.cross_entropy(scores_nk, rank_n, reduction="none")
         if config.lattice_margin_weight and config.lattice_top_k > 1:
             others_nk = scores_nk.scatter(1, rank_n[:, None], float("-inf"))
             ahead_n = scores_nk.gather(1, rank_n[:, None]).squeeze(1) - others_nk.amax(1)
             losses_n = losses_n + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_n)
         if config.lattice_penalty_weight and part.teacher is not None:
-            logits_nk = _logits_at(part.teacher.features_nd(), head.teacher, columns_rk[place_n])
+            logits_nk = _logits_at(part.teacher.features_nd(), head.teacher, columns_nk)
             gaps_nk = F.relu(logits_nk.gather(1, rank_n[:, None]) - logits_nk)
             losses_n = losses_n + config.lattice_penalty_weight * (scores_nk.softmax(-1) * gaps_nk).sum(-1)
         return losses_n * counts_n, part.read_n.to(losses_n.dtype), 1
@@ -314,15 +309,20 @@ class LiLiCorrDrafter(CandidateDrafter):
         parts = zip(*(each.split(at_once) for each in inputs), strict=True)
         return torch.cat([checkpoint(scores, *part, use_reentrant=False) for part in parts])
 
+    def _rows(
+        self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor
+    ) -> tuple[Tensor, ...]:
+        scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context_ad)
+        tokens_agk = self.tokens_of(columns_agk)
+        before_agk = torch.cat([torch.full_like(tokens_agk[:, :1], ANY_TOKEN), tokens_agk[:, :-1]], dim=1)
+        return columns_agk, log_q_agk, scores_agkk, before_agk
+
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         logits = self.head_logits(normed)
-        logits = logits.to(softmax_dtype(logits.dtype))
-        log_q, columns = logits.log_softmax(-1).topk(self.config.lattice_top_k)
+        log_q, columns = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype)).topk(self.config.lattice_top_k)
         columns_agk, log_q_agk, normed_agd = (each.reshape(-1, *each.shape[-2:]) for each in (columns, log_q, normed))
-        scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context.reshape(-1, context.shape[-1]))
-        tokens = self.tokens_of(columns)
-        before = torch.cat([torch.full_like(tokens[..., :1, :], ANY_TOKEN), tokens[..., :-1, :]], dim=-2)
-        return logits, columns, log_q, scores_agkk.view(*columns.shape, -1), before
+        rows = self._rows(columns_agk, log_q_agk, normed_agd, context.reshape(-1, context.shape[-1]))
+        return tuple(row.view(*normed.shape[:-1], *row.shape[2:]) for row in rows)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         _, log_q_nk, scores_nkk, tokens_nk = rows

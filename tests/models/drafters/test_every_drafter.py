@@ -416,8 +416,9 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     teacher = batch.get("teacher_features", features)
     hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
-    gates = None if selector is None else selector.hidden_projection(drafter.norm(drafter.group_hidden(ids, features)))
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
+    normed = drafter.norm(drafter.group_hidden(ids, features)) if selector is not None or has_lattice else None
+    gates = None if selector is None else selector.hidden_projection(normed)
     alpha = None if credit is None else credit.dpace_alpha
     means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, what chooses among candidates
@@ -425,7 +426,8 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     for b, t in itertools.product(range(len(ids)), range(LENGTH)):
         rows, q, right, kept_on = list[Tensor](), list[float](), list[bool](), 1.0
         if has_lattice:
-            normed, c = drafter.norm(drafter.group_hidden(ids, features)), drafter.context_of(features[b, t - 1])
+            assert normed is not None
+            c = drafter.context_of(features[b, t - 1])
             there = [label for label in labels[b, :, t].tolist() if label != -100]
             chosen = lattice_losses(target, drafter, logits[b, :, t], normed[b, :, t], c, teacher[b, t:], there)
         for j, label in enumerate(labels[b, :, t].tolist()):

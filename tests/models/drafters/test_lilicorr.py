@@ -54,7 +54,9 @@ def test_after_a_token_that_is_no_candidate() -> None:
     """The candidates' own log q; after one that is, its scores; in the first row the same after every token."""
     drafter = lattice_drafter()
     with torch.no_grad():
-        logits, columns, *rest = drafter.rows_of(torch.randn(5, 32), torch.randn(32))
+        normed = torch.randn(5, 32)
+        logits = drafter.head_logits(normed)
+        columns, *rest = drafter.rows_of(normed, torch.randn(32))
         rows = [columns, *rest]
         for depth in (0, 3):
             row = [each[depth][None] for each in rows]
