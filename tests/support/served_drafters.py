@@ -110,14 +110,12 @@ def briefly_trained(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    if "block_size" in options:
-        _share_first_key_norm(drafter)
     return drafter.freeze()
 
 
 @torch.no_grad()
-def _share_first_key_norm(drafter: Drafter) -> None:
-    """What vLLM 0.32 makes of every DFlash on a CPU, where `rms_norm` takes the first row of a weight for each layer.
+def share_first_key_norm(drafter: Drafter) -> None:
+    """What vLLM 0.32 makes of every block on a CPU, where `rms_norm` takes the first row of a weight for each layer.
 
     It norms the context's keys of all layers at once (qwen3_dflash.py, _normalize_context_k).
     """

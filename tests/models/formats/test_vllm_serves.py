@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.served_drafters import BY_THE_NEWER_RUNNER, NEW_TOKENS, SERVED, Setup, briefly_trained, our_counts
+from support.served_drafters import (
+    BY_THE_NEWER_RUNNER,
+    NEW_TOKENS,
+    SERVED,
+    Setup,
+    briefly_trained,
+    our_counts,
+    share_first_key_norm,
+)
 from support.tiny_runs import recipe_file, recipe_in
 from support.vllm_answers import answered, answered_by_the_newer_runner, has_triton
 from support.vllm_server import VllmServer, vllm_environment
@@ -54,6 +62,8 @@ def setup() -> Setup:
 def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
     kind, to, options = SERVED[name]
     drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    if "block_size" in options:
+        share_first_key_norm(drafter)
     made = export_drafter(drafter, to, tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
     speculative = speculative_config(drafter.config, str(tmp_path / "served"))
     if kind in BY_THE_NEWER_RUNNER:
