@@ -46,6 +46,7 @@ from draftsmith.recipes.errors import Terminated, UserError
 from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
+from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
 from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums, rows_of_rounds
 from draftsmith.train.drafter.shown import ShownTraining
 from draftsmith.train.features.cache import FeatureCache
@@ -398,9 +399,13 @@ class DrafterTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         made_before = self.optimizer is not None
-        optimizer = super().create_optimizer(model)
-        if not made_before:
-            apply_learning_rate_factors(optimizer, self._drafter)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if made_before:
+            return optimizer
+        apply_learning_rate_factors(optimizer, self._drafter)
+        if self.args.optimizer == "muon":
+            rate = self.args.muon_learning_rate or self.args.learning_rate
+            optimizer = self.optimizer = muon_with_adamw(optimizer, self._drafter, rate)
         return optimizer
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
@@ -493,24 +498,6 @@ class DrafterTrainer(Trainer):
             sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").cpu()
             self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_3g)
             self._depth_sums_3g = self._tokens = None
-
-
-def apply_learning_rate_factors(optimizer: torch.optim.Optimizer, drafter: Drafter) -> None:
-    """Split a new optimizer's groups by `Drafter.learning_rate_factors`."""
-    factors = drafter.learning_rate_factors()
-    if not factors:
-        return
-    names = {parameter: name for name, parameter in drafter.named_parameters()}
-    groups = []
-    for group in optimizer.param_groups:
-        by_factor: dict[float, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            prefixes = [prefix for prefix in factors if names[parameter].startswith(prefix)]
-            by_factor.setdefault(factors[prefixes[0]] if prefixes else 1.0, []).append(parameter)
-        groups += [
-            {**group, "params": parameters, "lr": group["lr"] * factor} for factor, parameters in by_factor.items()
-        ]
-    optimizer.param_groups[:] = groups
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:

@@ -1,7 +1,8 @@
 """The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key.
 
-One key is ours: `global_batch_size`, the rows of an optimiser step of all processes together. The learning rate was
-chosen for them, so that they stay whatever is launched; what a process computes at once, and how often, follows.
+Three keys are ours. `global_batch_size` is the number of rows of an optimizer step in all processes together. The
+learning rate was chosen for it, so it stays the same whatever is launched; `per_device_train_batch_size` and
+`gradient_accumulation_steps` follow from it. `optimizer` and `muon_learning_rate` choose Muon, see `optimizer.py`.
 """
 
 import dataclasses
@@ -19,16 +20,39 @@ from transformers import PreTrainedModel, TrainingArguments
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.optimizer import OptimizerName
 from draftsmith.train.processes.launch import leave_at_exit
 
 GLOBAL_BATCH = "global_batch_size"
+
+
+@dataclasses.dataclass
+class DrafterTrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments`, and which optimizer updates the drafter's matrices.
+
+    Args:
+        optimizer: `adamw` for all weights, or `muon` for the matrices of linear layers; see `optimizer.py`.
+        muon_learning_rate: Peak rate of Muon; by default `learning_rate`, which is AdamW's.
+    """
+
+    optimizer: OptimizerName = "adamw"
+    muon_learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.muon_learning_rate is not None and not self.muon_learning_rate > 0:
+            raise ValueError("muon_learning_rate must be above 0")
+        if self.muon_learning_rate is not None and self.optimizer != "muon":
+            raise ValueError("muon_learning_rate is read with optimizer=muon only: set that too, or leave it out")
+
+
 # Where launchers tell how many processes there are, as accelerate reads it.
 WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 logger = logging.getLogger(__name__)
 
 
-def recipe_arguments(recipe: Recipe) -> TrainingArguments:
+def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
     """Return the arguments of a recipe's training, with what `validation` asks for.
 
     Raises:
@@ -49,14 +73,16 @@ def recipe_arguments(recipe: Recipe) -> TrainingArguments:
     return training_arguments(values, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
 
 
-def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False) -> TrainingArguments:
+def training_arguments(
+    values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False
+) -> DrafterTrainingArguments:
     """Hand `values` to `TrainingArguments` as they are, over a few defaults of ours, the global batch shared out.
 
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
     """
-    fields = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    hints = typing.get_type_hints(TrainingArguments)
+    fields = {field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init}
+    hints = typing.get_type_hints(DrafterTrainingArguments)
     # Asked for by accelerate too; and transformers refuses bf16 on a CPU that nobody asked for.
     asked_for = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or asked_for or not torch.accelerator.is_available()
@@ -80,7 +106,7 @@ def training_arguments(values: dict[str, Any], output_dir: Path, seed: int, use_
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
     try:
-        args = TrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
+        args = DrafterTrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(f"section `train`: {' '.join(str(error).split())}") from None
     leave_at_exit()

@@ -1,0 +1,117 @@
+"""Optimizer of a drafter: AdamW, or Muon for the matrices of its linear layers beside AdamW for everything else.
+
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by the nearest matrix with
+orthogonal rows or columns. `torch.optim.Muon` computes it; its `match_rms_adamw` scales the update to the size of
+AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that rates of both are of the same order.
+
+Embeddings, [MASK] vectors, norms, biases and heads over the vocabulary stay with AdamW, as in both sources. So do
+weights that a kind trains at a rate of its own (`Drafter.learning_rate_factors`).
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.recipes.errors import UserError
+
+OptimizerName = Literal["adamw", "muon"]
+
+
+def muon_parameters(drafter: Drafter) -> list[str]:
+    """Return the names of the trained matrices that Muon updates: weights of linear layers, except vocabulary heads."""
+    vocabulary_sizes = {drafter.config.target_config.get("vocab_size"), drafter.config.draft_vocab_size}
+    prefixes = tuple(drafter.learning_rate_factors())
+    return [
+        f"{name}.weight"
+        for name, module in drafter.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.weight.requires_grad
+        and min(module.in_features, module.out_features) > 1
+        and module.out_features not in vocabulary_sizes
+        and not f"{name}.weight".startswith(prefixes)
+    ]
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for some parameter groups and AdamW for the others, with one list of groups and one state.
+
+    Schedulers, checkpoints and FSDP2 see an ordinary optimizer. A group with the key `momentum` is Muon's.
+
+    Args:
+        adamw_groups: Parameter groups of a `torch.optim.AdamW`, with all their settings.
+        muon_groups: Parameter groups of 2-D parameters for `torch.optim.Muon`: `params`, `lr`, `weight_decay`.
+    """
+
+    def __init__(self, adamw_groups: list[dict[str, Any]], muon_groups: list[dict[str, Any]]) -> None:
+        self._muon = torch.optim.Muon(muon_groups, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(adamw_groups)
+        super().__init__([*self._adamw.param_groups, *self._muon.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both optimizers read and write this one's groups and state."""
+        self._muon.param_groups = [group for group in self.param_groups if "momentum" in group]
+        self._adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
+        self._muon.state = self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters once from their gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._share()  # loading a checkpoint and FSDP2 replace groups and state
+        self._adamw.step()
+        self._muon.step()
+        return loss
+
+
+def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) -> MuonWithAdamW:
+    """Move a drafter's matrices from a new AdamW to Muon, each with the weight decay of its group.
+
+    Args:
+        adamw: Its groups hold the drafter's parameters, and no step has been made with it.
+        learning_rate: Of Muon.
+
+    Raises:
+        UserError: Another optimizer was chosen by `train.optim`, or the drafter has no matrix for Muon.
+    """
+    if not isinstance(adamw, torch.optim.AdamW):
+        raise UserError(
+            "key `train.optim`: train.optimizer=muon updates the other weights by torch's AdamW: leave it out"
+        )
+    wanted = set(muon_parameters(drafter))
+    matrices = {parameter for name, parameter in drafter.named_parameters() if name in wanted}
+    if not matrices:
+        raise UserError("key `train.optimizer`: this drafter has no matrices that Muon could update: use adamw")
+    adamw_groups, muon_groups = [], []
+    for group in adamw.param_groups:
+        moved = [parameter for parameter in group["params"] if parameter in matrices]
+        kept = [parameter for parameter in group["params"] if parameter not in matrices]
+        if kept:
+            adamw_groups.append({**group, "params": kept})
+        if moved:
+            muon_groups.append({"params": moved, "lr": learning_rate, "weight_decay": group["weight_decay"]})
+    return MuonWithAdamW(adamw_groups, muon_groups)
+
+
+def apply_learning_rate_factors(optimizer: Optimizer, drafter: Drafter) -> None:
+    """Split a new optimizer's groups by `Drafter.learning_rate_factors`."""
+    factors = drafter.learning_rate_factors()
+    if not factors:
+        return
+    names = {parameter: name for name, parameter in drafter.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            prefixes = [prefix for prefix in factors if names[parameter].startswith(prefix)]
+            by_factor.setdefault(factors[prefixes[0]] if prefixes else 1.0, []).append(parameter)
+        groups += [
+            {**group, "params": parameters, "lr": group["lr"] * factor} for factor, parameters in by_factor.items()
+        ]
+    optimizer.param_groups[:] = groups
