@@ -49,6 +49,7 @@ from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
 from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums, rows_of_rounds
 from draftsmith.train.drafter.shown import ShownTraining
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.processes.launch import launch_of
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
@@ -207,11 +208,14 @@ class DrafterTrainer(Trainer):
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
     """
 
+    args: DrafterTrainingArguments
+    optimizer: torch.optim.Optimizer | None
+
     def __init__(
         self,
         drafter: Drafter,
         target: PreTrainedModel,
-        args: TrainingArguments,
+        args: DrafterTrainingArguments,
         dataset: Dataset | PackedRows,
         cache: FeatureCache | None = None,
         eval_dataset: Dataset | None = None,
