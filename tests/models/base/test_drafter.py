@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pydantic import Field
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 
@@ -16,7 +17,7 @@ class InnerConfig(DrafterConfig):
     class Options(HeadOptions):
         """The keys of `drafter.options`: reads another layer by `feature_layers`, as CONTRIBUTING says."""
 
-        feature_layers: list[int] = [1]
+        feature_layers: list[int] = Field([1])
         loss: Loss = "kl"
 
 
