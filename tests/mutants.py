@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "losses of a sum change their factors",
         "models/losses.py",
-        'factor = factors.teacher_n if has_teacher(name) else factors.label_n',
-        'factor = factors.label_n if has_teacher(name) else factors.teacher_n',
+        "factor = factors.teacher_n if has_teacher(name) else factors.label_n",
+        "factor = factors.label_n if has_teacher(name) else factors.teacher_n",
         "tests/models/test_losses.py -k weighted_sums",
     ),
     Mutant(
