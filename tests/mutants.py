@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         "the feature at a token in place of the one that predicted it",
         ROWS,
-        "previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)",
+        "previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))",
         "previous_bsf = features_bsf.clone()",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),

@@ -41,6 +41,8 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
 
 
 # In the form of ParallelSpec's paper, which no engine loads.
+LONGER = ["data.max_length_tokens=256"]  # for the tokens of Vicuna's system prompt
+IN_HALF = ["target.dtype=float16", "train.bf16=true"]  # as these recipes have it
 PAPERS = ["vicuna-7b-medusa_parallel", "llama2-7b-chat-medusa_parallel", "llama2-7b-chat-eagle_parallel"]
 
 
@@ -85,7 +87,7 @@ def on_a_tiny_target(
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_papers_form_from_the_datas_own_answers_to_its_tree(name: str, tmp_path: Path) -> None:
     template = load_recipe(name).target.chat_template or chat_families.LLAMA2
-    recipe = on_a_tiny_target(name, tmp_path, "llama", {}, template, ["data.max_length_tokens=256"])
+    recipe = on_a_tiny_target(name, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
     assert run_distill(recipe)["conversations"]["kept"] == 8
     assert run_train(recipe)["steps"] == 2
     rows = {row["method"]: row for row in run_eval(recipe)}
