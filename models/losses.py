@@ -13,8 +13,9 @@ was drafted from q is accepted (Leviathan et al., arXiv 2211.17192, section 3.2)
 
 Where we deviate: every row has its own alpha; its authors' code (in SpecForge) takes one, the batch's mean, for both.
 
-A loss is a function of this file and its name in `LossName` and `LOSSES`. A recipe may also give several with a weight
-each (`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a single name is that name with weight 1.
+A loss is a function of this file and its name in `LossName` and `LOSSES`. One of labels alone has a default for
+`teacher_logits`, and is then given no teacher. A recipe may also give several with a weight each
+(`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a single name is that name with weight 1.
 
 With a reduced draft vocabulary V', p is the teacher's distribution over V' alone, as if the rest did not exist. So what
 a row has to say of p counts by m = sum_{v in V'} p_v, the teacher's mass inside (`mass_inside`): where the target wants
@@ -44,6 +45,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -114,7 +117,6 @@ def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
 
 LossName = Literal["ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
-TEACHER_LOSSES = frozenset(LOSSES) - {"ce"}
 LossWeights = Mapping[str, float]
 
 
@@ -125,18 +127,24 @@ def loss_weights(loss: str | LossWeights) -> LossWeights:
 
 def has_teacher(loss: str | LossWeights) -> bool:
     """Whether some of it compares with the target's distribution."""
-    return not TEACHER_LOSSES.isdisjoint(loss_weights(loss))
+    return any(_compares_with_teacher(LOSSES[name]) for name in loss_weights(loss))
+
+
+@cache
+def _compares_with_teacher(row_loss: Callable[..., Tensor]) -> bool:
+    """Whether a loss of rows needs the teacher's logits, by its signature."""
+    return signature(row_loss).parameters["teacher_logits"].default is Parameter.empty
 
 
 class RowFactors(NamedTuple):
     """What the losses of a row count: with a reduced vocabulary less than 1."""
 
-    ce_n: Tensor  # [N] 1, or 0 for rows whose label the head does not have
-    teacher_n: Tensor | None  # [N] the teacher's mass inside; None for 1
+    label_n: Tensor  # [N] 1, or 0 for rows whose label the head does not have: of losses of labels
+    teacher_n: Tensor | None  # [N] the teacher's mass inside, None for 1: of losses with a teacher
 
     def of(self, rows: Tensor | slice) -> "RowFactors":
         """Return those of some rows."""
-        return RowFactors(self.ce_n[rows], None if self.teacher_n is None else self.teacher_n[rows])
+        return RowFactors(self.label_n[rows], None if self.teacher_n is None else self.teacher_n[rows])
 
 
 def row_losses(
@@ -151,7 +159,7 @@ def row_losses(
     for name, weight in loss.items():
         losses, factor = LOSSES[name](logits, labels, teacher_logits), None
         if factors is not None:
-            factor = factors.ce_n if name == "ce" else factors.teacher_n
+            factor = factors.teacher_n if has_teacher(name) else factors.label_n
         terms.append(weight * (losses if factor is None else losses * factor))
     return torch.stack(terms).sum(0)
 
@@ -328,7 +336,7 @@ def head_loss(
             `losses_n` itself, once it knows the weights. The gradient of a head that is trained then takes a product
             more.
         loss: A key of `LOSSES`, or weights of several.
-        teacher: What the target's head makes p of, for `TEACHER_LOSSES`.
+        teacher: What the target's head makes p of, for losses with a teacher (`has_teacher`).
         teacher_head: The target's head, a linear layer [T, D]; `head` by default.
         teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
             softmax over those alone.
@@ -338,9 +346,9 @@ def head_loss(
     """
     head, order_n, taught, common_n = _linear(head), None, None, None
     loss = loss_weights(loss)
-    if factors is not None and not (has_teacher(loss) and "ce" in loss):
+    if factors is not None and len({has_teacher(name) for name in loss}) == 1:
         # Where all losses have one factor it is the row's, and nothing of [N, V] is multiplied.
-        common_n, factors = factors.teacher_n if has_teacher(loss) else factors.ce_n, None
+        common_n, factors = factors.teacher_n if has_teacher(loss) else factors.label_n, None
         weights_n = weights_n if weights_n is None or common_n is None else weights_n * common_n
     if has_teacher(loss) or overlap_n is not None:
         if teacher is None:

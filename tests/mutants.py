@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         "the feature at a token in place of the one that predicted it",
         ROWS,
-        "previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)",
+        "previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))",
         "previous_bsf = features_bsf.clone()",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),
@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "losses of a sum change their factors",
         "models/losses.py",
-        'factor = factors.ce_n if name == "ce" else factors.teacher_n',
-        'factor = factors.ce_n if name != "ce" else factors.teacher_n',
+        "factor = factors.teacher_n if has_teacher(name) else factors.label_n",
+        "factor = factors.label_n if has_teacher(name) else factors.teacher_n",
         "tests/models/test_losses.py -k weighted_sums",
     ),
     Mutant(

@@ -30,8 +30,9 @@ TAU_DEFINITION = (
 )
 
 SPEEDUP_DEFINITION = (
-    "speedup = all tokens over all seconds, against the same of the baseline; by question, as Spec-Bench has it: the "
-    "mean of the questions' tokens per second, against the baseline's; tau by question: the mean of the questions' tau"
+    "speedup = all tokens over all seconds, against the same of the baseline; by question: the mean of the "
+    "questions' tokens per second, against the baseline's, as in Spec-Bench, whose script counts fewer tokens of the "
+    "baseline (docs/concepts/metrics.md); tau by question: the mean of the questions' tau"
 )
 
 TASKS_MEANING = (

@@ -11,8 +11,9 @@ over_tasks           means over Spec-Bench's tasks of each one's pooled tau and 
                      counting alike however long its answers are, with their intervals; of two tasks and more. They
                      are the headline then, by which methods are ordered and chosen (`headline`); the pooled figures
                      are beside them
-speedup_by_question  the same, with means over questions of each one's tokens / s (Spec-Bench, evaluation/speed.py,
-                     whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above
+speedup_by_question  the same, with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py,
+                     whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above.
+                     The script's figure is higher: it tokenizes the baseline's text again, without end tokens
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
 latency              seconds between tokens as a user sees them: see `latencies`
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds

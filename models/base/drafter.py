@@ -393,7 +393,7 @@ class Drafter(PreTrainedModel):
     @property
     def needs_teacher(self) -> bool:
         """Whether its loss compares with the target's distribution, so that training hands it `teacher_features`."""
-        return False
+        return has_teacher(self.config.loss)
 
     @property
     def trains_target(self) -> bool:
@@ -611,6 +611,8 @@ class Drafter(PreTrainedModel):
         if label_counts is None and trained_bgs is not None:
             label_counts = self.label_counts(input_ids, loss_mask, position_ids, trained_bgs)
         if teacher_features is None and has_teacher(self.config.loss):
+            if self.feature_layers != (FINAL_FEATURES,):
+                raise ValueError("the loss needs the target's final features: pass `teacher_features`")
             teacher_features = features
         return self.loss_of_rows(
             rows, Batch(input_ids, labels_bgs, features, position_ids, teacher_features, label_counts)

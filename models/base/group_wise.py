@@ -35,7 +35,6 @@ from draftsmith.models.decoding.decoders import (
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
 from draftsmith.models.groups.rows import ActiveRows, active, previous_features
-from draftsmith.models.losses import has_teacher
 
 
 class GroupWiseOptions(DrafterOptions):
@@ -127,10 +126,6 @@ class GroupWiseDrafter(Drafter):
         self.layers_config = layers_config(config.layers_of, config.num_layers)
         built = build_target_layers(self.layers_config)
         self.layers, self.norm = built.layers, built.norm
-
-    @property
-    def needs_teacher(self) -> bool:
-        return has_teacher(self.config.loss)
 
     def attach(self, target: PreTrainedModel) -> Self:
         self._rotary = rotary_of(self.config.layers, target, self.layers_config)

@@ -6,9 +6,10 @@ with group attention (`groups/attention.py`) over the rows that carry a label (`
 plain causal attention over its own KV cache (`decoding/decoders.py`).
 
 Where we decide what the paper leaves open:
-* `inputs`: the paper does not say whether this flavour reads the target's hidden states. `embedding` = e(x_t);
-  `hidden` = h_{t-1}, the feature that predicted x_t; `both` = a linear map of the two, each normalised.
-* The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda).
+* `inputs`: `embedding` = e(x_t), the paper's by its parameters (202 M of a 7B target, 317 M of a 13B one: a layer
+  alone); `hidden` = h_{t-1}, the feature that predicted x_t; `both` = a linear map of the two, each normalised.
+* The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda), Medusa's 0.8**j.
+* The layer starts as the target's last one (`init`), and beside features [MASK]s are scaled to an RMS of 1.
 
 `markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_head.py`).
 
@@ -45,7 +46,9 @@ class ParallelConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         num_layers: NumLayers = 1
-        inputs: Literal["embedding", "hidden", "both"] = Field("both", description="what the newest token's row reads")
+        inputs: Literal["embedding", "hidden", "both"] = Field(
+            "both", description="what the newest token's row reads; the paper's, by its parameters, is `embedding`"
+        )
         loss: Loss = "ce"
         mask_residual: MaskResidual = False
         shared_mask: bool = Field(

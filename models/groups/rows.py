@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED_LABEL = -100
@@ -45,7 +46,8 @@ def document_starts(position_ids_bs: Tensor) -> Tensor:
 
 def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """[B, S, F]: h_{t-1} at t, the feature that predicted x_t; zeros for a document's first token."""
-    previous_bsf = torch.cat([torch.zeros_like(features_bsf[:, :1]), features_bsf[:, :-1]], dim=1)
+    # Not by torch.cat: autocast in bf16 refuses it the features of a target in fp16.
+    previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))
     if position_ids is None:
         return previous_bsf
     starts_bs = document_starts(position_ids.expand(features_bsf.shape[:2]))

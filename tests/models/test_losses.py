@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftsmith.models import losses as through_head
 from draftsmith.models.losses import (
     LOSSES,
-    TEACHER_LOSSES,
     LossWeights,
     LowRankLogits,
     RowFactors,
     TeacherRows,
     chunk_rows,
     chunks_made_for,
+    has_teacher,
     head_loss,
     mass_inside,
     smooth_l1,
@@ -27,7 +27,8 @@ from draftsmith.models.losses import (
 
 N, D, V, T = 7, 5, 11, 17  # rows, hidden, the head's vocabulary, a larger vocabulary of the teacher
 NAMES = tuple(LOSSES)
-TEACHER_NAMES = sorted(TEACHER_LOSSES)
+LABEL_NAMES = {"ce", "focal"}  # `focal` is added by a test
+TEACHER_NAMES = sorted(set(LOSSES) - LABEL_NAMES)
 
 # p = (.5, .3, .2), q = (.2, .2, .6): alpha = .2 + .2 + .2, KL = .5 ln(5/2) + .3 ln(3/2) + .2 ln(1/3)
 P, Q, ALPHA = (0.5, 0.3, 0.2), (0.2, 0.2, 0.6), 0.6
@@ -135,7 +136,7 @@ class Setting:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         self.hidden_nd = normal(N, D).requires_grad_()
-        self.teacher = TeacherRows(normal(5, D), torch.tensor([3, 0, 3, 1, 0, 3, 2]))
+        self.teacher: TeacherRows | None = TeacherRows(normal(5, D), torch.tensor([3, 0, 3, 1, 0, 3, 2]))
         self.teacher_nd = self.teacher.features_nd()
         self.head, self.teacher_head = nn.Linear(D, V).double(), nn.Linear(D, T if reduced else V).double()
         with torch.no_grad():
@@ -157,6 +158,7 @@ class Setting:
         )  # fmt: skip
 
     def taught_in(self, dtype: torch.dtype) -> TeacherRows:
+        assert self.teacher is not None
         return self.teacher._replace(features_pd=self.teacher.features_pd.to(dtype))
 
     def reference(self, loss: LossWeights, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +169,7 @@ class Setting:
         teacher_logits = teacher_logits if self.columns is None else teacher_logits[:, self.columns]
         losses_n = torch.zeros(N, dtype=torch.float64)
         for name, weight in loss.items():
-            counts = 1.0 if factors is None else factors[name != "ce"]
+            counts = 1.0 if factors is None else factors[name not in LABEL_NAMES]
             losses_n = losses_n + weight * counts * LOSSES[name](logits, self.labels_n, teacher_logits)
         return (losses_n * self.weights_n).sum(), losses_n, logits
 
@@ -244,6 +246,27 @@ def test_weighted_sums_of_losses_and_what_rows_count(
     (name, weight), *others = loss.items()
     if weight == 1.0 and not others:
         assert torch.equal(setting.run(loss).losses_n, setting.run(name).losses_n)
+
+
+def focal(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
+    """(1 - q)^2 times the cross entropy: a loss of labels as somebody would add it."""
+    nats_n = F.cross_entropy(logits, labels, reduction="none")
+    return (1 - (-nats_n).exp()) ** 2 * nats_n
+
+
+@pytest.mark.parametrize("loss", [{"focal": 1.0}, {"focal": 2.0, "ce": 0.5}, {"focal": 0.3, "kl": 1.0}], ids=str)
+def test_a_new_loss_of_labels_needs_a_function_and_a_name(loss: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts where the label is in the draft vocabulary, and no teacher is computed for it."""
+    monkeypatch.setitem(LOSSES, "focal", focal)
+    assert has_teacher(loss) == ("kl" in loss)
+    setting = Setting()
+    factors = RowFactors(torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double())
+    expected, losses_n, _ = setting.reference(loss, factors)
+    if "kl" not in loss:
+        setting.teacher = None
+    result = setting.run(loss, factors)
+    torch.testing.assert_close(result.losses_n, losses_n.detach())
+    torch.testing.assert_close(setting.grads(result.loss), setting.grads(expected))
 
 
 def test_the_mass_inside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import chat_families
 from support import tiny_tokenizers as templates
 from support.tiny_models import EXPERTS
 from support.tiny_tokenizers import tiny_tokenizer
@@ -15,6 +16,7 @@ from draftsmith.eval.commands.stages import run_distill, run_eval, run_train
 from draftsmith.models.formats.exporting import export_run
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
 
 THINKING = templates.CHATML.replace(
     "<|im_start|>assistant\n{% endif %}",
@@ -38,10 +40,16 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LARGE)
-def test_from_answers_to_the_export(name: str, tmp_path: Path) -> None:
-    model_type, changes, template, smaller = LARGE[name]
+# In the form of ParallelSpec's paper, which no engine loads.
+LONGER = ["data.max_length_tokens=256"]  # for the tokens of Vicuna's system prompt
+IN_HALF = ["target.dtype=float16", "train.bf16=true"]  # as these recipes have it
+PAPERS = ["vicuna-7b-medusa_parallel", "llama2-7b-chat-medusa_parallel", "llama2-7b-chat-eagle_parallel"]
+
+
+def on_a_tiny_target(
+    name: str, folder: Path, model_type: str, changes: dict[str, Any], template: str, further: list[str]
+) -> Recipe:
+    """The recipe with a checkpoint, eight conversations and one question that are made here, for two steps."""
     tokenizer = tiny_tokenizer(template)
     torch.manual_seed(0)
     values: dict[str, Any] = {
@@ -50,25 +58,56 @@ def test_from_answers_to_the_export(name: str, tmp_path: Path) -> None:
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.3,
     }  # fmt: skip
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**values, **changes}))
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    talk = [{"messages": [{"role": "user", "content": f"Say {word} {number}"}]} for number in range(4) for word in "ab"]
-    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in talk))
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    answer = {"role": "assistant", "content": "Here it is."}
+    talk = [
+        {"messages": [{"role": "user", "content": f"Say {word} {number}"}, answer]}
+        for number in range(4)
+        for word in "ab"
+    ]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(line) + "\n" for line in talk))
     question = {"question_id": 1, "category": "qa", "turns": ["Hello there"]}
-    (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
-    recipe = load_recipe(
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    return load_recipe(
         name,
         [
-            f"runs_dir={tmp_path}", f"target.model={tmp_path / 'target'}", "target.dtype=float32", "target.device=cpu",
-            f"data.conversations.source={tmp_path / 'talk.jsonl'}", "data.conversations.file=null",
-            "data.conversations.limit=null", "data.conversations.decontaminate=[]", "data.distill.engine=transformers",
-            "data.distill.options={batch_size: 4}", "data.distill.max_new_tokens=12", "data.distill.cut_answers=keep",
+            f"runs_dir={folder}", f"target.model={folder / 'target'}", "target.dtype=float32", "target.device=cpu",
+            f"data.conversations.source={folder / 'talk.jsonl'}", "data.conversations.file=null",
+            "data.conversations.limit=null", "data.conversations.decontaminate=[]",
             "data.max_length_tokens=128", "data.features.sharded=false", "data.eval_rows_frac=0",
             "train.global_batch_size=4", "train.per_device_train_batch_size=2", "train.max_steps=2", "train.bf16=false",
-            f"eval.questions={tmp_path / 'questions.jsonl'}", "eval.max_new_tokens=8", "eval.runs=1",
-            "eval.temperatures=[0.0]", "eval.warmup_questions=0", *(f"drafter.options.{line}" for line in smaller),
+            f"eval.questions={folder / 'questions.jsonl'}", "eval.max_new_tokens=8", "eval.runs=1",
+            "eval.temperatures=[0.0]", "eval.warmup_questions=0", *further,
         ],
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_form_from_the_datas_own_answers_to_its_tree(name: str, tmp_path: Path) -> None:
+    template = load_recipe(name).target.chat_template or chat_families.LLAMA2
+    recipe = on_a_tiny_target(name, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
+    assert run_distill(recipe)["conversations"]["kept"] == 8
+    assert run_train(recipe)["steps"] == 2
+    rows = {row["method"]: row for row in run_eval(recipe)}
+    trees = [rows[method.name] for method in recipe.eval.methods]
+    assert all(row["tau"] >= 1 and row["greedy_identical"] for row in trees)
+    (shard,) = (RunFolder(recipe).data / "shards").glob("*.jsonl")
+    lines = map(json.loads, shard.read_text().splitlines())
+    assert {line["messages"][-1]["content"] for line in lines} == {"Here it is."}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_from_answers_to_the_export(name: str, tmp_path: Path) -> None:
+    model_type, changes, template, smaller = LARGE[name]
+    own_answers = [
+        "data.distill.engine=transformers", "data.distill.options={batch_size: 4}", "data.distill.max_new_tokens=12",
+        "data.distill.cut_answers=keep",
+    ]  # fmt: skip
+    further = [*own_answers, *(f"drafter.options.{line}" for line in smaller)]
+    recipe = on_a_tiny_target(name, tmp_path, model_type, changes, template, further)
     assert run_distill(recipe)["conversations"]["kept"] >= 4
     found = run_train(recipe)
     assert found["steps"] == 2

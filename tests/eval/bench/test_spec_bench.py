@@ -1,7 +1,9 @@
 """The harness: questions in, records and Spec-Bench answers out; resumable, and never comparing across processes."""
 
 import json
+import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,23 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Measu
     summary = summarize(list(log))
     overall = next(row for row in summary if (row["method"], row["category"]) == ("chain", "overall"))
     assert sum(accept_lengths) / len(accept_lengths) == pytest.approx(overall["tau"])
+    choices = {
+        name: [json.loads(line)["choices"][0] for line in files[f"demo-{name}-temp-0-run-1.jsonl"].open()]
+        for name in ("chain", "autoregressive")
+    }
+
+    def speed(name: str, tokens_of: Callable[[dict[str, Any]], int]) -> float:
+        return statistics.fmean(tokens_of(choice) / sum(choice["wall_time"]) for choice in choices[name])
+
+    def as_generated(choice: dict[str, Any]) -> int:
+        return sum(choice["new_tokens"])
+
+    mine, baseline = speed("chain", as_generated), speed("autoregressive", as_generated)
+    assert mine / baseline == pytest.approx(overall["speedup_by_question_mean"])
+    # The script counts the baseline's tokens otherwise: its text's, here of a letter each, less one a turn.
+    assert (
+        mine / speed("autoregressive", lambda choice: sum(len(text) - 1 for text in choice["turns"])) > mine / baseline
+    )
 
 
 def test_questions_that_do_not_fit_are_counted(

@@ -335,6 +335,20 @@ def test_fp32_with_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, 
 
 
 @every_drafter
+def test_autocast_in_bf16_with_a_target_in_fp16(kind: str, options: dict[str, Any]) -> None:
+    """Autocast has no common dtype for the two: features must meet no operation that would need one."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).half()
+    drafter = tiny_drafter_of(kind, target, **options)
+    batch = random_batch(target, drafter=drafter)
+    assert batch["features"].dtype == torch.float16
+    plain = drafter(**batch).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = drafter(**batch).loss
+    mixed.backward()
+    torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
+
+
+@every_drafter
 def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict[str, Any]) -> None:
     """Padding changes nothing of the loss; without a label it is 0, and no gradient is NaN."""
     target, drafter = target_and_drafter(kind, options)

@@ -1,0 +1,54 @@
+"""What every kind of drafter inherits, tried on a kind that says as little as possible."""
+
+import pytest
+import torch
+from pydantic import Field
+from support.tiny_models import VOCABULARY, tiny_target
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import DrafterConfig, Loss
+from draftsmith.models.drafters.medusa import HeadOptions, MedusaDrafter
+from draftsmith.models.groups.rows import previous_features
+
+
+class InnerConfig(DrafterConfig):
+    model_type = "draftsmith_inner"
+
+    class Options(HeadOptions):
+        """The keys of `drafter.options`: reads another layer by `feature_layers`, as CONTRIBUTING says."""
+
+        feature_layers: list[int] = Field([1])
+        loss: Loss = "kl"
+
+
+class InnerDrafter(MedusaDrafter):
+    config_class = InnerConfig
+
+
+def inner_drafter(target: PreTrainedModel, loss: str) -> InnerDrafter:
+    return InnerDrafter.from_target(target, {"num_heads": 1, "lm_heads": "shared", "loss": loss})
+
+
+def test_a_kind_that_reads_an_inner_layer_has_the_targets_distribution_as_its_teacher() -> None:
+    """KL to softmax(W h) of the final hidden states, where the drafter reads those after layer 1."""
+    target = tiny_target()
+    drafter = inner_drafter(target, "kl")
+    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    features, teacher_features = drafter.training_features(target, ids)
+    outputs = target(ids, output_hidden_states=True)
+    torch.testing.assert_close(features, outputs.hidden_states[1])
+    # Depth 1 of group t is x_{t+1}; untrained blocks add nothing, so q is softmax(W h_{t-1}).
+    log_q = target.lm_head(previous_features(features)[:, :-1]).log_softmax(-1)
+    log_p = outputs.logits[:, :-1].log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    loss = drafter(ids, features, torch.ones_like(ids), teacher_features=teacher_features).loss
+    torch.testing.assert_close(loss, expected)
+    with pytest.raises(ValueError, match="the loss needs the target's final features: pass `teacher_features`"):
+        drafter(ids, features, torch.ones_like(ids))
+
+
+def test_a_loss_of_labels_reads_no_further_layer() -> None:
+    target = tiny_target()
+    drafter = inner_drafter(target, "ce")
+    assert drafter.layers_read == (1,)
+    assert drafter.training_features(target, torch.tensor([[3, 4, 5]]))[1] is None

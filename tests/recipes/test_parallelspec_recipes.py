@@ -1,0 +1,101 @@
+"""Recipes in the form of ParallelSpec's paper (arXiv 2410.05589): parameters, data, training and trees as it has them.
+
+Of the paper: section 5.1, equations 3 and 4, tables 1 and 2, figure 6.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.tiny_models import tiny_target
+from transformers import LlamaConfig
+
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.recipes.loading import find_recipe, load_recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.plan.fake_step import FakeTraining
+
+TARGETS = ("vicuna-7b", "llama2-7b-chat")
+MEDUSA, EAGLE = ([f"{target}-{flavour}_parallel" for target in TARGETS] for flavour in ("medusa", "eagle"))
+# Hidden, intermediate size and layers of Llama 7B and 13B, whose heads are of 128.
+SIZES = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}
+
+
+def parameters(recipe: Recipe, tmp_path: Path) -> int:
+    """What `draftsmith plan` counts, which needs the target's config alone."""
+    training = FakeTraining(recipe, training_arguments(recipe.train, tmp_path / "out", 0, use_cpu=True))
+    return sum(parameter.numel() for parameter in training.trained)
+
+
+def recipe_of_size(name: str, size: str, tmp_path: Path) -> Recipe:
+    hidden, inner, layers = SIZES[size]
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=hidden // 128,
+        num_key_value_heads=hidden // 128, vocab_size=32_000, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    return load_recipe(name, [f"target.model={tmp_path}"])
+
+
+@pytest.mark.parametrize(("size", "millions"), [("7B", 202), ("13B", 317)])
+def test_the_medusa_flavour_has_the_papers_parameters(size: str, millions: int, tmp_path: Path) -> None:
+    """Section 5.1: 202M for 7B models, 317M for 13B. A layer with two norms, a final norm and four masks."""
+    hidden, inner, _ = SIZES[size]
+    found = parameters(recipe_of_size(MEDUSA[0], size, tmp_path), tmp_path)
+    assert found == 4 * hidden**2 + 3 * hidden * inner + (2 + 1 + 4) * hidden
+    assert found // 10**6 == millions
+
+
+def test_the_eagle_flavour_has_a_projection_more(tmp_path: Path) -> None:
+    """EAGLE's layer has one norm and none behind it; a mask is an embedding and a feature."""
+    hidden, inner, _ = SIZES["7B"]
+    found = parameters(recipe_of_size(EAGLE[0], "7B", tmp_path), tmp_path)
+    assert found == 4 * hidden**2 + 3 * hidden * inner + 2 * hidden**2 + hidden + 4 * 2 * hidden
+    assert round(found / 1e6, 1) == 236.0
+
+
+@pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
+def test_what_the_paper_says_of_data_and_training(name: str, tmp_path: Path) -> None:
+    """Table 1: ShareGPT as it is. What the paper does not name is off: a schedule, warm-up, clipping, a loss of p."""
+    recipe = load_recipe(name)
+    assert recipe.data.distill.engine == "none"
+    args = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
+    assert (args.per_device_train_batch_size * args.gradient_accumulation_steps, args.weight_decay) == (32, 0.0)
+    of_flavour = (5e-4, 0.999, 20) if name in MEDUSA else (5e-5, 0.95, 40)
+    assert (args.learning_rate, args.adam_beta2, args.num_train_epochs) == of_flavour
+    assert (args.adam_beta1, args.warmup_steps, args.max_grad_norm) == (0.9, 0, 0.0)
+    assert args.lr_scheduler_type == "constant"
+    assert recipe.eval.temperatures == [0.0, 1.0]
+    config = load_drafter_class(recipe.drafter.kind).from_target(tiny_target(), recipe.drafter.options).config
+    assert (config.num_masks, config.loss, config.keep_ratio, config.mask_residual) == (4, "ce", 1.0, False)
+    assert (config.markov_rank, config.draft_vocab_size) == (0, None)
+
+
+def test_both_targets_have_the_same_drafters_and_trees() -> None:
+    for vicuna, llama in (MEDUSA, EAGLE):
+        parts = {"data", "drafter", "train", "eval", "seed"}
+        assert load_recipe(vicuna).model_dump(include=parts) == load_recipe(llama).model_dump(include=parts)
+
+
+def test_the_trees_are_the_baselines() -> None:
+    """Nodes of each level as EAGLE's and Medusa's code has them; equal in both flavours."""
+    trees = {method.name: method.paths or [] for method in load_recipe(MEDUSA[0]).eval.methods}
+    levels = {name: [sum(len(path) == depth for path in tree) for depth in range(1, 6)] for name, tree in trees.items()}
+    assert levels == {
+        "medusa_parallel-tree_of_25": [4, 8, 8, 3, 2],
+        "medusa_parallel-tree_of_63": [10, 28, 23, 2, 0],
+    }
+    (method,) = load_recipe(EAGLE[0]).eval.methods
+    assert method.paths == trees["medusa_parallel-tree_of_25"]
+
+
+@pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
+def test_table_2_is_what_the_recipes_head_says(name: str) -> None:
+    """The target answers, within what vLLM is given for a prompt and an answer; in a run folder of its own."""
+    (overrides,) = re.findall(r"^#   (name=.*)$", find_recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
+    recipe = load_recipe(name, overrides.split())
+    assert recipe.name == f"{name}-table2"
+    distill = recipe.data.distill
+    assert (distill.engine, distill.temperature) == ("vllm", 0.0)
+    assert distill.options["max_model_len"] == recipe.data.max_length_tokens + distill.max_new_tokens
