@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from support.places import ROOT
-from transformers import TrainingArguments
 from typer.main import get_group
 
 from draftsmith.eval.commands.cli import app
@@ -33,7 +32,7 @@ from draftsmith.eval.methods.registry import method_of
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
-from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH
+from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTrainingArguments
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
@@ -163,7 +162,7 @@ def check_recipe(recipe: Recipe, distils: bool = False) -> None:
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
             method_of(method)
-    assert set(recipe.train) <= {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(TrainingArguments))}
+    assert set(recipe.train) <= {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments))}
 
 
 def check_make(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
@@ -27,10 +27,12 @@ from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, bytes_text
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.optimizer import muon_with_adamw
 from draftsmith.train.drafter.rows import PackedRows, split_rows
 from draftsmith.train.drafter.trainer import collate_right_padded
 from draftsmith.train.drafter.training_arguments import (
     GLOBAL_BATCH,
+    DrafterTrainingArguments,
     enable_gradient_checkpointing,
     training_arguments,
 )
@@ -91,7 +93,7 @@ class FakeTraining:
         UserError: As `load_target` and `Drafter.from_target`, or the optimiser cannot be had.
     """
 
-    def __init__(self, recipe: Recipe, args: TrainingArguments) -> None:
+    def __init__(self, recipe: Recipe, args: DrafterTrainingArguments) -> None:
         is_offline = recipe.data.features.source == "offline"
         if is_offline:
             refuse_obstacle(recipe)
@@ -124,9 +126,11 @@ class FakeTraining:
             parameter.register_post_accumulate_grad_hook(lambda p: run.count_as("gradients", p.grad))
         try:
             optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.drafter)
-            self._optimizer = optimizer_class(self.trained, **settings)
+            self._optimizer: torch.optim.Optimizer = optimizer_class(self.trained, **settings)
         except (ImportError, ValueError, TypeError) as error:
             raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
+        if args.optimizer == "muon":
+            self._optimizer = muon_with_adamw(self._optimizer, self.drafter, args.learning_rate)
         with run:  # the state that its first step makes
             self._allocate_gradients()
             self._optimizer.step()
@@ -174,7 +178,7 @@ class FakeTraining:
             self._run.count_as("gradients", parameter.grad)
 
 
-def arguments_of(recipe: Recipe) -> TrainingArguments:
+def arguments_of(recipe: Recipe) -> DrafterTrainingArguments:
     """Return the arguments of the recipe's training on the target's device."""
     use_cpu = target_device(recipe.target).type == "cpu"
     return training_arguments(recipe.train, RunFolder(recipe).drafter / "checkpoints", recipe.seed, use_cpu=use_cpu)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
 from draftsmith.data.engines.engine import engine_class
@@ -33,6 +33,7 @@ from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json, scaled
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.plan.fake_step import FakeTraining, StepCost, TrainingData, arguments_of, training_data, ways_out
 from draftsmith.train.processes.launch import Launch
 
@@ -240,7 +241,7 @@ def _batch(what: str, inputs: dict[str, Tensor], how: str) -> Line:
     return Line(what, tokens, "tokens", f"{rows} x {length}, {labelled:.0%} labelled; {how}")
 
 
-def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> list[Line]:
+def _memory(training: FakeTraining, args: DrafterTrainingArguments, cost: StepCost) -> list[Line]:
     """Break down the instant at which most memory is in use."""
     name, phase = cost.peak
     logits_bytes = max(other.at_peak_bytes["logits"] for other in cost.phases.values())
@@ -248,7 +249,7 @@ def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> 
         "target": ("target weights", f"{_dtypes(training.target)}, frozen"),
         "drafter": ("drafter weights", _dtypes(training.drafter)),
         "gradients": ("gradients", "that exist at the peak"),
-        "optimiser": ("optimiser state", f"what {args.optim.value} makes in its first step"),
+        "optimiser": ("optimiser state", f"of {_optimizer_name(args)}"),
         "features": ("target features", f"{_layers(training.drafter.feature_layers)}, for the whole batch"),
         "activations": ("activations", "saved for the backward pass, and what the peak works on"),
         "logits": ("loss", f"logits in chunks; {logits_bytes / 2**20:,.0f} MiB while the drafter runs forward"),
@@ -256,6 +257,10 @@ def _memory(training: FakeTraining, args: TrainingArguments, cost: StepCost) -> 
     lines = [Line(what, phase.at_peak_bytes[kind], "bytes", how) for kind, (what, how) in explained.items()]
     how = f"sum, in the {name} with the largest batch"
     return [*lines, Line("memory of a step", phase.peak_bytes, "bytes", how)]
+
+
+def _optimizer_name(args: DrafterTrainingArguments) -> str:
+    return f"muon and {args.optim.value}" if args.optimizer == "muon" else args.optim.value
 
 
 def _dtypes(model: PreTrainedModel) -> str:
@@ -307,7 +312,7 @@ def _size_of(model: PreTrainedModel) -> int:
 
 
 def _rates(
-    training: FakeTraining, args: TrainingArguments, cost: StepCost, options: PlanOptions, device: torch.device
+    training: FakeTraining, args: DrafterTrainingArguments, cost: StepCost, options: PlanOptions, device: torch.device
 ) -> tuple[dict[str, float], str]:
     """FLOPs a second of each part of a step at full use, and where they come from."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -324,7 +329,7 @@ def _rates(
 
 
 def _throughput(
-    args: TrainingArguments,
+    args: DrafterTrainingArguments,
     cost: StepCost,
     data: TrainingData,
     options: PlanOptions,
@@ -446,7 +451,7 @@ def _verdict(recipe: Recipe, cost: StepCost, options: PlanOptions) -> Verdict | 
 # ---- several processes ----
 
 
-def set_ups(recipe: Recipe, args: TrainingArguments, batch: dict[str, Tensor], processes: int) -> list[SetUp]:
+def set_ups(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, Tensor], processes: int) -> list[SetUp]:
     """Compute what each process holds under every launch and place of the target, for a batch [B, S] of each.
 
     A step in one process gives the bytes of each kind at every phase's peak. Of N processes:

@@ -134,6 +134,11 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
         )
     if launch.strategy == "zero" and importlib.util.find_spec("deepspeed") is None:
         yield f"{launch.name} needs DeepSpeed, which is not installed: `pip install 'draftsmith[deepspeed]'`"
+    if launch.strategy == "zero" and getattr(args, "optimizer", "adamw") == "muon":
+        yield (
+            f"key `train.optimizer`: {launch.name} flattens weights, and Muon needs whole matrices: set "
+            "train.optimizer=adamw, or launch with recipes/accelerate/multi_gpu.yaml or fsdp2.yaml"
+        )
     if launch.strategy in ("fsdp", "zero") and args.load_best_model_at_end:
         yield (
             f"key `validation.keep`: {launch.name} ends with the weights of its last step: leave it out, or launch "

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import InterruptAt, make_recipe, same_weights, save_small_target, train_until
+from support.tiny_models import tiny_target
+from support.tiny_runs import InterruptAt, history_of, make_recipe, same_weights, save_small_target, train_until
 from torch import nn
 
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.drafter.optimizer import MuonWithAdamW
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter.optimizer import MuonWithAdamW, muon_parameters
 from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.training_arguments import training_arguments
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +42,64 @@ def test_first_step_is_the_orthogonalized_gradient_and_adamws() -> None:
     assert torch.linalg.svdvals(update).tolist() == pytest.approx([1.0] * 4, abs=0.35)
     assert nn.functional.cosine_similarity(update.flatten(), orthogonalized(matrix.grad).flatten(), dim=0) > 0.98
     assert torch.allclose(vector.detach(), before_n - 0.01 * vector.grad.sign(), atol=1e-5)
+
+
+def test_heads_masks_and_norms_stay_with_adamw() -> None:
+    target = tiny_target()
+    options: dict[str, dict[str, Any]] = {
+        "parallel": {"num_masks": 2, "markov_rank": 3}, "medusa": {"num_heads": 2},
+        "eagle3": {"feature_layers": [0, 1]},
+    }  # fmt: skip
+    names = {
+        kind: set(muon_parameters(load_drafter_class(kind).from_target(target, values)))
+        for kind, values in options.items()
+    }
+    layer = {f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"}
+    layer |= {f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert names["parallel"] == {*layer, "fuse.weight"}
+    assert names["medusa"] == {"blocks.0.layers.0.weight", "blocks.1.layers.0.weight"}
+    assert names["eagle3"] == {*layer, "fc.weight"}
+
+
+def muon_recipe(target: Path, name: str, **train: Any) -> Recipe:
+    values = {"optimizer": "muon", "muon_learning_rate": 0.02, "learning_rate": 0.01, "max_steps": 6}
+    return make_recipe(target, name, **values, **train)
+
+
+def test_resumed_is_unbroken_bit_for_bit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, broken = muon_recipe(target, "whole"), muon_recipe(target, "broken")
+    train_drafter(whole)
+    train_until(InterruptAt(5), broken, monkeypatch)
+    assert train_drafter(broken).steps == 6
+    assert same_weights(whole, broken)
+
+
+def test_each_has_its_rate_and_one_schedule(target: Path) -> None:
+    """The rates differ from those of AdamW alone, by Muon's rate and by its updates; the logged one is AdamW's."""
+    recipe = muon_recipe(target, "rates", lr_scheduler_type="constant", logging_steps=1)
+    train_drafter(recipe)
+    assert [log["learning_rate"] for log in history_of(recipe) if "learning_rate" in log] == [0.01] * 6
+    other = muon_recipe(target, "other", lr_scheduler_type="constant", logging_steps=1)
+    other.train["muon_learning_rate"] = 0.01
+    train_drafter(other)
+    losses = [[log["loss"] for log in history_of(each) if "loss" in log] for each in (recipe, other)]
+    assert losses[0][0] == losses[1][0]  # before the first step
+    assert losses[0][1] != losses[1][1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
+        ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
+        ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
+    ],
+)
+def test_wrong_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        training_arguments(values, tmp_path, seed=0, use_cpu=True)
+
+
+def test_another_optim_is_refused(target: Path) -> None:
+    with pytest.raises(UserError, match=r"key `train\.optim`: train\.optimizer=muon updates the other weights by"):
+        train_drafter(muon_recipe(target, "adafactor", optim="adafactor"))

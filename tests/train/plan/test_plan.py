@@ -26,6 +26,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DataRecipe, Recipe
 from draftsmith.train.drafter import stage
+from draftsmith.train.drafter.optimizer import muon_parameters
 from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padded
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
@@ -158,6 +159,11 @@ def test_memory_adds_up_and_labels_cost(tmp_path: Path) -> None:
     # AdamW in fp32: weights, two moments and a step count for each tensor.
     assert amounts["drafter weights"] == 4 * trained
     assert 0 <= amounts["optimiser state"] - 8 * trained <= 4 * 100
+    muon = recipe.model_copy(update={"train": {**recipe.train, "optimizer": "muon"}})
+    drafter = FakeTraining(muon, training_arguments(muon.train, tmp_path, 0, use_cpu=True)).drafter
+    matrices = sum(drafter.get_parameter(name).numel() for name in muon_parameters(drafter))
+    saved = amounts["optimiser state"] - amount(make_plan(muon, PlanOptions(peak_tflops=1.0)).memory, "optimiser state")
+    assert 0 <= saved - 4 * matrices <= 4 * 100  # one moment of each matrix, and its step count
     fewer = make_plan(recipe, PlanOptions(peak_tflops=1.0, labelled_share=0.25))
     assert fewer.peak_bytes < plan.peak_bytes
     assert amount(fewer.flops_per_token, "LM head") < 0.3 * amount(plan.flops_per_token, "LM head")

@@ -66,6 +66,7 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (Launch("fsdp", 2, 1), "parallel", {}, {}, "FSDP version 1, .* set fsdp_version: 2"),
         (Launch("fsdp", 1, 2), "parallel", {}, {}, "FSDP splits weights among processes and there is one"),
         (FSDP2, "parallel", {}, {"save_only_model": True}, r"`train\.save_only_model`: with FSDP2 a checkpoint"),
+        (ZERO2, "parallel", {}, {"optimizer": "muon"}, r"`train\.optimizer`: ZeRO-2 flattens weights, and Muon needs"),
         (FSDP2, "medusa2", {}, {}, "`medusa2` cannot be trained with FSDP2, as its LoRA is inside the target"),
         (ZERO3, "medusa2", {}, {}, "`medusa2` cannot be trained with ZeRO-3, as its LoRA is inside the target"),
         (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: the target is split among processes and there"),

@@ -134,6 +134,18 @@ def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["cpu_x2", "fsdp2"])
+def test_muon_in_two_processes_is_muon_in_one(tmp_path: Path, name: str) -> None:
+    """Its products are in bf16, so that matrices which FSDP2 gathers differ by their rounding."""
+    muon = {**CURVE, "optimizer": "muon", "muon_learning_rate": 2e-2}
+    alone = tiny_run(tmp_path, "alone", train=muon)
+    train_drafter(alone)
+    recipe = launched(name, tiny_run(tmp_path, name, train=muon))
+    assert losses(recipe) == pytest.approx(losses(alone), rel=2e-3)
+    assert losses(alone)[-1] < 0.9 * losses(alone)[0]
+
+
+@pytest.mark.nightly
 def test_as_slurm_starts_them(tmp_path: Path) -> None:
     """Each process by the environment alone, without a launcher: SIGTERM of one ends both with 143, all saved."""
     recipe = tiny_run(tmp_path)
