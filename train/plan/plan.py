@@ -302,6 +302,7 @@ def _flops(cost: StepCost) -> list[Line]:
         "drafter forward": "of the rows that are computed: real tokens and masks",
         "LM head": "labelled rows only, forward and backward",
         "backward": "of the drafter",
+        "optimiser step": "Muon's products",
     }
     lines = [Line(name, flops / cost.tokens, "FLOPs a token", how[name]) for name, flops in cost.flops().items()]
     return [*lines, Line("all", sum(line.amount for line in lines), "FLOPs a token", "sum")]
