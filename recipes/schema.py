@@ -388,8 +388,8 @@ class EvalRecipe(Section):
     limit_per_task: int | None = Field(
         None,
         ge=1,
-        description="the first n questions of each of Spec-Bench's tasks, in turn from its categories (MT-bench has "
-        "eight); in place of `limit_per_category`",
+        description="the first n questions of each task, in turn from its categories (in Spec-Bench's own file MT-bench "
+        "has eight; elsewhere each is a task); in place of `limit_per_category`",
     )
     max_new_tokens: int = Field(512, ge=1, description="of every answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
