@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation, json_kind, json_of, text_of
+from draftsmith.data.sources.conversation import Conversation, json_kind, text_of
+from draftsmith.data.sources.files import InvalidConversation, json_of
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.run_folder import CACHE_VARIABLE, cache_root, write_atomically
 
