@@ -47,7 +47,7 @@ CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
 # The column that numbers the conversation a row is of; datasets of earlier versions have none.
 CONVERSATION = "conversation"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FEATURES = datasets.Features(
     input_ids=datasets.Sequence(datasets.Value("int32")),
     loss_mask=datasets.Sequence(datasets.Value("int8")),
@@ -287,14 +287,14 @@ def tokenize_rows(
 ) -> tuple[list[TokenizedConversation], bool]:
     """The rows of one conversation, and whether it was shortened; none if it does not fit at all.
 
-    One row, unless the template rewrites answers whose ids are known: each of these then has a further row, which ends
-    with it and in which it alone carries loss. So every answer is learned after exactly what the target read.
+    One row, unless the template rewrites answers: each of these then has a further row, which ends with it and in which
+    it alone carries loss. So every answer is learned after exactly what the target read.
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
         return [], False
     whole, dropped = result
-    rows = [whole]
+    rows = [whole] if any(whole.loss_mask) else []
     for turn in whole.unsaid_turns:
         row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
         if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import tiny_tokenizers as templates
-from support.chat_families import TOOL_FAMILIES
+from support.chat_families import FAMILIES, TOOL_FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
@@ -271,6 +271,22 @@ def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_pat
     engine.complete = lambda prompt: Completion(engine.tokenizer(" hi </s>")["input_ids"], "stop")  # type: ignore[method-assign]
     run(make_recipe(source), tmp_path / "out", engine)
     assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
+
+
+def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
+    """From the file to the rows: what is thought is learned, what has no weight is not."""
+    asked = {"role": "user", "content": "Say hi"}
+    answers = [
+        {"role": "assistant", "content": "Hello", "weight": 0},
+        {"role": "assistant", "content": "Bye", "reasoning_content": "one"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, answers[0], asked, answers[1]]}))
+    recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
+    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), None, progress=False)
+    (made,) = read_distilled(tmp_path / "out")
+    assert [turn.weight for turn in made.conversation.turns] == [1, 0, 1, 1]
+    ((row,), _) = tokenize_rows(tokenizer, made.conversation, 1000, made.answer_ids)
+    assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
 
 
 def test_engine_none_passes_through(tmp_path: Path) -> None:
