@@ -56,11 +56,13 @@ class Completion:
 
     token_ids: they end with the end token if `finish_reason` is `stop`. None: the engine gave `text` alone.
     text: without special tokens. None: to be decoded from `token_ids`.
+    thoughts: of an answer without ids, which a server gave apart from its text.
     """
 
     token_ids: list[int] | None
     finish_reason: FinishReason
     text: str | None = None
+    thoughts: str = ""
 
 
 @dataclass(frozen=True)
