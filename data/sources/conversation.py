@@ -464,7 +464,9 @@ class _Reader:
             shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
             raise InvalidConversation(here, "unknown role", f"unknown role {shown}, known ones are {', '.join(ROLES)}")
         contents = [message[key] for key in texts]
-        if len(roles) > 1 and ROLES[name] != ROLES.get(message[roles[1]]) or any(c != contents[0] for c in contents):
+        others = [message[key] for key in roles[1:]]
+        same_role = all(isinstance(other, str) and ROLES.get(other) == ROLES[name] for other in others)
+        if not same_role or any(other != contents[0] for other in contents):
             what = f"{listed([*roles, *texts])} of a turn contradict each other: remove the wrong ones"
             raise InvalidConversation(here, "malformed turn", what)
         return name, contents[0] if contents else None, calls
@@ -588,10 +590,10 @@ class _Reader:
         there = [column for column in COLUMNS[key] if self._record.get(column) is not None]
         texts = [column for column in there if isinstance(self._record[column], str | list)]
         told = [column for column in texts if not _is_nothing(self._record[column])]
-        if key != "answer" or self._keeps_answers:
-            if len({json.dumps(self._record[column], default=str) for column in told}) > 1:
-                what = f"{listed(told)} could each be the {key}: name one in data.conversations.columns.{key}"
-                raise self._invalid(f"several {key} columns", what)
+        different = len({json.dumps(self._record[column], default=str) for column in told}) > 1
+        if different and (key != "answer" or self._keeps_answers):
+            what = f"{listed(told)} could each be the {key}: name one in data.conversations.columns.{key}"
+            raise self._invalid(f"several {key} columns", what)
         column = next(iter([*told, *there]), None)
         self._read.update(told if column in told else [column] if column is not None else [])
         return column

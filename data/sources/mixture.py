@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from draftsmith.data.sources.conversation import (
+    MOST_NAMES,
     STDLIB,
     Conversation,
     conversation_id,
@@ -70,7 +71,9 @@ class Tally:
         parts += [f"of the other split: {self.other_split}"] if self.other_split else []
         parts += [f"contaminated: {counted_reasons(self.contaminated)}"] if self.contaminated else []
         parts += [f"filtered: {counted_reasons(self.filtered)}"] if self.filtered else []
-        parts += [f"keys not read: {listed(self.unread_keys)}"] if self.unread_keys else []
+        unread = [f"{listed([key])} ({count})" for key, count in self.unread_keys.most_common(MOST_NAMES)]
+        unread += ["..."] if len(self.unread_keys) > MOST_NAMES else []
+        parts += [f"keys not read: {', '.join(unread)}"] if unread else []
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:

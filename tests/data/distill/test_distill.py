@@ -16,6 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
 from draftsmith.data.distill.ledger import Distilled, LedgerView
+from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.token_dataset import tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
@@ -311,8 +312,8 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
 )
 def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, key: str) -> None:
     engine, recipe = HashEngine(tiny_tokenizer(templates.CHATML)), make_recipe(source)
-    file = tmp_path / "out" / "distill_settings.json"
-    write_settings(file, distill_settings(recipe, None, engine.tokenizer))
+    run(recipe, tmp_path / "out", engine)
+    engine.calls.clear()
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
     changed = load_recipe(str(tmp_path / "recipe.yaml"), [override])
     with pytest.raises(UserError) as caught:
@@ -320,6 +321,95 @@ def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, k
     assert f"was begun with {key}" in str(caught.value)
     assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
     assert engine.calls == []
+
+
+class FailingEngine(HashEngine):
+    """Answers nothing for good."""
+
+    def complete(self, prompt: str) -> Outcome:
+        return Failure("HTTP 400")
+
+
+def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: Path) -> None:
+    """Whether the engine did not start or all failed; one answer, of an unfinished conversation too, fixes them."""
+    out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
+    first, second = make_recipe(source), make_recipe(source, temperature=0.5)
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    with pytest.raises(
+        UserError, match=r"none of the 7 conversations .* 7 \(7 HTTP 400\); change the recipe and run it"
+    ):
+        run(first, out, FailingEngine(tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        run(first, out, HashEngine(tokenizer, fail_at_call=0))
+    assert not file.exists()
+    write_settings(file, distill_settings(first, None, tokenizer))  # as earlier versions did at once
+    with pytest.raises(KeyboardInterrupt):
+        run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
+    with pytest.raises(UserError, match=r"begun with data\.distill\.temperature = 0\.5, now it is 0\.0"):
+        run(first, out, HashEngine(tokenizer))
+    assert run(second, out, HashEngine(tokenizer)).failed == {}
+    assert len(kept(out)) == 7
+    assert LedgerView(out).counts().keys() == {"done"}
+
+
+def test_another_process_may_have_fixed_other_settings_meanwhile(source: Path, tmp_path: Path) -> None:
+    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "out"
+
+    class Overtaken(HashEngine):
+        def collect(self) -> list[tuple[str, Outcome]]:
+            write_source(tmp_path / "other.jsonl", [["other"]])
+            run(make_recipe(tmp_path / "other.jsonl"), out, HashEngine(tokenizer))
+            return super().collect()
+
+    with pytest.raises(UserError, match=r"was begun with data\.conversations\.source"):
+        run(make_recipe(source), out, Overtaken(tokenizer))
+    assert len(kept(out)) == 1
+
+
+OUTSIDE = "<|tool|>"
+
+
+def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
+    """Are told before the engine is opened, or left out and counted; with engine none in answers too."""
+    write_source(tmp_path / "a.jsonl", [["one"], [f"use {OUTSIDE} now"]])
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    tokenizer.add_special_tokens({"extra_special_tokens": [OUTSIDE]})
+    size = tokenizer.convert_tokens_to_ids(OUTSIDE)
+    engine, limits = HashEngine(tokenizer), TargetLimits(size)
+    recipe, out = make_recipe(tmp_path / "a.jsonl"), tmp_path / "out"
+    sentence = rf"holds <\|tool\|> \(id {size}\), and the target's embedding has {size} rows: take the tokenizer"
+    with pytest.raises(UserError, match=sentence):
+        run(recipe, out, engine, limits=limits)
+    assert engine.calls == []
+    recipe.data.conversations.skip_invalid = True
+    report = run(recipe, out, engine, limits=limits)
+    assert (report.kept, report.sources.total.kept) == (1, 1)
+    assert report.sources.total.invalid == {"tokens beyond the target's embedding": 1}
+    write_source(tmp_path / "a.jsonl", [[f"use {OUTSIDE}"]])
+    with pytest.raises(UserError, match="every conversation holds tokens beyond the target's embedding"):
+        run(recipe, tmp_path / "all", engine, limits=limits)
+    answered = [{"from": "human", "value": "q"}, {"from": "gpt", "value": OUTSIDE}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": answered}))
+    given = make_recipe(tmp_path / "a.jsonl", engine="none")
+    with pytest.raises(UserError, match=sentence):
+        distill(given, tokenizer, run_folder(given, tmp_path / "none"), None, progress=False, limits=limits)
+    run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "anew", engine, limits=limits)  # the target answers otherwise
+    with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
+        run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
+
+
+def test_no_room_for_answers_is_told_before_the_first(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    recipe = make_recipe(source, max_new_tokens=60)
+    with pytest.raises(
+        UserError, match=r"none of 7 prompts leaves room .*=60 within the target's 64 positions, or the"
+    ):
+        run(recipe, tmp_path / "out", engine, limits=TargetLimits(None, 64))
+    assert engine.calls == []
+    assert run(recipe, tmp_path / "out", engine, limits=TargetLimits(None, 512)).kept == 7
+    recipe.data.max_length_tokens = 8
+    with pytest.raises(UserError, match=r"none of 7 prompts leaves room .* within data.max_length_tokens=8: lower"):
+        run(recipe, tmp_path / "short", engine)
 
 
 def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_keys_that_nothing_reads(tmp_path: Path) -> None:
     assert questions(tmp_path / "a.jsonl", counts) == ["a", "b"]
     tally = counts.by_source["a"]
     assert tally.unread_keys == {"model": 2, "id": 1}
-    assert tally.sentence() == "2 of 2 records kept, keys not read: `model`, `id`"
+    assert tally.sentence() == "2 of 2 records kept, keys not read: `model` (2), `id` (1)"
     assert tally.as_json()["unread_keys"] == {"model": 2, "id": 1}
     counts = SourceCounts()
     next(load_conversations(make_recipe("stdlib", split="all"), counts))

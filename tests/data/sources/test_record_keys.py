@@ -48,7 +48,7 @@ def test_a_list_of_another_name() -> None:
     del record["messages"]
     with pytest.raises(InvalidConversation, match=r"if `dialogue` holds the turns, set data.*columns.messages to"):
         parse(record)
-    with pytest.raises(InvalidConversation, match="no column `chat`, which .*columns.messages names, only `dialogue`"):
+    with pytest.raises(InvalidConversation, match=r"no column `chat`, which .*columns.messages names, only `dialogue`"):
         parse(record, messages="chat")
 
 
