@@ -55,6 +55,7 @@ from draftsmith.data.tokens.chat_tokens import (
     template_answer_lead,
     template_calls,
     template_end_token,
+    thoughts_field,
     tokenize_conversation,
 )
 from draftsmith.recipes.errors import UserError
@@ -192,7 +193,8 @@ def _check_limits(
     Conversations that it cannot read are taken out of `conversations` and counted where invalid ones are skipped.
 
     Raises:
-        UserError: A token is beyond the target's embedding, or no prompt leaves room for an answer.
+        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does
+            not write the thoughts of answers that are kept.
     """
     keeps_answers = recipe.data.distill.engine == "none"
     check_template_tokens(tokenizer, limits)
@@ -206,6 +208,9 @@ def _check_limits(
             del conversations[key]
     if not conversations:
         raise UserError(f"every conversation holds tokens beyond the target's embedding: {ITS_TOKENIZER}")
+    is_checked = keeps_answers and not recipe.data.conversations.skip_invalid
+    if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
+        thoughts_field(tokenizer)
     if not keeps_answers:
         fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
         if looked_at and not fitting:

@@ -158,6 +158,8 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             )
         if report.rows == 0:
             shutil.rmtree(building)
+            if report.refused == report.conversations:
+                raise _first_refusal(view, work)
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
@@ -177,6 +179,16 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
         return report
+
+
+def _first_refusal(view: LedgerView, work: Work) -> UserError:
+    """What the template says against the first conversation, where it takes none."""
+    for made in view.distilled():
+        try:
+            tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)
+        except TemplateProblem as problem:
+            return problem
+    return UserError("the target's chat template takes no conversation: correct tokenizer.chat_template")
 
 
 def write_token_rows(

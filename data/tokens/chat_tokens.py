@@ -521,17 +521,27 @@ def _messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
     messages = [turn.message for turn in turns]
     if not any(turn.reasoning_content for turn in turns):
         return messages
+    field = thoughts_field(tokenizer)
+    for message in messages:
+        thoughts = message.pop("reasoning_content", "")
+        if thoughts:
+            message |= _thinking(field, thoughts, message["content"])
+    return messages
+
+
+def thoughts_field(tokenizer: Any) -> str:
+    """Return the field of a message in which the template looks for thoughts.
+
+    Raises:
+        TemplateProblem: It writes none of the last answer.
+    """
     field = _thoughts_field(tokenizer, str(tokenizer.chat_template))
     if field is None:
         raise TemplateProblem(
             "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
             "write them into `content` between the tokens that the target thinks between, or remove the field"
         )
-    for message in messages:
-        thoughts = message.pop("reasoning_content", "")
-        if thoughts:
-            message |= _thinking(field, thoughts, message["content"])
-    return messages
+    return field
 
 
 def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
@@ -574,15 +584,17 @@ def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
     return before + thoughts.strip("\n") + between + content if found and text.startswith(prompt) else None
 
 
-def missing_header(tokenizer: Any) -> str:
-    """Return the header of an answer that the template writes in no generation prompt; empty if there is none.
-
-    Such a header would carry loss, and the target is asked without it.
-    """
+def missing_header_sentence(tokenizer: Any) -> str:
+    """Say that the template writes the header of an answer in no generation prompt; empty if it does, or has none."""
     asked = render(tokenizer, PROBE[:1])
-    if render(tokenizer, PROBE[:1], add_generation_prompt=True) != asked:
+    header = template_answer_lead(tokenizer).strip()
+    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != asked:
         return ""
-    return template_answer_lead(tokenizer).strip()
+    return (
+        f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so that "
+        "the header carries loss and the target is asked without it: set target.chat_template to one that writes it "
+        "where add_generation_prompt is true"
+    )
 
 
 def template_calls(tokenizer: Any) -> CallForm | None:

@@ -43,7 +43,7 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateRefusal,
     TokenizedConversation,
     answer_end_ids,
-    missing_header,
+    missing_header_sentence,
     reasoning_ids,
     special_ids,
     tokenize_conversation,
@@ -218,13 +218,8 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
         return
     expected = Expected(tokenizer, vocabulary_size, limits.positions, special, ends)
     of_template: list[Finding] = []
-    if header := missing_header(tokenizer):
-        sentence = (
-            f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so "
-            "that the header carries loss and the target is asked without it: set target.chat_template to one that "
-            "writes it where add_generation_prompt is true"
-        )
-        of_template.append(Finding("generation prompt", "warning", sentence))
+    if without_header := missing_header_sentence(tokenizer):
+        of_template.append(Finding("generation prompt", "warning", without_header))
     if THINKING in template_variables(str(tokenizer.get_chat_template())):
         sentence = (
             f"the chat template reads {THINKING}, which nothing sets, so that the target may think before it answers: "

@@ -35,7 +35,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.limits import target_limits
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, check_engine, open_engine
-    from draftsmith.data.tokens.chat_tokens import answer_end_ids
+    from draftsmith.data.tokens.chat_tokens import answer_end_ids, missing_header_sentence
     from draftsmith.models.cpu_kernels import pack_linears
     from draftsmith.models.target.loading import (
         load_generation_config,
@@ -62,6 +62,9 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
                 f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
                 "name a copy of the target"
             )
+
+    if without_header := missing_header_sentence(tokenizer):
+        console.print(f"warning: {without_header}", markup=False)
 
     def opened() -> "AbstractContextManager[Engine]":
         end_ids = tuple(answer_end_ids(load_generation_config(answering), tokenizer))

@@ -17,7 +17,7 @@ from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
 from draftsmith.data.distill.ledger import Distilled, LedgerView
 from draftsmith.data.distill.limits import TargetLimits
-from draftsmith.data.distill.token_dataset import tokenize_rows
+from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
@@ -288,6 +288,21 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     assert [turn.weight for turn in made.conversation.turns] == [1, 0, 1, 1]
     ((row,), _) = tokenize_rows(tokenizer, made.conversation, 1000, made.answer_ids)
     assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
+
+
+def test_thoughts_that_the_template_does_not_write(tmp_path: Path) -> None:
+    """Are told before anything is written, or left out and counted; if all are, what is wrong is said."""
+    talk = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hello", "thinking": "one"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
+    folder = run_folder(recipe, tmp_path / "out")
+    with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
+        distill(recipe, tokenizer, folder, None, progress=False)
+    assert not folder.data.exists()
+    recipe.data.conversations.skip_invalid = True
+    assert distill(recipe, tokenizer, folder, None, progress=False).kept == 1
+    with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
+        build_token_dataset(recipe, tokenizer, folder, progress=False)
 
 
 def test_engine_none_passes_through(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from draftsmith.data.tokens.chat_tokens import (
     TokenizedConversation,
     copies_in,
     joined_thoughts,
-    missing_header,
+    missing_header_sentence,
     prompt_token_ids,
     tokenize_conversation,
     tokenize_shortened,
@@ -54,9 +54,9 @@ def test_golden_masks(name: str, trim_offsets: bool) -> None:
 
 def test_a_header_that_is_in_no_generation_prompt() -> None:
     without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
-    assert missing_header(tiny_tokenizer(without)) == "<|assistant|>"
+    assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))
     for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
-        assert missing_header(tiny_tokenizer(getattr(templates, name))) == ""
+        assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
 
 
 @pytest.mark.parametrize(
