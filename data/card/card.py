@@ -200,7 +200,7 @@ def _draw_histograms(tokens: dict[str, list[int]], file: Path, title: str) -> No
 def _fenced(turn: Turn) -> str:
     """The text as it is, in a fence that it cannot break."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls]
-    text = "\n".join([turn.content] * bool(turn.content) + calls)
+    text = "\n".join([text for text in (turn.reasoning_content, turn.content) if text] + calls)
     text = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " [...]"
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
     return f"{fence}text\n{text}\n{fence}"

@@ -7,6 +7,7 @@ both after the expensive part; rows beyond rotary positions are trained without 
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def target_limits(config: Any) -> TargetLimits:
     return TargetLimits(vocabulary_size, positions)
 
 
+@lru_cache(maxsize=8)
+def highest_id(tokenizer: Any) -> int:
+    """Return the highest id of a tokenizer's vocabulary."""
+    return max(tokenizer.get_vocab().values(), default=0)
+
+
 def outside_tokens(tokenizer: Any, conversation: Conversation, limits: TargetLimits, answers: bool) -> list[str]:
     """Return the tokens of a conversation that are beyond the target's embedding.
 
@@ -56,7 +63,7 @@ def outside_tokens(tokenizer: Any, conversation: Conversation, limits: TargetLim
         answers: Look at the conversation's own answers too.
     """
     size = limits.vocabulary_size
-    if size is None or max(tokenizer.get_vocab().values(), default=0) < size:
+    if size is None or highest_id(tokenizer) < size:
         return []
     texts = [
         text

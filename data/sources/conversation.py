@@ -44,6 +44,7 @@ from draftsmith.data.sources.files import (
     Records,
     read_json_records,
     read_records,
+    table_record,
 )
 from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import ColumnsRecipe, SourceRecipe
@@ -223,7 +224,7 @@ def _hub_records(recipe: SourceRecipe) -> Records:
             f"Hub dataset {recipe.source} ({part}) cannot be loaded: {reason(error)}; check the name and the network, "
             "or set data.conversations.source to a local file (of a mixture: the `source` of that entry)"
         ) from None
-    return ((f"{recipe.source} row {number}", row) for number, row in enumerate(rows, start=1))
+    return ((f"{recipe.source} row {number}", table_record(row)) for number, row in enumerate(rows, start=1))
 
 
 # ---- what a record says ----

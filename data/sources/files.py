@@ -98,12 +98,28 @@ def _parquet_records(file: Path) -> Records:
     try:
         with parquet.ParquetFile(file) as table:
             batches = table.iter_batches(PARQUET_ROWS)
-            for number, record in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1):
-                yield f"{file} row {number}", record
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                yield f"{file} row {number}", table_record(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file} cannot be read as Parquet ({reason(error)}): fetch or write it again") from None
     if number == 0:
         raise UserError(f"{file} is empty: it must hold a conversation a row")
+
+
+def table_record(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a typed table as a record.
+
+    Objects within a column have every key that any row has, null where a row had none: such keys are left out, or a
+    tool's parameters would be those of all tools together.
+    """
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _csv_records(file: Path, delimiter: str) -> Records:

@@ -204,7 +204,7 @@ class Filters:
         if recipe.max_turn_chars is not None and max(chars) > recipe.max_turn_chars:
             return f"a turn of more than {recipe.max_turn_chars} characters"
         if recipe.max_tokens is not None and self._tokenizer is not None:
-            texts = [turn.content for turn in turns]
+            texts = [text for turn in turns for text in (turn.content, turn.reasoning_content)]
             ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             if sum(map(len, ids)) > recipe.max_tokens:
                 return f"more than {recipe.max_tokens} tokens"

@@ -227,7 +227,7 @@ class Contamination:
     def find(self, conversation: Conversation) -> Match | None:
         """Return the first question that the conversation repeats, if there is any."""
         for turn in conversation.turns:
-            words = words_of(turn.content)
+            words = words_of(f"{turn.content}\n{turn.reasoning_content}")
             if turn.role == "user" and (match := self._first_turns.get(words)):
                 return match
             contained = None

@@ -33,6 +33,24 @@ def test_parquet(tmp_path: Path, name: str) -> None:
     assert turns == [[("user", "q"), ("assistant", TURNS[1]["value"])], [("system", "s"), ("user", "q")]]
 
 
+def test_keys_of_other_rows_are_left_out(tmp_path: Path) -> None:
+    """A table's objects have the keys of all rows: null ones are no parameters of a tool, and no arguments."""
+    file = tmp_path / "tools.parquet"
+    asked = {"role": "user", "content": "q"}
+
+    def row(name: str, argument: str) -> dict[str, Any]:
+        function = {"name": name, "parameters": {"type": "object", "properties": {argument: {"type": "string"}}}}
+        call = {"function": {"name": name, "arguments": {argument: "x"}}}
+        turns = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"messages": turns, "tools": [{"type": "function", "function": function}]}
+
+    rows = [row("sky", "city"), row("sum", "numbers")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    assert [parse_conversation(*pair[::-1]) for pair in records(file)] == [
+        parse_conversation(each, "") for each in rows
+    ]
+
+
 def test_csv(tmp_path: Path) -> None:
     """Cells over several lines, quotation marks, BOM, CRLF, gzip; no value is null; turns are JSON text."""
     quoted = json.dumps(TURNS).replace('"', '""')
