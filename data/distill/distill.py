@@ -218,7 +218,7 @@ def _check_limits(
 
 
 def has_answers(data: Path) -> bool:
-    """Whether a run's data folder holds an answer or a whole conversation; failures alone are neither."""
+    """Return whether a run's data folder holds an answer or a whole conversation; failures alone are neither."""
     if any(file.stat().st_size for file in (data / SHARDS).glob("*.jsonl")):
         return True
     for file in (data / UNFINISHED).glob("*.jsonl"):
@@ -229,9 +229,9 @@ def has_answers(data: Path) -> bool:
 
 
 class _Settings:
-    """What a folder's answers depend on. The first answer that is stored fixes it, and no call that fails before.
+    """Settings that a folder's answers depend on, fixed by the first answer that is stored.
 
-    `count`: they are fixed.
+    A call that fails before it fixes nothing. `count`: whether the settings are fixed.
     """
 
     def __init__(self, data: Path, values: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
 
 
 def _first_refusal(view: LedgerView, work: Work) -> UserError:
-    """What the template says against the first conversation, where it takes none."""
+    """Return the error that the template's first conversation ends in, where it takes none."""
     for made in view.distilled():
         try:
             tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)

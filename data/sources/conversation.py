@@ -295,7 +295,7 @@ def json_kind(value: Any) -> str:
 
 
 class _Reader:
-    """Reads one record, and remembers which of its keys were read."""
+    """Reader of one record, which remembers the keys that it has read."""
 
     def __init__(self, record: dict[str, Any], where: str, columns: ColumnsRecipe, keeps_answers: bool) -> None:
         self._record, self._where, self._columns, self._keeps_answers = record, where, columns, keeps_answers
@@ -366,7 +366,7 @@ class _Reader:
     # ---- lists of turns ----
 
     def _listed_turns(self) -> tuple[Turn, ...] | None:
-        """The turns of a list; None if there is none, or null, as a table's rows may have."""
+        """Return the turns of a list; None if the record has no list, or null, as a table's rows may have."""
         named = self._columns.messages
         if named is not None and named not in self._record:
             raise self._no_column("messages", named)
@@ -394,6 +394,7 @@ class _Reader:
         return (Turn("system", system), *turns)
 
     def _turns_in(self, key: str) -> tuple[Turn, ...]:
+        """Return the turns of the list, or of its JSON text, in one column."""
         self._read.add(key)
         messages = self._record[key]
         if isinstance(messages, str) and messages.lstrip().startswith("["):
@@ -406,6 +407,7 @@ class _Reader:
         )
 
     def _turn(self, message: Any, here: str) -> Turn:
+        """Read one turn of a list."""
         name, content, calls = self._parts(message, here)
         role = ROLES[name]
         if name == CALL_AS_TEXT:
@@ -418,9 +420,11 @@ class _Reader:
             raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
         said = "" if content is None and (calls or role == "tool") else content
         text, thoughts = _text_and_thoughts(said, here)
-        told = [text_of(message[key], f"{here}, `{key}`") for key in REASONING_KEYS if message.get(key) is not None]
-        told = list(dict.fromkeys(each for each in (*told, thoughts) if each.strip()))
-        if len(told) > 1 or (told and role != "assistant"):
+        reasoning = [
+            text_of(message[key], f"{here}, `{key}`") for key in REASONING_KEYS if message.get(key) is not None
+        ]
+        reasoning = list(dict.fromkeys(each for each in (*reasoning, thoughts) if each.strip()))
+        if len(reasoning) > 1 or (reasoning and role != "assistant"):
             what = "thoughts are told twice, and differ" if role == "assistant" else f"a {role} turn has thoughts"
             raise InvalidConversation(here, "malformed thoughts", what)
         if not text.strip() and not calls and role != "tool":  # a tool may well have nothing to say
@@ -437,12 +441,12 @@ class _Reader:
             text,
             tuple(_call(call, here) for call in calls or ()),
             **of_tool,
-            reasoning_content="".join(told),
+            reasoning_content="".join(reasoning),
             weight=self._weight(message, role, here),
         )
 
     def _parts(self, message: Any, here: str) -> tuple[str, Any, Any]:
-        """The name of a turn's role, its content and its calls, whichever keys they have."""
+        """Return the name of a turn's role, its content and its calls, whichever keys they have."""
         if not isinstance(message, dict):
             message = {}
         calls = message.get("tool_calls")
@@ -473,7 +477,7 @@ class _Reader:
         return name, contents[0] if contents else None, calls
 
     def _weight(self, message: dict[str, Any], role: Role, here: str) -> int:
-        """Whether the turn is learned, by any of `LOSS_KEYS`; 1 where none says so."""
+        """Return the weight of a turn by any of `LOSS_KEYS`: 0, or 1, which is the default."""
         if not self._keeps_answers:
             return 1
         if not _is_nothing(message.get("train_detail")):
@@ -496,9 +500,9 @@ class _Reader:
     # ---- prompts in columns ----
 
     def _turns_of_columns(self) -> tuple[Turn, ...] | None:
-        """The turns of a record with a prompt column; None if it has none.
+        """Return the turns of a record with a prompt column; None if it has none.
 
-        An answer that is not there is an empty assistant turn, or none at the end.
+        A missing answer is an empty assistant turn, or none at the end.
         """
         prompt_column = self._column("prompt")
         if prompt_column is None:
@@ -526,6 +530,7 @@ class _Reader:
         return tuple(turns)
 
     def _answers(self, prompts: int) -> list[str]:
+        """Return an answer for each prompt, empty where the record has none."""
         column = self._column("answer")
         if column is None:
             return [""] * prompts
@@ -542,6 +547,7 @@ class _Reader:
         return [""] * prompts
 
     def _check_prompt_is_no_answer(self, column: str, prompt: str, answer: str) -> None:
+        """Refuse a prompt that is a whole example: it ends with its answer, under a header of answers."""
         before = prompt[: len(prompt) - len(answer)][-HEADER_CHARACTERS:]
         if answer and prompt.endswith(answer) and ANSWER_HEADER.search(before):
             others = [each for each in COLUMNS["prompt"] if each != column and each in self._record]
@@ -549,7 +555,7 @@ class _Reader:
             raise self._invalid("the prompt holds the answer", f"`{column}` ends with the record's answer{way_out}")
 
     def _history(self) -> list[Turn]:
-        """Earlier exchanges, as LlamaFactory's Alpaca format has them: pairs of a question and its answer."""
+        """Return earlier exchanges, in LlamaFactory's Alpaca format pairs of a question and its answer."""
         history = self._record.get("history")
         if _is_nothing(history):
             return []
@@ -577,10 +583,10 @@ class _Reader:
         return "" if column is None else text_of(self._record[column], f"{self._where}, `{column}`")
 
     def _column(self, key: str) -> str | None:
-        """The column that the recipe names, else the usual one; one that is null counts as not there.
+        """Return the column that the recipe names, else the usual one; a column that is null counts as absent.
 
         Raises:
-            InvalidConversation: There is none of the recipe's name, or there are several usual ones that differ.
+            InvalidConversation: The record has no column of the recipe's name, or several usual ones that differ.
         """
         named = getattr(self._columns, key)
         if named is not None:
@@ -588,15 +594,15 @@ class _Reader:
                 raise self._no_column(key, named)
             self._read.add(named)
             return named if self._record[named] is not None or key == "prompt" else None
-        there = [column for column in COLUMNS[key] if self._record.get(column) is not None]
-        texts = [column for column in there if isinstance(self._record[column], str | list)]
-        told = [column for column in texts if not _is_nothing(self._record[column])]
-        different = len({json.dumps(self._record[column], default=str) for column in told}) > 1
+        present = [column for column in COLUMNS[key] if self._record.get(column) is not None]
+        texts = [column for column in present if isinstance(self._record[column], str | list)]
+        filled = [column for column in texts if not _is_nothing(self._record[column])]
+        different = len({json.dumps(self._record[column], default=str) for column in filled}) > 1
         if different and (key != "answer" or self._keeps_answers):
-            what = f"{listed(told)} could each be the {key}: name one in data.conversations.columns.{key}"
+            what = f"{listed(filled)} could each be the {key}: name one in data.conversations.columns.{key}"
             raise self._invalid(f"several {key} columns", what)
-        column = next(iter([*told, *there]), None)
-        self._read.update(told if column in told else [column] if column is not None else [])
+        column = next(iter([*filled, *present]), None)
+        self._read.update(filled if column in filled else [column] if column is not None else [])
         return column
 
     def _no_column(self, key: str, named: str) -> InvalidConversation:
@@ -607,7 +613,7 @@ class _Reader:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether a key says no more than if it were not there."""
+    """Return whether a key with this value says no more than a missing key."""
     return (
         value is None
         or (isinstance(value, str) and not value.strip())
@@ -616,7 +622,7 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
-    """The text of a content, and the thoughts that are parts of it."""
+    """Return the text of a content, and the thoughts among its parts."""
     if not isinstance(content, list):
         return text_of(content, here), ""
     is_thought = [isinstance(part, dict) and part.get("type") in THOUGHT_PARTS for part in content]
@@ -627,9 +633,9 @@ def _text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
 
 
 def _in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
-    """The same turns, the results of a turn's calls in the order of the calls, where all of them name one.
+    """Return the turns with the results of calls in the order of the calls, where every result names its call.
 
-    Templates without ids tell a result's call by its place.
+    A template that writes no ids leaves only the place to tell which call a result belongs to.
     """
     ordered = list(turns)
     for index, turn in enumerate(turns):

@@ -340,7 +340,7 @@ def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
 
 
 def _is_whole(turn: Turn, text: str) -> bool:
-    """Whether all that a turn says is in the text, white space aside."""
+    """Return whether all that a turn says is in the text, white space aside."""
     shown = "".join(text.split())
     return all("".join(said.split()) in shown for said in (turn.content, turn.reasoning_content, *turn.called))
 
@@ -513,7 +513,7 @@ def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
 
 
 def _messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
-    """The turns as messages, thoughts where the template looks for them.
+    """Return the turns as messages, thoughts where the template looks for them.
 
     Raises:
         TemplateProblem: It looks for thoughts nowhere.
@@ -533,7 +533,7 @@ def thoughts_field(tokenizer: Any) -> str:
     """Return the field of a message in which the template looks for thoughts.
 
     Raises:
-        TemplateProblem: It writes none of the last answer.
+        TemplateProblem: It does not even write those of the last answer.
     """
     field = _thoughts_field(tokenizer, str(tokenizer.chat_template))
     if field is None:
@@ -545,7 +545,7 @@ def thoughts_field(tokenizer: Any) -> str:
 
 
 def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
-    """The part of a message that says these thoughts and this content."""
+    """Return the fields of a message that hold these thoughts and this content."""
     if field == "content":
         return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
     return {field: thoughts, "content": content}
@@ -553,7 +553,7 @@ def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _thoughts_field(tokenizer: Any, template: str) -> str | None:
-    """The field of a message in which the template looks for thoughts; None if it writes none of the last answer."""
+    """Find the field of `thoughts_field`; None if there is none."""
     asked, answer = (turn.message for turn in PROBE)
     fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
     for field in fields:
