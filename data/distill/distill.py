@@ -188,7 +188,7 @@ def _check_limits(
     limits: TargetLimits,
     sources: SourceCounts,
 ) -> None:
-    """Check what is known of the target before any answer is asked for.
+    """Check the conversations against what is known of the target, before any request.
 
     Conversations that it cannot read are taken out of `conversations` and counted where invalid ones are skipped.
 
@@ -323,7 +323,7 @@ class _Distillation:
         bar: Progress,
     ) -> None:
         self.fixing = fixing
-        self.positions: int | None = None  # of the target, where the engine has no bound of its own
+        self.positions: int | None = None  # of the target; the engine may have a lower bound
         self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
         self.conversations, self.report, self.bar = conversations, report, bar
         self.in_flight: dict[str, Rewriting] = {}

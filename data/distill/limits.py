@@ -1,4 +1,4 @@
-"""What the target can read, by its config: checked before answers are asked for and before a drafter is trained.
+"""What the target can read, by its config: checked before distillation and before training.
 
 Without these checks an id beyond the embedding ends in an error of the device, and rows beyond learned positions too,
 both after the expensive part; rows beyond rotary positions are trained without a word.
@@ -91,7 +91,7 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
 
 
 def outside_sentence(conversation: Conversation, tokens: list[str], limits: TargetLimits) -> str:
-    """Say that a conversation holds tokens beyond the embedding, and what to do."""
+    """Return the sentence for a conversation with tokens beyond the embedding: what is wrong, and the way out."""
     return (
         f"conversation {conversation.id} holds {', '.join(tokens[:3])}, and the target's embedding has "
         f"{limits.vocabulary_size:,} rows: {ITS_TOKENIZER}; or set data.conversations.skip_invalid=true to leave such "
@@ -123,7 +123,7 @@ def room_for_answers(
 
 
 def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
-    """Say that no prompt leaves room for an answer, and what to do."""
+    """Return the sentence for prompts that leave no room for answers: what is wrong, and the way out."""
     new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
     within = f"data.max_length_tokens={length}"
     if limits.positions is not None:

@@ -19,7 +19,7 @@ Tools are OpenAI's: `tools` beside the turns, `tool_calls` in an assistant's tur
 `tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns,
 and so are `functions`, `function_call` and the role `function` of OpenAI's older API.
 
-A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` beside the turns;
+A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns;
 `history` (LlamaFactory); of a turn its thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's
 `weight`, Axolotl's `train`). Refused: images and other media, `documents`, `chat_template_kwargs`, a refusal, and
 where the record's own answers are used also Axolotl's `train_detail` and answers that are marked as bad (`kto_tag`).
@@ -242,7 +242,7 @@ def parse_conversation(
     Args:
         record: What JSON gave: a mapping with a list of turns or a prompt column, or the list of turns itself.
         where: File and line, for the error message.
-        columns: The recipe's names of columns. If it names that of prompts, a list of turns beside it is not read.
+        columns: The recipe's names of columns. If it names that of prompts, a list of turns is not read.
         keeps_answers: The record's own answers are used. If not, keys that are about them alone are not looked at.
         unread: Receives the keys that were not read; those of a turn as `turns.key`.
 
@@ -325,7 +325,7 @@ class _Reader:
         return InvalidConversation(self._where, reason, sentence)
 
     def _missing_sentence(self) -> str:
-        """Say which keys a record must have, which it has, and the likely way out."""
+        """Return the sentence for a record without turns: keys it needs, keys it has, the likely way out."""
         record, hint = self._record, ""
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
         holders = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
@@ -355,7 +355,7 @@ class _Reader:
             raise self._invalid("comes with documents", "`documents` cannot be shown: write them into a turn")
         if not _is_nothing(self._record.get("chat_template_kwargs")):
             what = "`chat_template_kwargs` cannot differ by record: remove it, and set target.chat_template_kwargs"
-            raise self._invalid("has variables of its own for the template", what)
+            raise self._invalid("sets variables of the template", what)
         if not self._keeps_answers:
             return
         bad = [key for key in ("kto_tag", "label") if self._record.get(key) is False]
@@ -388,7 +388,7 @@ class _Reader:
             return turns
         if turns and turns[0].role == "system":
             if turns[0].content.strip() != system.strip():
-                what = "a system turn and a system prompt beside the turns differ: remove one of them"
+                what = "the system turn and the system prompt next to the turns differ: remove one of them"
                 raise self._invalid("two system prompts", what)
             return turns
         return (Turn("system", system), *turns)
@@ -425,7 +425,7 @@ class _Reader:
         ]
         reasoning = list(dict.fromkeys(each for each in (*reasoning, thoughts) if each.strip()))
         if len(reasoning) > 1 or (reasoning and role != "assistant"):
-            what = "thoughts are told twice, and differ" if role == "assistant" else f"a {role} turn has thoughts"
+            what = "two fields hold different thoughts" if role == "assistant" else f"a {role} turn has thoughts"
             raise InvalidConversation(here, "malformed thoughts", what)
         if not text.strip() and not calls and role != "tool":  # a tool may well have nothing to say
             raise InvalidConversation(here, f"empty {role} turn", f"the {name} turn is empty")

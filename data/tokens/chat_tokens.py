@@ -10,7 +10,7 @@ block) is of the answer's ids then, and an answer that was cut short has no end 
 A template may rewrite an answer once later turns follow (Qwen3 takes its thoughts out). What the target reads there is
 then not what it said: those words stay, without loss, as `unsaid_turns`. So does an answer of weight 0.
 
-Thoughts that a turn has in a field of their own are given to the template under the name that it reads, or between
+Thoughts in a separate field of a turn are given to the template under the name that it reads, or between
 `<think>` and `</think>` in the content, if that is where it looks for them.
 
 For the assistant turn i of a conversation whose full rendering is F:
@@ -259,7 +259,7 @@ def tokenize_conversation(
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
     learned += [last] * turns[last].weight * asking
     ends += [len(input_ids)] if asking else []
-    if learned:  # else its answers are of weight 0, or have rows of their own
+    if learned:  # else its answers are of weight 0, or are learned in separate rows
         _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if (
@@ -585,14 +585,14 @@ def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
 
 
 def missing_header_sentence(tokenizer: Any) -> str:
-    """Say that the template writes the header of an answer in no generation prompt; empty if it does, or has none."""
+    """Return a warning if the template writes the header of an answer in no generation prompt, else nothing."""
     asked = render(tokenizer, PROBE[:1])
     header = template_answer_lead(tokenizer).strip()
     if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != asked:
         return ""
     return (
         f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so that "
-        "the header carries loss and the target is asked without it: set target.chat_template to one that writes it "
+        "the header carries loss and prompts end without it: set target.chat_template to one that writes it "
         "where add_generation_prompt is true"
     )
 
