@@ -96,8 +96,11 @@ class TargetRecipe(Section):
 
 
 class ColumnsRecipe(Section):
-    """Columns of records that hold prompts instead of a list of turns. By default the first of the usual names."""
+    """Names of a record's columns. By default the usual names; two of them with different text are refused."""
 
+    messages: str | None = Field(
+        None, description="messages, conversations or conversation: the list of turns, or its JSON text"
+    )
     prompt: str | None = Field(
         None, description="prompt, instruction, question or turns; text, or a list of user turns"
     )
@@ -110,7 +113,7 @@ class SourceRecipe(Section):
     """One place that conversations come from."""
 
     source: str = Field(
-        "stdlib", description="local .json/.jsonl(.gz/.xz/.zst), Hub dataset id, or `stdlib`, which ships"
+        "stdlib", description="local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet, Hub dataset id, or `stdlib`, which ships"
     )
     name: str | None = Field(None, description="for counts and the data card; by default the file's or the dataset's")
     hub_split: str = Field("train", description="the split of a Hub dataset")
@@ -125,7 +128,7 @@ class SourceRecipe(Section):
         """The name that counts go under."""
         if self.name is not None:
             return self.name
-        without_suffixes = re.sub(r"(\.(jsonl?|ndjson|gz|xz|zst))+$", "", self.source)
+        without_suffixes = re.sub(r"(\.(jsonl?|ndjson|parquet|csv|tsv|gz|xz|zst))+$", "", self.source)
         return self.source if without_suffixes == self.source else PurePath(without_suffixes).name
 
 
@@ -388,8 +391,8 @@ class EvalRecipe(Section):
     limit_per_task: int | None = Field(
         None,
         ge=1,
-        description="the first n questions of each of Spec-Bench's tasks, in turn from its categories (MT-bench has "
-        "eight); in place of `limit_per_category`",
+        description="the first n questions of each task, in turn from its categories (in Spec-Bench's own file "
+        "MT-bench has eight; elsewhere each is a task); in place of `limit_per_category`",
     )
     max_new_tokens: int = Field(512, ge=1, description="of every answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(

@@ -34,6 +34,13 @@ import matplotlib.pyplot as plt
 CARD, CARD_JSON, PICTURE = "README.md", "card.json", "tokens.png"
 SAMPLES = 5
 SHOWN_CHARS = 600
+WHAT_BECAME = {  # counts of a source by reason, and how the card calls them
+    "invalid": "invalid",
+    "contaminated": "contaminated",
+    "filtered": "filtered",
+    "shortened": "shortened",
+    "unread_keys": "key not read",
+}
 UNKNOWN_SOURCE = "no longer in the sources"
 BINS = 40
 COLOURS = {"prompt": "#0072B2", "answer": "#E69F00"}  # Okabe and Ito: told apart by colour-blind readers too
@@ -149,7 +156,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
     template = environment.from_string(Path(__file__).with_name("data_card.md.j2").read_text(encoding="utf-8"))
-    text = template.render(values, front_matter=front_matter, picture=PICTURE, samples=samples)
+    text = template.render(values, what_became=WHAT_BECAME, front_matter=front_matter, picture=PICTURE, samples=samples)
     write_atomically(folder / CARD, text)
     return folder / CARD
 
@@ -193,7 +200,7 @@ def _draw_histograms(tokens: dict[str, list[int]], file: Path, title: str) -> No
 def _fenced(turn: Turn) -> str:
     """The text as it is, in a fence that it cannot break."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls]
-    text = "\n".join([turn.content] * bool(turn.content) + calls)
+    text = "\n".join([text for text in (turn.reasoning_content, turn.content) if text] + calls)
     text = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " [...]"
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", text))])
     return f"{fence}text\n{text}\n{fence}"

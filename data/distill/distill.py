@@ -3,7 +3,7 @@
 A drafter has to predict what the target says, not what some other author said. Writes, under `runs/<name>/data/`:
 
     shards/, unfinished/     the conversations and what became of each (`data/distill/ledger.py`)
-    distill_settings.json    what the answers depend on; a folder never mixes two settings
+    distill_settings.json    what the answers depend on, from the first one on; a folder never mixes two settings
 
 A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
 full whatever the number of turns. Answers go to the ledger as they come, so that a kill costs those in flight and those
@@ -13,14 +13,35 @@ of the last moment at most (`LONGEST_WRITE_INTERVAL_S`).
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView, kept_record
+from filelock import FileLock
+
+from draftsmith.data.distill.ledger import (
+    DONE,
+    FAILED,
+    SHARDS,
+    SHORTENED,
+    UNFINISHED,
+    Finished,
+    Ledger,
+    LedgerView,
+    kept_record,
+)
+from draftsmith.data.distill.limits import (
+    ITS_TOKENIZER,
+    TargetLimits,
+    check_template_tokens,
+    no_room_sentence,
+    outside_sentence,
+    outside_tokens,
+    room_for_answers,
+)
 from draftsmith.data.engines.engine import Completion, Engine, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
@@ -34,6 +55,7 @@ from draftsmith.data.tokens.chat_tokens import (
     template_answer_lead,
     template_calls,
     template_end_token,
+    thoughts_field,
     tokenize_conversation,
 )
 from draftsmith.recipes.errors import UserError
@@ -51,6 +73,7 @@ PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
+OUTSIDE = "tokens beyond the target's embedding"
 OTHER_CALLS = "called tools whose results are not there"
 # What another try would end with again; all other failures are the engine's.
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN)
@@ -105,6 +128,7 @@ def distill(
     weights: str | None = None,
     retry_failed: bool = False,
     progress: bool = True,
+    limits: TargetLimits | None = None,
 ) -> DistillReport:
     """Regenerate the recipe's conversations with the target, continuing whatever `folder.data` already holds.
 
@@ -116,38 +140,133 @@ def distill(
         weights: A hash of the weights of who answers; a folder is not continued with others.
         retry_failed: Try conversations again that the engine failed at before.
         progress: Show a progress bar.
+        limits: Of who answers; by default unknown.
 
     Raises:
-        UserError: Bad conversations, no chat template, or a folder made with other settings.
+        UserError: Bad conversations, no chat template, no room for answers, or a folder made with other settings.
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
     reasoning_ids(tokenizer, recipe.data)
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
-    settings, file = distill_settings(recipe, weights, tokenizer), folder.data / "distill_settings.json"
-    # A smaller length means that more is shortened later; a larger one would need answers that were not generated.
-    check_settings(file, settings, "distil again", may_fall=["data.max_length_tokens"])
-    write_settings(file, settings)
+    settings = _Settings(folder.data, distill_settings(recipe, weights, tokenizer))
+    settings.check()
+    limits = limits or TargetLimits()
+    _check_limits(recipe, tokenizer, conversations, limits, report.sources)
     started = time.perf_counter()
     with Ledger(folder.data) as ledger:
+        if not settings.count:  # nor do failures of a call that stored no answer
+            ledger.retry_failed()
         report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
         done = ledger.finished_ids()
         waiting = deque(key for key in conversations if key not in done)
         report.already_done = len(conversations) - len(waiting)
         with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
             if open_engine is None:
-                _pass_through(ledger, conversations, waiting, report, bar)
+                _pass_through(ledger, settings, conversations, waiting, report, bar)
             elif waiting:
                 with open_engine() as engine:
-                    _Distillation(recipe, tokenizer, engine, ledger, conversations, report, bar).run(waiting)
+                    work = _Distillation(recipe, tokenizer, engine, ledger, settings, conversations, report, bar)
+                    work.positions = limits.positions
+                    work.run(waiting)
     report.seconds = time.perf_counter() - started
     view = LedgerView(folder.data)
     if not len(view):
+        again = f"delete {folder.data}" if has_answers(folder.data) else "run it again"
+        failed = view.counts().get(FAILED) or report.failed
         raise UserError(
-            f"none of the {len(conversations)} conversations gave an answer to train on: "
-            f"{counted_reasons(view.counts().get(FAILED, Counter()))}; change the recipe and delete {folder.data}"
+            f"none of the {len(conversations)} conversations gave an answer to train on: {counted_reasons(failed)}; "
+            f"change the recipe and {again}"
         )
     return report
+
+
+def _check_limits(
+    recipe: Recipe,
+    tokenizer: Any,
+    conversations: dict[str, Conversation],
+    limits: TargetLimits,
+    sources: SourceCounts,
+) -> None:
+    """Check the conversations against what is known of the target, before any request.
+
+    Conversations that it cannot read are taken out of `conversations` and counted where invalid ones are skipped.
+
+    Raises:
+        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does
+            not write the thoughts of answers that are kept.
+    """
+    keeps_answers = recipe.data.distill.engine == "none"
+    check_template_tokens(tokenizer, limits)
+    for key, conversation in list(conversations.items()):
+        if tokens := outside_tokens(tokenizer, conversation, limits, keeps_answers):
+            if not recipe.data.conversations.skip_invalid:
+                raise UserError(outside_sentence(conversation, tokens, limits))
+            tally = sources.by_source[conversation.source]
+            tally.invalid[OUTSIDE] += 1
+            tally.kept -= 1
+            del conversations[key]
+    if not conversations:
+        raise UserError(f"every conversation holds tokens beyond the target's embedding: {ITS_TOKENIZER}")
+    is_checked = keeps_answers and not recipe.data.conversations.skip_invalid
+    if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
+        thoughts_field(tokenizer)
+    if not keeps_answers:
+        fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
+        if looked_at and not fitting:
+            raise UserError(no_room_sentence(recipe, looked_at, limits))
+
+
+def has_answers(data: Path) -> bool:
+    """Return whether a run's data folder holds an answer or a whole conversation; failures alone are neither."""
+    if any(file.stat().st_size for file in (data / SHARDS).glob("*.jsonl")):
+        return True
+    for file in (data / UNFINISHED).glob("*.jsonl"):
+        with file.open("rb") as stream:
+            if any(b'"answer": ' in line for line in stream):
+                return True
+    return False
+
+
+class _Settings:
+    """Settings that a folder's answers depend on, fixed by the first answer that is stored.
+
+    A call that fails before it fixes nothing. `count`: whether the settings are fixed.
+    """
+
+    def __init__(self, data: Path, values: dict[str, Any]) -> None:
+        self._data, self._file, self._values = data, data / "distill_settings.json", values
+        self.count = False
+
+    def check(self) -> None:
+        """Compare with the settings of the answers that are there, and store these in their place.
+
+        A smaller length means that more is shortened later; a larger one would need answers that were not generated.
+
+        Raises:
+            UserError: They differ.
+        """
+        if has_answers(self._data):
+            check_settings(self._file, self._values, "distil again", may_fall=["data.max_length_tokens"])
+            write_settings(self._file, self._values)
+            self.count = True
+
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Fix the settings before the first answers, which are stored within: of two processes one is the first.
+
+        Raises:
+            UserError: Another process has stored answers with other settings meanwhile.
+        """
+        if self.count:
+            yield
+            return
+        with FileLock(self._data / "distill_settings.lock"):
+            self.check()
+            if not self.count:
+                write_settings(self._file, self._values)
+            yield
+            self.count = True
 
 
 def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
@@ -198,10 +317,13 @@ class _Distillation:
         tokenizer: Any,
         engine: Engine,
         ledger: Ledger,
+        fixing: _Settings,
         conversations: dict[str, Conversation],
         report: DistillReport,
         bar: Progress,
     ) -> None:
+        self.fixing = fixing
+        self.positions: int | None = None  # of the target; the engine may have a lower bound
         self.recipe, self.tokenizer, self.engine, self.ledger = recipe, tokenizer, engine, ledger
         self.conversations, self.report, self.bar = conversations, report, bar
         self.in_flight: dict[str, Rewriting] = {}
@@ -209,6 +331,7 @@ class _Distillation:
         self.next_write, self.began_s = 0.0, time.perf_counter()
         self.answers: list[tuple[str, int, dict[str, Any]]] = []
         self.finished: list[Finished] = []
+        self.unwritten: list[Finished] = []
         self.answer_lead = template_answer_lead(tokenizer)
         chosen = recipe.data.distill
         self.settings = GenerationSettings(chosen.temperature, chosen.top_k, chosen.top_p, chosen.max_new_tokens)
@@ -367,7 +490,8 @@ class _Distillation:
             if not self.recipe.data.conversations.skip_invalid:
                 raise
             return REFUSED
-        longest = self.engine.max_length_tokens
+        bounds = [bound for bound in (self.engine.max_length_tokens, self.positions) if bound is not None]
+        longest = min(bounds, default=None)
         if longest is not None and len(prompt_ids) + self.settings.max_new_tokens > longest:
             return PROMPT_TOO_LONG
         # A longer sequence would be shortened again when the tokens are made.
@@ -402,10 +526,7 @@ class _Distillation:
         return Finished(source.id, DONE if reason is None else SHORTENED, reason, record)
 
     def _write(self) -> None:
-        """Write all that is new to the ledger."""
-        began = time.monotonic()
-        self.ledger.commit(self.answers, self.finished)
-        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_WRITE_INTERVAL_S)
+        """Write all that is new to the ledger; before the first answer nothing, so that failures alone fix nothing."""
         for conversation in self.finished:
             self.bar.update()
             if conversation.record is None:
@@ -413,13 +534,26 @@ class _Distillation:
             else:
                 self.report.kept += 1
                 self.report.shortened.update([conversation.reason] if conversation.reason else [])
-        self.answers, self.finished = [], []
+        self.unwritten += self.finished
+        self.finished = []
         rate = self.report.tokens_generated / max(time.perf_counter() - self.began_s, 1e-9)
         self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
+        if not (self.fixing.count or self.answers or any(each.record is not None for each in self.unwritten)):
+            return
+        began = time.monotonic()
+        with self.fixing.fixed():
+            self.ledger.commit(self.answers, self.unwritten)
+        self.next_write = time.monotonic() + min(19 * (time.monotonic() - began), LONGEST_WRITE_INTERVAL_S)
+        self.answers, self.unwritten = [], []
 
 
 def _pass_through(
-    ledger: Ledger, conversations: dict[str, Conversation], waiting: deque[str], report: DistillReport, bar: Progress
+    ledger: Ledger,
+    settings: _Settings,
+    conversations: dict[str, Conversation],
+    waiting: deque[str],
+    report: DistillReport,
+    bar: Progress,
 ) -> None:
     """Write the conversations as they are, for `engine: none`, without a question that nobody answered."""
     keys = iter(waiting)
@@ -430,6 +564,7 @@ def _pass_through(
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
             finished.append(Finished(key, DONE, None, kept_record(replace(conversations[key], turns=turns))))
-        ledger.commit([], finished)
+        with settings.fixed():
+            ledger.commit([], finished)
         report.kept += len(finished)
         bar.update(len(finished))

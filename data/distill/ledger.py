@@ -53,6 +53,8 @@ class _Message(TypedDict):
     tool_calls: NotRequired[list[_ToolCall]]
     name: NotRequired[str]
     tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    weight: NotRequired[int]
 
 
 class _Answer(TypedDict):

@@ -47,7 +47,7 @@ CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
 # The column that numbers the conversation a row is of; datasets of earlier versions have none.
 CONVERSATION = "conversation"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FEATURES = datasets.Features(
     input_ids=datasets.Sequence(datasets.Value("int32")),
     loss_mask=datasets.Sequence(datasets.Value("int8")),
@@ -158,6 +158,8 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             )
         if report.rows == 0:
             shutil.rmtree(building)
+            if report.refused == report.conversations:
+                raise _first_refusal(view, work)
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
@@ -177,6 +179,16 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
         return report
+
+
+def _first_refusal(view: LedgerView, work: Work) -> UserError:
+    """Return the error that the template's first conversation ends in, where it takes none."""
+    for made in view.distilled():
+        try:
+            tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)
+        except TemplateProblem as problem:
+            return problem
+    return UserError("the target's chat template takes no conversation: correct tokenizer.chat_template")
 
 
 def write_token_rows(
@@ -287,14 +299,14 @@ def tokenize_rows(
 ) -> tuple[list[TokenizedConversation], bool]:
     """The rows of one conversation, and whether it was shortened; none if it does not fit at all.
 
-    One row, unless the template rewrites answers whose ids are known: each of these then has a further row, which ends
-    with it and in which it alone carries loss. So every answer is learned after exactly what the target read.
+    One row, unless the template rewrites answers: each of these then has a further row, which ends with it and in which
+    it alone carries loss. So every answer is learned after exactly what the target read.
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
         return [], False
     whole, dropped = result
-    rows = [whole]
+    rows = [whole] if any(whole.loss_mask) else []
     for turn in whole.unsaid_turns:
         row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
         if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole

@@ -56,11 +56,13 @@ class Completion:
 
     token_ids: they end with the end token if `finish_reason` is `stop`. None: the engine gave `text` alone.
     text: without special tokens. None: to be decoded from `token_ids`.
+    thoughts: of an answer without ids, which a server gave apart from its text.
     """
 
     token_ids: list[int] | None
     finish_reason: FinishReason
     text: str | None = None
+    thoughts: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,20 +136,32 @@ def engine_class(name: str) -> Any:
     return importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
 
 
-@contextmanager
-def open_engine(setting: EngineSetting) -> Iterator[Engine]:
-    """The engine that `data.distill.engine` names, closed at the end.
+def check_engine(recipe: Recipe) -> Any:
+    """Check what can be known of the recipe's engine before it is made, and return its options.
 
     Raises:
-        UserError: `data.distill.options` are not that engine's.
+        UserError: `data.distill.options` are not that engine's, or a package that it needs is not installed.
     """
-    chosen = setting.recipe.data.distill
+    chosen = recipe.data.distill
     kind = engine_class(chosen.engine)
     try:
         options = kind.Options.model_validate(chosen.options)
     except ValidationError as error:
         raise UserError(explain(kind.Options, error, "data.distill.options")) from None
-    engine = kind.make(options, setting)
+    if hasattr(kind, "check_installed"):
+        kind.check_installed()
+    return options
+
+
+@contextmanager
+def open_engine(setting: EngineSetting) -> Iterator[Engine]:
+    """The engine that `data.distill.engine` names, closed at the end.
+
+    Raises:
+        UserError: As `check_engine`, or it cannot be made.
+    """
+    options = check_engine(setting.recipe)
+    engine = engine_class(setting.recipe.data.distill.engine).make(options, setting)
     try:
         yield engine
     finally:

@@ -25,6 +25,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any, Literal
 
 import httpx2
@@ -33,7 +34,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from tqdm import tqdm
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
-from draftsmith.data.tokens.chat_tokens import PROBE, prompt_token_ids
+from draftsmith.data.tokens.chat_tokens import PROBE, joined_thoughts, prompt_token_ids
 from draftsmith.recipes.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 
@@ -47,6 +48,7 @@ REQUEST_REFUSED = {400, 413, 422, 451}
 REASON_CHARACTERS = 80
 TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
 OTHER_PROMPT = "the server's chat template made another prompt"
+THOUGHTS_APART = "the server gives reasoning_content, which the target's chat template does not write"
 
 
 class OpenAIOptions(Section):
@@ -132,6 +134,7 @@ class OpenAIEngine:
                 f"target.chat_template_kwargs is not of OpenAI's API: it needs {self.option('extensions')}: true, or "
                 f"{self.option('api')}: completions"
             )
+        self._tokenizer = setting.tokenizer
         turns = PROBE[:1]
         self._trial = Request(
             key="",
@@ -345,7 +348,14 @@ class OpenAIEngine:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
         except Refused as refusal:
             return Failure(str(refusal))
-        return read_answer(response.content, request, api, self._end_ids, self._vocabulary_size)
+        outcome = read_answer(response.content, request, api, self._end_ids, self._vocabulary_size)
+        return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
+
+    def _with_thoughts(self, answer: Completion) -> Outcome:
+        """Put thoughts that the server gave apart where the target says them: before the text."""
+        content = answer.text or ""
+        joined = joined_thoughts(self._tokenizer, answer.thoughts, content) if content.strip() else content
+        return Failure(THOUGHTS_APART) if joined is None else replace(answer, text=joined, thoughts="")
 
     def arguments(self, request: Request) -> dict[str, Any]:
         """Of the client's `completions.create` or `chat.completions.create`."""
@@ -417,7 +427,11 @@ class OpenAIEngine:
 
 
 class _Message(BaseModel):
+    """Thoughts stand apart where the server parses them: as `reasoning_content`, or `reasoning` in newer vLLM."""
+
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class _Choice(BaseModel):
@@ -475,7 +489,8 @@ def read_answer(content: bytes, request: Request, api: Api, end_ids: tuple[int, 
     text = choice.text if choice.message is None else choice.message.content or ""
     if text is None:
         raise ServerFails("malformed answer: no text")
-    return Completion(None, "stop" if choice.finish_reason == "stop" else "length", text)
+    thoughts = "" if choice.message is None else choice.message.reasoning_content or choice.message.reasoning or ""
+    return Completion(None, "stop" if choice.finish_reason == "stop" else "length", text, thoughts)
 
 
 def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:

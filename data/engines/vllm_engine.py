@@ -155,7 +155,7 @@ class VllmEngine(OpenAIEngine):
         Raises:
             UserError: vLLM is not installed, or refuses the options or the target.
         """
-        require_vllm("data.distill.engine: vllm")
+        cls.check_installed()
         server = VllmServer(server_arguments(options, setting), "data.distill.options")
         asked = OpenAIOptions(
             base_urls=[server.url],
@@ -164,6 +164,11 @@ class VllmEngine(OpenAIEngine):
             give_up_after_s=GIVE_UP_AFTER_S,
         )
         return cls(asked, setting, server)
+
+    @staticmethod
+    def check_installed() -> None:
+        """Raise UserError if vLLM is not installed."""
+        require_vllm("data.distill.engine: vllm")
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting, server: VllmServer) -> None:
         self.server = server

@@ -1,8 +1,9 @@
 """The recipe's conversations: the records of all sources, each validated, new, clean and wanted, in their shares.
 
 A record is left out for the first reason that applies, in this order: it is invalid; its prompts, but for case and
-white space, came before, from whatever source; it belongs to the other split; it repeats an evaluation question; a
-filter excludes it. Each is counted, for the console, the checkup and the data card.
+white space, came before, from whatever source (with `engine: none`, prompts and answers: several answers to one prompt
+are several conversations); it belongs to the other split; it repeats an evaluation question; a filter excludes it. Each
+is counted, for the console, the checkup and the data card, and so are the keys of records that nothing reads.
 """
 
 import hashlib
@@ -16,17 +17,21 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from draftsmith.data.sources.conversation import (
+    MOST_NAMES,
     STDLIB,
     Conversation,
-    InvalidConversation,
+    conversation_id,
+    listed,
     open_records,
     parse_conversation,
 )
+from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.sources.questions import Contamination
 from draftsmith.recipes.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 
 KEY_BYTES = 16
+MOST_UNREAD_KEYS = 1000  # different ones, of a source
 # Of the language filter.
 SURE_FRAC = 0.5
 DOUBT_FRAC = 0.1
@@ -44,7 +49,10 @@ def counted_reasons(counts: Counter[str]) -> str:
 
 @dataclass
 class Tally:
-    """Counts of one source. Every record that was read is in exactly one of the others."""
+    """Counts of one source. Every record that was read is in exactly one of the others but `unread_keys`.
+
+    unread_keys: of valid records, how many have a key that nothing reads, by its name.
+    """
 
     read: int = 0
     invalid: Counter[str] = field(default_factory=Counter)
@@ -53,6 +61,7 @@ class Tally:
     contaminated: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)
     kept: int = 0
+    unread_keys: Counter[str] = field(default_factory=Counter)
 
     def sentence(self) -> str:
         """Say it in one line, for the console."""
@@ -62,6 +71,9 @@ class Tally:
         parts += [f"of the other split: {self.other_split}"] if self.other_split else []
         parts += [f"contaminated: {counted_reasons(self.contaminated)}"] if self.contaminated else []
         parts += [f"filtered: {counted_reasons(self.filtered)}"] if self.filtered else []
+        unread = [f"{listed([key])} ({count})" for key, count in self.unread_keys.most_common(MOST_NAMES)]
+        unread += ["..."] if len(self.unread_keys) > MOST_NAMES else []
+        parts += [f"keys not read: {', '.join(unread)}"] if unread else []
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -192,7 +204,7 @@ class Filters:
         if recipe.max_turn_chars is not None and max(chars) > recipe.max_turn_chars:
             return f"a turn of more than {recipe.max_turn_chars} characters"
         if recipe.max_tokens is not None and self._tokenizer is not None:
-            texts = [turn.content for turn in turns]
+            texts = [text for turn in turns for text in (turn.content, turn.reasoning_content)]
             ids = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             if sum(map(len, ids)) > recipe.max_tokens:
                 return f"more than {recipe.max_tokens} tokens"
@@ -214,7 +226,9 @@ class _Selection:
     def __init__(self, recipe: Recipe, counts: SourceCounts, tokenizer: Any) -> None:
         self._recipe, self._counts = recipe, counts
         conversations = recipe.data.conversations
+        self._keeps_answers = recipe.data.distill.engine == "none"
         self._seen: set[bytes] = set()
+        self._ids: set[str] = set()
         self._contamination = Contamination(question_sources(recipe), conversations.contamination_words)
         self._filters = Filters(conversations.filters, tokenizer)
 
@@ -224,24 +238,27 @@ class _Selection:
         tally = self._counts.by_source.setdefault(source.label, Tally())
         for where, record in open_records(source, conversations.split):
             tally.read += 1
+            unread: Counter[str] = Counter()
             try:
                 if isinstance(record, InvalidConversation):
                     raise record
-                conversation = parse_conversation(record, where, source.columns)
-                if self._recipe.data.distill.engine == "none" and not conversation.is_answered:
-                    sentence = (
-                        "a question has no answer, and with data.distill.engine: none nobody gives one "
-                        "(with another engine the target does)"
-                    )
-                    raise InvalidConversation(where, "no answer", sentence)
+                conversation = parse_conversation(record, where, source.columns, self._keeps_answers, unread)
+                if self._keeps_answers:
+                    _check_answers(conversation, where)
             except InvalidConversation as error:
                 if not conversations.skip_invalid:
                     raise
                 tally.invalid[error.reason] += 1
                 continue
+            if source.source != STDLIB:
+                counted = tally.unread_keys
+                counted.update(key for key in unread if key in counted or len(counted) < MOST_UNREAD_KEYS)
             if self._is_left_out(conversation, source, tally):
                 continue
             tally.kept += 1
+            if conversation.id in self._ids:  # another answer to a prompt that has one
+                conversation = replace(conversation, id=conversation_id(conversation.turns, conversation.tools, True))
+            self._ids.add(conversation.id)
             yield replace(conversation, source=source.label)
             if tally.kept == source.limit:
                 return
@@ -251,7 +268,8 @@ class _Selection:
         recipe, turns = self._recipe.data.conversations, conversation.turns
         prompts = [[turn.role, " ".join(turn.content.casefold().split())] for turn in turns if turn.role != "assistant"]
         offered = list(conversation.tools)  # the same question with other tools is another one
-        key = hashlib.sha256(json.dumps([*prompts, *offered]).encode()).digest()[:KEY_BYTES]
+        answers = [turn.message for turn in turns if turn.role == "assistant"] if self._keeps_answers else []
+        key = hashlib.sha256(json.dumps([*prompts, *offered, *answers]).encode()).digest()[:KEY_BYTES]
         if key in self._seen:
             tally.duplicates += 1
             return True
@@ -271,6 +289,24 @@ class _Selection:
             tally.filtered[reason] += 1
             return True
         return False
+
+
+def _check_answers(conversation: Conversation, where: str) -> None:
+    """Check a conversation whose own answers are used.
+
+    Raises:
+        InvalidConversation: A question has no answer, or no answer is to be learned.
+    """
+    if not conversation.is_answered:
+        sentence = (
+            "a question has no answer, and with data.distill.engine: none nobody gives one "
+            "(with another engine the target does)"
+        )
+        raise InvalidConversation(where, "no answer", sentence)
+    if not conversation.is_learned:
+        raise InvalidConversation(
+            where, "no answer to learn", "every answer has a weight of 0, so that none is learned"
+        )
 
 
 def question_sources(recipe: Recipe) -> list[str]:

@@ -14,11 +14,12 @@ import re
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation, json_kind, json_of, text_of
+from draftsmith.data.sources.conversation import Conversation, json_kind, text_of
+from draftsmith.data.sources.files import InvalidConversation, json_of
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.run_folder import CACHE_VARIABLE, cache_root, write_atomically
 
@@ -28,9 +29,16 @@ COMMIT = "66230f10cb0a02aced5ef3ce1e85163c16160454"
 URL = f"https://raw.githubusercontent.com/hemingkx/Spec-Bench/{COMMIT}/data/spec_bench/question.jsonl"
 SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 TIMEOUT_S = 60.0
-# The task that these categories are together; every other category is a task of its own (its evaluation/speed.py).
+# The task that these categories are together in Spec-Bench's own file (its evaluation/speed.py). Every other category,
+# and the same names in any other file (SPEED-Bench has eleven), is a task of its own.
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+# SPEED-Bench ships without the texts of its sources: whole turns, or a line of a turn, wait to be filled in.
+PLACEHOLDER = re.compile(
+    r"FULL BENCHMARK DATA SHOULD BE FETCHED|"
+    r"^[ \t]*\{(?:articles?|documents?|passages?|context|story|transcript|dialogue|question)\}[ \t]*$",
+    re.MULTILINE,
+)
 FORMAT = 'Spec-Bench lines look like {"question_id": 81, "category": "writing", "turns": ["...", "..."]}'
 SAME, CONTAINED, SHARED = "is a question", "contains a short question", "shares words with a question"
 FEWEST_WORDS = 5  # a shorter question ("Who is he?") is found anywhere
@@ -42,13 +50,21 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Question:
+    """A question with its category; `task` is what it counts under, by default the category."""
+
     question_id: int | str
     category: str
     turns: tuple[str, ...]
+    task: str = ""
+
+    @property
+    def task_name(self) -> str:
+        """The task that the question counts under."""
+        return self.task or self.category
 
 
 def task_of(category: str) -> str:
-    """The one of Spec-Bench's six tasks that a category belongs to."""
+    """Return the one of Spec-Bench's six tasks that a category of its own file belongs to."""
     return MT_BENCH if category in MT_BENCH_CATEGORIES else category
 
 
@@ -97,10 +113,14 @@ def load_questions(
         )
     questions: list[Question] = []
     seen: dict[int | str, int] = {}
-    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+    content = file.read_bytes()
+    is_spec_bench = hashlib.sha256(content).hexdigest() == SHA256
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         question = _parse(line, f"{file} line {number}")
+        if is_spec_bench:
+            question = replace(question, task=task_of(question.category))
         if question.question_id in seen:
             first = seen[question.question_id]
             raise UserError(
@@ -118,7 +138,7 @@ def load_questions(
     kept: list[int] = []
     taken: Counter[str] = Counter()
     for _, index in sorted(ranked):
-        task = task_of(questions[index].category)
+        task = questions[index].task_name
         taken[task] += 1
         if limit_per_task is None or taken[task] <= limit_per_task:
             kept.append(index)
@@ -142,6 +162,11 @@ def _parse(line: bytes, where: str) -> Question:
         raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_shown(category)}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where}: turns must be a list of one or more non-empty texts")
+    if placeholder := next(filter(None, map(PLACEHOLDER.search, turns)), None):
+        raise UserError(
+            f"{where}: a turn holds the placeholder `{placeholder[0].strip()[:40]}` in place of its text: prepare the "
+            "file with its benchmark's own script, which fetches the texts, or remove such lines"
+        )
     return Question(identity, category, tuple(text_of(turn, where) for turn in turns))
 
 
@@ -202,7 +227,7 @@ class Contamination:
     def find(self, conversation: Conversation) -> Match | None:
         """Return the first question that the conversation repeats, if there is any."""
         for turn in conversation.turns:
-            words = words_of(turn.content)
+            words = words_of(f"{turn.content}\n{turn.reasoning_content}")
             if turn.role == "user" and (match := self._first_turns.get(words)):
                 return match
             contained = None

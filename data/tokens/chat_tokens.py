@@ -8,7 +8,10 @@ very prompt that asked for them. What the template writes between the prompt and
 block) is of the answer's ids then, and an answer that was cut short has no end token that would carry loss.
 
 A template may rewrite an answer once later turns follow (Qwen3 takes its thoughts out). What the target reads there is
-then not what it said: those words stay, without loss, as `unsaid_turns`.
+then not what it said: those words stay, without loss, as `unsaid_turns`. So does an answer of weight 0.
+
+Thoughts in a separate field of a turn are given to the template under the name that it reads, or between
+`<think>` and `</think>` in the content, if that is where it looks for them.
 
 For the assistant turn i of a conversation whose full rendering is F:
 
@@ -46,6 +49,9 @@ MARKER = "Xq7AnswerMarkerXq7"
 AT_EACH_END = 2  # answers
 MOST_RENDERED_ONE_BY_ONE = 256  # answers, of a template that writes its history in several ways
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
+THOUGHTS = "Xq7ThoughtsXq7"
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as templates call it
+THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 Tools = tuple[Tool, ...]
 AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
@@ -221,7 +227,11 @@ def tokenize_conversation(
         borders += [span.start, span.content_end if is_cut_short else span.end]
     pieces = _pieces(tokenizer, text, borders)  # before an answer, the answer, before the next one, ...
     marked = None if given else _generation_mask(tokenizer, conversation, list(chain(*pieces)))
-    input_ids, loss_mask, unsaid, ends = [], [], [], []
+    input_ids: list[int] = []
+    loss_mask: list[int] = []
+    unsaid: list[int] = []
+    learned: list[int] = []
+    ends: list[int] = []
     for number, index in enumerate(spans):
         before, rendered = pieces[2 * number : 2 * number + 2]
         answer = given.get(index, rendered)
@@ -229,8 +239,12 @@ def tokenize_conversation(
         loss_mask += [0] * len(before)
         start = len(input_ids)
         # What the target reads of an answer that the template rewrites is not what it said: without loss.
-        if answer is not rendered and not _same_words(tokenizer, answer, rendered):
-            unsaid.append(index)
+        if answer is not rendered:
+            is_rewritten = not _same_words(tokenizer, answer, rendered)
+        else:
+            is_rewritten = index != last and not _is_whole(turns[index], text[spans[index].start : spans[index].end])
+        if is_rewritten:
+            unsaid += [index] * turns[index].weight
             input_ids += rendered
             loss_mask += [0] * len(rendered)
             ends.append(len(input_ids))
@@ -238,12 +252,15 @@ def tokenize_conversation(
         input_ids += answer
         ends.append(len(input_ids))
         silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
-        loss_mask += [0] * silent + [1] * (len(answer) - silent)
+        loss_mask += [0] * silent + [turns[index].weight] * (len(answer) - silent)
+        learned += [index] * turns[index].weight
     final = given[last] if asking else []
     input_ids += pieces[-1] + final
-    loss_mask += [0] * len(pieces[-1]) + [1] * len(final)
+    loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
+    learned += [last] * turns[last].weight * asking
     ends += [len(input_ids)] if asking else []
-    _check_mask(loss_mask, conversation)
+    if learned:  # else its answers are of weight 0, or are learned in separate rows
+        _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if (
         turns[last].role == "assistant"
@@ -252,7 +269,8 @@ def tokenize_conversation(
     ):
         # Once more, the last answer's ids given now, so that it comes after the prompt that asks for it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
-        return tokenize_conversation(tokenizer, conversation, [*earlier, tokenized.answers()[-1]])
+        said = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
+        return tokenize_conversation(tokenizer, conversation, [*earlier, said])
     return tokenized
 
 
@@ -262,7 +280,8 @@ def tokenize_shortened(
     """Like `tokenize_conversation`, without so many last turns that it fits and still ends with an assistant turn.
 
     Returns:
-        The tokens and the number of turns dropped from the end; None if even the first exchange does not fit.
+        The tokens and the number of turns dropped from the end; None if not even the first exchange fits, or the first
+        ones up to an answer that is learned.
     """
     turns = conversation.turns
     _ids_by_turn(conversation, answer_ids)
@@ -282,6 +301,8 @@ def tokenize_shortened(
         if tried == ends or (history_tokens and history_tokens[-1] > max_length_tokens):
             break
     for end, tokens in reversed(list(zip(tried, longest.answer_ends_tokens, strict=True))):
+        if not any(turn.role == "assistant" and turn.weight for turn in turns[:end]):
+            break
         if tokens > max_length_tokens + END_TOKENS:  # thoughts may make it longer at the end, nothing makes it shorter
             continue
         whole = end == tried[-1]
@@ -311,12 +332,17 @@ def up_to_turn(
 def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
     """Thoughts may go missing from the history, as at inference, but what the target just said must all be there."""
     last = next((turn for turn in reversed(turns) if turn.role == "assistant"), Turn("assistant", ""))
-    shown = "".join(text.split())
-    if not all("".join(said.split()) in shown for said in (last.content, *last.called)):
+    if not _is_whole(last, text):
         raise TemplateProblem(
             "the target's chat template leaves out part of the last answer (a <think> block, most likely), so that a "
             "drafter would never see it: set a tokenizer.chat_template that keeps it"
         )
+
+
+def _is_whole(turn: Turn, text: str) -> bool:
+    """Return whether all that a turn says is in the text, white space aside."""
+    shown = "".join(text.split())
+    return all("".join(said.split()) in shown for said in (turn.content, turn.reasoning_content, *turn.called))
 
 
 def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:
@@ -378,7 +404,7 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
     if "generation %}" not in template.replace("-%}", " %}").replace("  %}", " %}").replace("endgeneration", ""):
         return None
     encoded = tokenizer.apply_chat_template(
-        conversation.messages,
+        _messages(tokenizer, conversation.turns),
         tools=list(conversation.tools) or None,
         tokenize=True,
         return_dict=True,
@@ -468,6 +494,8 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         )
     try:
         return _written(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
+    except TemplateProblem:
+        raise
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
         raise TemplateRefusal(
@@ -477,10 +505,95 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
 
 def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
     return tokenizer.apply_chat_template(
-        conversation.messages,
+        _messages(tokenizer, conversation.turns),
         tools=list(conversation.tools) or None,
         tokenize=False,
         add_generation_prompt=asking,
+    )
+
+
+def _messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
+    """Return the turns as messages, thoughts where the template looks for them.
+
+    Raises:
+        TemplateProblem: It looks for thoughts nowhere.
+    """
+    messages = [turn.message for turn in turns]
+    if not any(turn.reasoning_content for turn in turns):
+        return messages
+    field = thoughts_field(tokenizer)
+    for message in messages:
+        thoughts = message.pop("reasoning_content", "")
+        if thoughts:
+            message |= _thinking(field, thoughts, message["content"])
+    return messages
+
+
+def thoughts_field(tokenizer: Any) -> str:
+    """Return the field of a message in which the template looks for thoughts.
+
+    Raises:
+        TemplateProblem: It does not even write those of the last answer.
+    """
+    field = _thoughts_field(tokenizer, str(tokenizer.chat_template))
+    if field is None:
+        raise TemplateProblem(
+            "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
+            "write them into `content` between the tokens that the target thinks between, or remove the field"
+        )
+    return field
+
+
+def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
+    """Return the fields of a message that hold these thoughts and this content."""
+    if field == "content":
+        return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
+    return {field: thoughts, "content": content}
+
+
+@lru_cache(maxsize=8)
+def _thoughts_field(tokenizer: Any, template: str) -> str | None:
+    """Find the field of `thoughts_field`; None if there is none."""
+    asked, answer = (turn.message for turn in PROBE)
+    fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
+    for field in fields:
+        thinking = answer | _thinking(field, THOUGHTS, answer["content"])
+        try:
+            if THOUGHTS in str(tokenizer.apply_chat_template([asked, thinking], tokenize=False)):
+                return field
+        except Exception:  # of any kind: templates are programs
+            continue
+    return None
+
+
+def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
+    """Return an answer with its thoughts as the target generates both, which a server gave apart.
+
+    Returns:
+        The text that the template writes after the prompt, its end token left out; None if the template does not write
+        thoughts, or writes another prompt before them.
+    """
+    probe = (*PROBE[:1], replace(PROBE[1], reasoning_content=THOUGHTS))
+    try:
+        prompt = render(tokenizer, probe[:1], add_generation_prompt=True)
+        text = render(tokenizer, probe)
+    except TemplateProblem:
+        return None
+    before, _, rest = text.removeprefix(prompt).partition(THOUGHTS)
+    between, found, _ = rest.partition(PROBE[1].content)
+    return before + thoughts.strip("\n") + between + content if found and text.startswith(prompt) else None
+
+
+def missing_header_sentence(tokenizer: Any) -> str:
+    """Return a warning if the template writes the header of an answer in no generation prompt, else nothing."""
+    asked = render(tokenizer, PROBE[:1])
+    header = template_answer_lead(tokenizer).strip()
+    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != asked:
+        return ""
+    return (
+        f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so that "
+        "the header carries loss and prompts end without it: set target.chat_template to one that writes it "
+        "where add_generation_prompt is true"
     )
 
 
@@ -528,7 +641,9 @@ def find_spans(
     span_of = partial(find_span, tokenizer, turns, text=text, special=special, asking=asking, tools=tools)
     spans = {index: span_of(index) for index in one_by_one}
     if between:
-        plain = not tools and all(turn.role != "tool" and not turn.tool_calls for turn in turns)
+        plain = not tools and not any(
+            turn.role == "tool" or turn.tool_calls or turn.reasoning_content for turn in turns
+        )
         found = _spans_between(tokenizer, turns, answers, text, spans, asking) if plain else {}
         if not found and len(answers) > MOST_RENDERED_ONE_BY_ONE:
             raise TemplateProblem(
@@ -613,7 +728,8 @@ def find_span(
     """
     if turns[index].tool_calls:
         return _calling_span(tokenizer, turns, index, text, special, asking, tools)
-    marked_turns = (*turns[:index], Turn("assistant", MARKER), *turns[index + 1 :])
+    marked = replace(turns[index], content=MARKER)
+    marked_turns = (*turns[:index], marked, *turns[index + 1 :])
     marked_text = render(tokenizer, marked_turns, asking, tools)
     before, _, after = marked_text.partition(MARKER)
     ending = render(tokenizer, marked_turns[: index + 1], tools=tools).partition(MARKER)[2]

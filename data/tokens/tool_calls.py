@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from draftsmith.data.sources.conversation import DECODER, Conversation, Turn, tool_call
+from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
+from draftsmith.data.sources.files import DECODER
 
 # Names, values and a result that no template writes by itself.
 NAME, SECOND, ARGUMENT, VALUE, RESULT = "xq7_first", "xq7_second", "xq7_argument", "Xq7ValueXq7", "Xq7ResultXq7"

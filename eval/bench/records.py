@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 from torch import nn
 
+from draftsmith.data.sources.questions import task_of
 from draftsmith.eval.decoding.loop import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.verify import Sampling
@@ -70,7 +71,8 @@ class MethodRecord:
 class QuestionRecord:
     """What all methods did with one question in one run.
 
-    answers: by `method@temperature`; weights_bytes, weights_read_s: see `WeightReading`, None of earlier versions.
+    answers: by `method@temperature`; weights_bytes, weights_read_s: see `WeightReading`; task: what the question counts
+    under. The last three are None of earlier versions, whose tasks were Spec-Bench's in every file.
     """
 
     run: int
@@ -80,6 +82,12 @@ class QuestionRecord:
     answers: dict[str, MethodRecord]
     weights_bytes: int | None = None
     weights_read_s: float | None = None
+    task: str | None = None
+
+    @property
+    def task_name(self) -> str:
+        """The task that the question counts under."""
+        return task_of(self.category) if self.task is None else self.task
 
     @property
     def where(self) -> str:

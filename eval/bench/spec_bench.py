@@ -130,7 +130,14 @@ class SpecBench:
         in_order = {measured.key: answers[measured.key] for measured in methods}
         read_s = self._reading.seconds()  # right after the answers, so that it is of their minute
         return QuestionRecord(
-            run, question.question_id, question.category, time.time(), in_order, self._reading.bytes, read_s
+            run,
+            question.question_id,
+            question.category,
+            time.time(),
+            in_order,
+            self._reading.bytes,
+            read_s,
+            question.task_name,
         )
 
     def answer(

@@ -26,7 +26,15 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.distill import CUT_SHORT
 from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, LedgerView
-from draftsmith.data.distill.token_dataset import load_tokens, recorded_report
+from draftsmith.data.distill.limits import (
+    ITS_TOKENIZER,
+    TargetLimits,
+    no_room_sentence,
+    room_for_answers,
+    target_limits,
+)
+from draftsmith.data.distill.token_dataset import load_tokens, recorded_report, tokenize_rows
+from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.tokens.chat_tokens import (
@@ -35,9 +43,10 @@ from draftsmith.data.tokens.chat_tokens import (
     TemplateRefusal,
     TokenizedConversation,
     answer_end_ids,
+    missing_header_sentence,
+    reasoning_ids,
     special_ids,
     tokenize_conversation,
-    tokenize_shortened,
 )
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.decoding.loop import TargetSession
@@ -70,7 +79,6 @@ LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
 THINKING = "enable_thinking"  # as Qwen3, GLM, Granite and others name it
 LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
 NO_STOP = "so the drafter would not learn to stop"
-ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,7 @@ class Expected:
 def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
     tokenizer = diagnosis.tokenizer
     special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
-    max_positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    limits = target_limits(target.config)
     try:
         # Some templates (Harmony) end an answer of the history with another token than the last one.
         answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
@@ -208,14 +216,21 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
     except UserError as error:
         diagnosis.parts["data"] = [Finding("chat template", "defect", str(error))]
         return
-    expected = Expected(tokenizer, vocabulary_size, max_positions, special, ends)
+    expected = Expected(tokenizer, vocabulary_size, limits.positions, special, ends)
+    of_template: list[Finding] = []
+    if without_header := missing_header_sentence(tokenizer):
+        of_template.append(Finding("generation prompt", "warning", without_header))
     if THINKING in template_variables(str(tokenizer.get_chat_template())):
         sentence = (
             f"the chat template reads {THINKING}, which nothing sets, so that the target may think before it answers: "
             f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"
         )
-        diagnosis.parts["chat template"] = [Finding("thoughts", "warning", sentence)]
-    _source(recipe, expected, diagnosis)
+        of_template.append(Finding("thoughts", "warning", sentence))
+    if of_template:
+        diagnosis.parts["chat template"] = of_template
+    if engine := _tried("engine", lambda: _engine(recipe)):
+        diagnosis.parts["distillation"] = engine
+    _source(recipe, expected, limits, diagnosis)
     run = RunFolder(recipe)
     if (run.data / "tokens").is_dir():
         try:
@@ -224,7 +239,13 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
             diagnosis.parts["tokens to train on"] = [Finding("tokens", "defect", str(error))]
 
 
-def _source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> None:
+def _engine(recipe: Recipe) -> None:
+    """Check the engine's options, and that it is installed."""
+    if recipe.data.distill.engine != "none":
+        check_engine(recipe)
+
+
+def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis: Diagnosis) -> None:
     """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
@@ -257,6 +278,11 @@ def _source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> None:
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
     shortened = too_long = 0
+    try:
+        thoughts = reasoning_ids(expected.tokenizer, recipe.data)
+    except UserError as error:
+        findings.append(Finding("thoughts", "defect", str(error)))
+        thoughts = None
     for conversation in sample:
         whole = conversation
         if not conversation.is_answered:  # with stand-ins prompts show whether they fit and go through the template
@@ -264,14 +290,14 @@ def _source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> None:
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            result = tokenize_shortened(expected.tokenizer, whole, recipe.data.max_length_tokens)
+            found_rows, is_shortened = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
         except TemplateProblem as problem:
             problems.append(problem)
             continue
-        too_long += result is None
-        shortened += result is not None and result[1] > 0
-        if result is not None and conversation.is_answered:
-            rows.append(result[0])
+        too_long += not found_rows
+        shortened += is_shortened
+        if conversation.is_answered:
+            rows += _as_trained(found_rows, recipe, thoughts)
 
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
@@ -295,13 +321,47 @@ def _source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> None:
             (many and too_long == size, "defect", f"{counted}, so nothing is left: {way_out}"),
             (many, "warning", f"{counted}: {way_out}"),
         ),
-        *check_rows(rows, expected, "set target.chat_template to a template without this fault"),
+        *_room(recipe, expected, limits, found),
+        *check_rows(
+            rows,
+            expected,
+            "set target.chat_template to a template without this fault",
+            copies_masked=recipe.data.loops == "mask",
+        ),
     ]
     if unanswered := sum(not conversation.is_answered for conversation in found):
         sentence = f"{unanswered} of {len(found)} conversations, which the target answers: not looked at yet"
         findings.append(Finding("without answers", "ok", sentence, {"unanswered": unanswered}))
     diagnosis.parts[f"source conversations ({len(found)} found, {size} of them tokenised)"] = findings
     diagnosis.rows = rows
+
+
+def _as_trained(
+    rows: list[TokenizedConversation], recipe: Recipe, thoughts: tuple[int, int] | None
+) -> list[TokenizedConversation]:
+    """Take the loss off what training would not learn: thoughts and copies, as the recipe has them."""
+    if thoughts is not None:
+        masked = [row.without_reasoning(*thoughts) for row in rows]
+        rows = [row for row in masked if any(row.loss_mask)]
+    return [row.without_copies() for row in rows] if recipe.data.loops == "mask" else rows
+
+
+def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]) -> list[Finding]:
+    """Say whether prompts leave room for answers, if there are answers to come."""
+    if recipe.data.distill.engine == "none":
+        return []
+    fitting, looked_at = room_for_answers(recipe, expected.tokenizer, conversations, limits)
+    said = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
+    way_out = f"{said}, and would fail: lower it, or take shorter conversations"
+    return [
+        Finding.of(
+            "room for answers",
+            f"{fitting} of {looked_at} prompts leave room for an answer",
+            {"fitting": fitting, "prompts": looked_at},
+            (looked_at and not fitting, "defect", no_room_sentence(recipe, looked_at, limits)),
+            (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
+        )
+    ]
 
 
 def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:

@@ -32,18 +32,22 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
     from draftsmith.data.card.card import CARD, write_data_card
     from draftsmith.data.distill.distill import distill
+    from draftsmith.data.distill.limits import target_limits
     from draftsmith.data.distill.token_dataset import build_token_dataset
-    from draftsmith.data.engines.engine import EngineSetting, open_engine
-    from draftsmith.data.tokens.chat_tokens import answer_end_ids
+    from draftsmith.data.engines.engine import EngineSetting, check_engine, open_engine
+    from draftsmith.data.tokens.chat_tokens import answer_end_ids, missing_header_sentence
     from draftsmith.models.cpu_kernels import pack_linears
     from draftsmith.models.target.loading import (
         load_generation_config,
         load_target,
+        load_target_config,
         load_tokenizer,
         target_location,
         weights_hash,
     )
 
+    if recipe.data.distill.engine != "none":
+        check_engine(recipe)
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
     answering = recipe.answering
     heading("1 distil", f"{answering.model} answers {sources}")
@@ -59,6 +63,9 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
                 "name a copy of the target"
             )
 
+    if without_header := missing_header_sentence(tokenizer):
+        console.print(f"warning: {without_header}", markup=False)
+
     def opened() -> "AbstractContextManager[Engine]":
         end_ids = tuple(answer_end_ids(load_generation_config(answering), tokenizer))
 
@@ -72,7 +79,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(answering)
-    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed)
+    limits = target_limits(load_target_config(answering))
+    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed, limits=limits)
     console.print(report.sentence(), markup=False)
     tokens = build_token_dataset(recipe, tokenizer, folder)
     console.print(tokens.sentence(), markup=False)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.sources.questions import load_questions, task_of
+from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
@@ -207,7 +207,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     drafter = drafters[folder]
     limit = longest_sequence_tokens(target)
     loaded = load_questions(recipe.eval.questions)
-    task = {question.question_id: task_of(question.category) for question in loaded}
+    task = {question.question_id: question.task_name for question in loaded}
     asked = first_turn_prompts(tokenizer, loaded, questions, new_tokens, limit)
     prompts, tasks = [ids for _, ids in asked], [task[name] for name, _ in asked]
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))

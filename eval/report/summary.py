@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.sources.questions import MT_BENCH, task_of
+from draftsmith.data.sources.questions import MT_BENCH
 from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, check_fair_clock
 from draftsmith.eval.bench.theory import theory_row
@@ -73,8 +73,9 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
         UserError: There is no record, or one compares what cannot be compared.
     """
     check_fair_clock(records)
-    categories = list(dict.fromkeys(record.category for record in records))
-    together = [category for category in categories if task_of(category) == MT_BENCH]
+    tasks = {record.category: record.task_name for record in records}
+    categories = list(tasks)
+    together = [category for category in categories if tasks[category] == MT_BENCH]
     if 1 < len(together) < len(categories) and MT_BENCH not in categories:
         categories.append(MT_BENCH)
     ties = {(each.run, each.question_id, each.arm) for each in divergences if each.is_tie}
@@ -86,7 +87,7 @@ def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]
 
 
 def _belongs(record: QuestionRecord, category: str) -> bool:
-    return category in (OVERALL, record.category, task_of(record.category))
+    return category in (OVERALL, record.category, record.task_name)
 
 
 def _turns(answers: Iterable[MethodRecord]) -> list[AnswerRecord]:
@@ -106,12 +107,13 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         speedups.append(_speed(chain(*mine)) / _speed(chain(*baseline)))
         by_question.append(sum(map(_speed, mine)) / sum(map(_speed, baseline)))
     kept = [[length for turn in answer.turns for length in turn.accept_lengths] for answer in answers]
+    task = next(record.task_name for record in records if _belongs(record, category))
     taus = [statistics.fmean(lengths) for lengths in kept if lengths]
     return {
         "method": first.method,
         "temperature": first.temperature,
         "category": category,
-        "task": None if category == OVERALL else task_of(category),
+        "task": None if category == OVERALL else task,
         "tau": sum(sum(turn.accept_lengths) for turn in turns) / rounds if rounds else None,
         "tau_by_question": statistics.fmean(taus) if taus else None,
         "tau_without_bonus": sum(turn.accepted_drafts for turn in turns) / rounds if rounds else None,
@@ -145,7 +147,7 @@ def question_sums(
     for record in records:
         if _belongs(record, category):
             by_question.setdefault(record.question_id, []).append(record.beside_baseline(key))
-            tasks[record.question_id] = task_of(record.category)
+            tasks[record.question_id] = record.task_name
     several = over_tasks and len(set(tasks.values())) > 1
     return bootstrap.QuestionSums.of(list(by_question.values()), list(tasks.values()) if several else None)
 
@@ -334,10 +336,10 @@ def shown_categories(summary: list[Row]) -> list[str]:
 
 def parts_of_mt_bench(summary: list[Row]) -> list[str]:
     """The categories that `mt_bench` stands for, where it is shown itself."""
-    categories = dict.fromkeys(row["category"] for row in summary)
-    if MT_BENCH not in categories:
+    tasks = {row["category"]: row["task"] for row in summary}
+    if MT_BENCH not in tasks:
         return []
-    return [each for each in categories if each not in (MT_BENCH, OVERALL) and task_of(each) == MT_BENCH]
+    return [each for each, task in tasks.items() if each != MT_BENCH and task == MT_BENCH]
 
 
 # ---- what is computed of the rows ----

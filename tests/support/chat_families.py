@@ -71,6 +71,11 @@ QWEN3 = (
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{% endif %}"
 )
+# As published: it reads the thoughts' own field too.
+QWEN3_FIELD = QWEN3.replace(
+    "{% if '</think>' in said %}",
+    "{% if m.reasoning_content is string %}{% set thoughts = m.reasoning_content %}{% elif '</think>' in said %}",
+)
 # As one sets it who serves Qwen3 without thoughts: the block is of the prompt.
 QWEN3_SILENT = "{% set enable_thinking = false %}" + QWEN3
 # DeepSeek R1's distillates: the prompt opens the thoughts, and no thoughts are ever written.
@@ -197,3 +202,5 @@ TOOL_FAMILIES = {
     "Llama 3.1": Family(LLAMA31, "<|eot_id|>", "<|begin_of_text|>"),
     "Mistral v0.3": Family(MISTRAL_TOOLS, special=(*MISTRAL_TOKENS, "[/TOOL_RESULTS]")),
 }
+
+FIELD_OF_THOUGHTS = Family(QWEN3_FIELD, "<|im_end|>", added=THOUGHTS)

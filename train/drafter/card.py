@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from draftsmith.data.sources.conversation import JSON_SUFFIXES
+from draftsmith.data.sources.files import JSON_SUFFIXES, TABLE_SUFFIXES
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.recipes.errors import masked
 from draftsmith.recipes.results import portable
@@ -171,7 +171,7 @@ def _is_hub_id(name: str) -> bool:
     return (
         name.count("/") == 1
         and not name.startswith((".", "/", "~"))
-        and not any(suffix in name for suffix in JSON_SUFFIXES)
+        and not any(suffix in name for suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES))
         and not Path(name).exists()
     )
 

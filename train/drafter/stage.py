@@ -16,9 +16,11 @@ from datasets import Dataset
 from torch.utils import deterministic
 from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArguments
 
+from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
+from draftsmith.models.target.loading import load_target_config
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import (
@@ -93,6 +95,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     check_settings(run.drafter / SETTINGS, settings, "train anew")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
+    check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
 
     with outside_the_launch():
         target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)

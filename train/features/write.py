@@ -21,11 +21,12 @@ from torch import Tensor, distributed
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target, target_device, target_without_weights
+from draftsmith.models.target.loading import load_target, load_target_config, target_device, target_without_weights
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, free_bytes_at
@@ -119,6 +120,7 @@ def project_features(recipe: Recipe) -> Projection:
     refuse_obstacle(recipe)
     run = RunFolder(recipe)
     tokens = load_tokens(run, recipe.name)
+    check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
     settings = feature_settings(recipe, tokens_hash(tokens))
     with FakeRun().building():
         target = target_without_weights(recipe.target)

@@ -29,7 +29,9 @@ def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
     """
     prompts = {"a": [f"question {n}" for n in range(8)], "b": ["Question 0", "is this the question?", "x", "y"]}
     for name, texts in prompts.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        more = {"a": {}, "b": {"m|n": 1}}[name]
+        lines = (json.dumps({"prompt": text, **more}) for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     (tmp_path / "q.jsonl").write_text('{"question_id": 7, "category": "x", "turns": ["Is this the question?"]}\n')
     mixture = [{"source": str(tmp_path / "a.jsonl"), "weight": 2}, {"source": str(tmp_path / "b.jsonl")}]
     data = {"conversations": {"mixture": mixture, "decontaminate": [str(tmp_path / "q.jsonl")]}}
@@ -72,6 +74,8 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert "| a | 8 | 0 | 0 | 0 | 0 | 0 | 8 | 7 | " in text
     assert "| b | 4 | 0 | 1 | 0 | 1 | 0 | 2 | 2 | " in text
     assert "| contaminated | b | is a question | 1 |" in text
+    assert b["unread_keys"] == {"m|n": 4}
+    assert "| key not read | b | m\\|n | 4 |" in text
     assert "written by `embedded` itself" in text
     assert "| failed | all | a \\| b c | 1 |" in text
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from support import tiny_tokenizers as templates
-from support.chat_families import TOOL_FAMILIES
+from support.chat_families import FAMILIES, TOOL_FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
 from draftsmith.data.distill.ledger import Distilled, LedgerView
-from draftsmith.data.distill.token_dataset import tokenize_rows
+from draftsmith.data.distill.limits import TargetLimits
+from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
@@ -273,6 +274,37 @@ def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_pat
     assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
 
 
+def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
+    """From the file to the rows: what is thought is learned, what has no weight is not."""
+    asked = {"role": "user", "content": "Say hi"}
+    answers = [
+        {"role": "assistant", "content": "Hello", "weight": 0},
+        {"role": "assistant", "content": "Bye", "reasoning_content": "one"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, answers[0], asked, answers[1]]}))
+    recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
+    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), None, progress=False)
+    (made,) = read_distilled(tmp_path / "out")
+    assert [turn.weight for turn in made.conversation.turns] == [1, 0, 1, 1]
+    ((row,), _) = tokenize_rows(tokenizer, made.conversation, 1000, made.answer_ids)
+    assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
+
+
+def test_thoughts_that_the_template_does_not_write(tmp_path: Path) -> None:
+    """Are told before anything is written, or left out and counted; if all are, what is wrong is said."""
+    talk = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hello", "thinking": "one"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
+    folder = run_folder(recipe, tmp_path / "out")
+    with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
+        distill(recipe, tokenizer, folder, None, progress=False)
+    assert not folder.data.exists()
+    recipe.data.conversations.skip_invalid = True
+    assert distill(recipe, tokenizer, folder, None, progress=False).kept == 1
+    with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
+        build_token_dataset(recipe, tokenizer, folder, progress=False)
+
+
 def test_engine_none_passes_through(tmp_path: Path) -> None:
     messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
@@ -295,8 +327,8 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
 )
 def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, key: str) -> None:
     engine, recipe = HashEngine(tiny_tokenizer(templates.CHATML)), make_recipe(source)
-    file = tmp_path / "out" / "distill_settings.json"
-    write_settings(file, distill_settings(recipe, None, engine.tokenizer))
+    run(recipe, tmp_path / "out", engine)
+    engine.calls.clear()
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
     changed = load_recipe(str(tmp_path / "recipe.yaml"), [override])
     with pytest.raises(UserError) as caught:
@@ -304,6 +336,95 @@ def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, k
     assert f"was begun with {key}" in str(caught.value)
     assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
     assert engine.calls == []
+
+
+class FailingEngine(HashEngine):
+    """Answers nothing for good."""
+
+    def complete(self, prompt: str) -> Outcome:
+        return Failure("HTTP 400")
+
+
+def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: Path) -> None:
+    """Whether the engine did not start or all failed; one answer, of an unfinished conversation too, fixes them."""
+    out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
+    first, second = make_recipe(source), make_recipe(source, temperature=0.5)
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    with pytest.raises(
+        UserError, match=r"none of the 7 conversations .* 7 \(7 HTTP 400\); change the recipe and run it"
+    ):
+        run(first, out, FailingEngine(tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        run(first, out, HashEngine(tokenizer, fail_at_call=0))
+    assert not file.exists()
+    write_settings(file, distill_settings(first, None, tokenizer))  # as earlier versions did at once
+    with pytest.raises(KeyboardInterrupt):
+        run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
+    with pytest.raises(UserError, match=r"begun with data\.distill\.temperature = 0\.5, now it is 0\.0"):
+        run(first, out, HashEngine(tokenizer))
+    assert run(second, out, HashEngine(tokenizer)).failed == {}
+    assert len(kept(out)) == 7
+    assert LedgerView(out).counts().keys() == {"done"}
+
+
+def test_another_process_may_have_fixed_other_settings_meanwhile(source: Path, tmp_path: Path) -> None:
+    tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "out"
+
+    class Overtaken(HashEngine):
+        def collect(self) -> list[tuple[str, Outcome]]:
+            write_source(tmp_path / "other.jsonl", [["other"]])
+            run(make_recipe(tmp_path / "other.jsonl"), out, HashEngine(tokenizer))
+            return super().collect()
+
+    with pytest.raises(UserError, match=r"was begun with data\.conversations\.source"):
+        run(make_recipe(source), out, Overtaken(tokenizer))
+    assert len(kept(out)) == 1
+
+
+OUTSIDE = "<|tool|>"
+
+
+def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
+    """Are told before the engine is opened, or left out and counted; with engine none in answers too."""
+    write_source(tmp_path / "a.jsonl", [["one"], [f"use {OUTSIDE} now"]])
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    tokenizer.add_special_tokens({"extra_special_tokens": [OUTSIDE]})
+    size = tokenizer.convert_tokens_to_ids(OUTSIDE)
+    engine, limits = HashEngine(tokenizer), TargetLimits(size)
+    recipe, out = make_recipe(tmp_path / "a.jsonl"), tmp_path / "out"
+    sentence = rf"holds <\|tool\|> \(id {size}\), and the target's embedding has {size} rows: take the tokenizer"
+    with pytest.raises(UserError, match=sentence):
+        run(recipe, out, engine, limits=limits)
+    assert engine.calls == []
+    recipe.data.conversations.skip_invalid = True
+    report = run(recipe, out, engine, limits=limits)
+    assert (report.kept, report.sources.total.kept) == (1, 1)
+    assert report.sources.total.invalid == {"tokens beyond the target's embedding": 1}
+    write_source(tmp_path / "a.jsonl", [[f"use {OUTSIDE}"]])
+    with pytest.raises(UserError, match="every conversation holds tokens beyond the target's embedding"):
+        run(recipe, tmp_path / "all", engine, limits=limits)
+    answered = [{"from": "human", "value": "q"}, {"from": "gpt", "value": OUTSIDE}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": answered}))
+    given = make_recipe(tmp_path / "a.jsonl", engine="none")
+    with pytest.raises(UserError, match=sentence):
+        distill(given, tokenizer, run_folder(given, tmp_path / "none"), None, progress=False, limits=limits)
+    run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "anew", engine, limits=limits)  # the target answers otherwise
+    with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
+        run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
+
+
+def test_no_room_for_answers_is_told_before_the_first(source: Path, tmp_path: Path) -> None:
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    recipe = make_recipe(source, max_new_tokens=60)
+    with pytest.raises(
+        UserError, match=r"none of 7 prompts leaves room .*=60 within the target's 64 positions, or the"
+    ):
+        run(recipe, tmp_path / "out", engine, limits=TargetLimits(None, 64))
+    assert engine.calls == []
+    assert run(recipe, tmp_path / "out", engine, limits=TargetLimits(None, 512)).kept == 7
+    recipe.data.max_length_tokens = 8
+    with pytest.raises(UserError, match=r"none of 7 prompts leaves room .* within data.max_length_tokens=8: lower"):
+        run(recipe, tmp_path / "short", engine)
 
 
 def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:

@@ -2,20 +2,27 @@
 
 import multiprocessing
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from support import tiny_tokenizers as templates
-from support.chat_families import FAMILIES
+from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, Family
 from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
 from draftsmith.data.distill import token_dataset as token_rows
 from draftsmith.data.distill.token_dataset import Answered, Work, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, reasoning_ids, tokenize_conversation
+from draftsmith.data.tokens.chat_tokens import (
+    TemplateProblem,
+    prompt_token_ids,
+    reasoning_ids,
+    tokenize_conversation,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
 
@@ -118,6 +125,71 @@ def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
     # A row that does not fit is left out; so are the turns that do not fit.
     assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1]
     assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
+
+
+def shown(tokenizer: Any, row: Any) -> str:
+    """The row's text, what carries loss between « and »."""
+    runs = [
+        (loss, list(run)) for loss, run in groupby(zip(row.loss_mask, row.input_ids, strict=True), key=itemgetter(0))
+    ]
+    texts = [(loss, tokenizer.decode([token for _, token in run])) for loss, run in runs]
+    return "".join(f"«{text}»" if loss else text for loss, text in texts)
+
+
+ASKED = "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("family", [FAMILIES["Qwen3"], FIELD_OF_THOUGHTS], ids=["content", "field"])
+@pytest.mark.parametrize("in_field", [False, True])
+def test_given_answers_whose_thoughts_leave_the_history(family: Family, in_field: bool) -> None:
+    """Without ids too, each answer is learned once, as it was said; what is left of it later carries no loss."""
+    tokenizer = family.tokenizer()
+    answers = [
+        Turn("assistant", text, reasoning_content=thoughts)
+        if in_field
+        else Turn("assistant", f"<think>\n{thoughts}\n</think>\n\n{text}")
+        for thoughts, text in (("one", "Hello"), ("two", "Bye"))
+    ]
+    conversation = Conversation("x", (Turn("user", "Say hi"), answers[0], Turn("user", "Say hi"), answers[1]))
+    rows, _ = tokenize_rows(tokenizer, conversation, 1000)
+    said = [
+        f"«<think>\n{thoughts}\n</think>\n\n{text}<|im_end|>»\n"
+        for thoughts, text in (("one", "Hello"), ("two", "Bye"))
+    ]
+    assert [shown(tokenizer, row) for row in rows] == [
+        ASKED + "Hello<|im_end|>\n" + ASKED + said[1], ASKED + said[0]
+    ]  # fmt: skip
+
+
+def test_thoughts_that_no_template_writes_are_refused() -> None:
+    turns = (Turn("user", "Say hi"), Turn("assistant", "Hello", reasoning_content="one"))
+    for name in ("Llama 3", "R1"):
+        with pytest.raises(TemplateProblem, match="does not write the thoughts that conversations have as `reasoning_"):
+            tokenize_rows(FAMILIES[name].tokenizer(), Conversation("x", turns), 1000)
+
+
+def test_answers_of_no_weight_carry_no_loss() -> None:
+    """The conversation ends where nothing more is learned only if it must; the mask is of the others alone."""
+    tokenizer = tiny_tokenizer(templates.CHATML)
+    asked = Turn("user", "Say hi")
+    wrong, right = Turn("assistant", "Hello", weight=0), Turn("assistant", "Bye")
+    rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, wrong, asked, right)), 1000)
+    assert [shown(tokenizer, row) for row in rows] == [ASKED + "Hello<|im_end|>\n" + ASKED + "«Bye<|im_end|>»\n"]
+    rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, right, asked, wrong)), 1000)
+    assert [shown(tokenizer, row) for row in rows] == [ASKED + "«Bye<|im_end|>»\n" + ASKED + "Hello<|im_end|>\n"]
+    length = len(rows[0].input_ids)
+    assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong, asked, right)), length - 1) == ([], False)
+    assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong)), 1000) == ([], False)
+
+
+def test_a_rewritten_answer_of_no_weight_has_no_row() -> None:
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    asked, thinking = Turn("user", "Say hi"), "<think>\none\n</think>\n\nHello"
+    first, last = Turn("assistant", thinking), Turn("assistant", thinking, weight=0)
+    rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, first, asked, last)), 1000)
+    assert [shown(tokenizer, row) for row in rows] == [ASKED + f"«{thinking}<|im_end|>»\n"]
+    rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, last, asked, first)), 1000)
+    assert len(rows) == 1
 
 
 def test_thoughts_without_loss(tmp_path: Path) -> None:

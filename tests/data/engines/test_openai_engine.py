@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.chat_families import FAMILIES
 from support.fake_openai_server import END_ID, Fault, answer_ids
 from support.openai_setup import (
     TOKENIZER,
@@ -169,6 +170,21 @@ def test_how_answers_end(
     answer = {"choices": [{"finish_reason": "stop", "text": "11 12", **choice}]}
     server = start_server(lambda body, number: Fault(body=answer))
     assert run(start_engine(server), requests(1)) == {"c0": outcome}
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_in_a_field_of_their_own(start_server: StartServer, start_engine: StartEngine, field: str) -> None:
+    """They join the text as the target's template writes them; where it does not, that is told."""
+    message = {"role": "assistant", "content": "Hello", field: "hm"}
+    answer = {"choices": [{"finish_reason": "stop", "message": message}]}
+    server = start_server(lambda body, number: Fault(body=answer))
+    engine = start_engine(server, api="chat")
+    refused = "the server gives reasoning_content, which the target's chat template does not write"
+    assert run(engine, requests(1)) == {"c0": Failure(refused)}
+    engine._tokenizer = FAMILIES["Qwen3"].tokenizer()
+    assert run(engine, requests(1)) == {"c0": Completion(None, "stop", "<think>\nhm\n</think>\n\nHello")}
+    message["content"] = ""
+    assert run(engine, requests(1)) == {"c0": Completion(None, "stop", "")}
 
 
 def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, Any]:

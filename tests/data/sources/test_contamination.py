@@ -66,6 +66,16 @@ def test_no_run_is_overlooked_or_made_up(tmp_path: Path, shared_words: int) -> N
     assert min(found, expected) > 50
 
 
+def test_thoughts_are_looked_at(tmp_path: Path) -> None:
+    long = " ".join(f"word{n}" for n in range(20))
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "category": "x", "turns": [long]}))
+    answer = Turn("assistant", "hm", reasoning_content=f"They ask {long}, so")
+    match = Contamination([str(file)]).find(Conversation("id", (Turn("user", "hi"), answer)))
+    assert match is not None
+    assert match.reason == SHARED
+
+
 def test_words() -> None:
     assert words_of("It's  HERE_now, 3.5€!") == ("it", "s", "here_now", "3", "5")
     assert words_of("漢字かなABC def") == ("漢", "字", "か", "な", "abc", "def")

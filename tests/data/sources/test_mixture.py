@@ -62,6 +62,46 @@ def test_duplicates_are_the_same_but_for_case_and_white_space(tmp_path: Path) ->
     assert counts.total.duplicates == 2
 
 
+def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
+    """Are several conversations where the answers are used, each with an id of its own; else one."""
+    lines = [record(question) for question in ("a", "b")]
+    lines += [{"conversations": [lines[0]["conversations"][0], {"from": "gpt", "value": text}]} for text in "xyx"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = SourceCounts()
+    found = list(load_conversations(make_recipe(tmp_path / "a.jsonl", "none"), counts))
+    assert [c.turns[1].content for c in found] == ["ä answer", "ä answer", "x", "y"]
+    assert counts.total.duplicates == 1
+    answered_anew = list(load_conversations(make_recipe(tmp_path / "a.jsonl")))
+    assert [c.turns[0].content for c in answered_anew] == ["a", "b"]
+    assert [c.id for c in found[:2]] == [c.id for c in answered_anew]
+    assert len({c.id for c in found}) == 4
+
+
+def test_answers_of_no_weight(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    lines = [{"messages": turns}, {"messages": [*turns, turns[0], turns[1] | {"weight": 1}]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = SourceCounts()
+    (found,) = load_conversations(make_recipe(tmp_path / "a.jsonl", "none", skip_invalid=True), counts)
+    assert [turn.weight for turn in found.turns] == [1, 0, 1, 1]
+    assert counts.total.invalid == {"no answer to learn": 1}
+    assert len(list(load_conversations(make_recipe(tmp_path / "a.jsonl")))) == 2
+
+
+def test_keys_that_nothing_reads(tmp_path: Path) -> None:
+    lines = [record("a") | {"model": "m", "id": 1}, record("b") | {"model": "m", "id": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = SourceCounts()
+    assert questions(tmp_path / "a.jsonl", counts) == ["a", "b"]
+    tally = counts.by_source["a"]
+    assert tally.unread_keys == {"model": 2, "id": 1}
+    assert tally.sentence() == "2 of 2 records kept, keys not read: `model` (2), `id` (1)"
+    assert tally.as_json()["unread_keys"] == {"model": 2, "id": 1}
+    counts = SourceCounts()
+    next(load_conversations(make_recipe("stdlib", split="all"), counts))
+    assert not counts.total.unread_keys
+
+
 def test_interleaving_keeps_the_shares_at_every_moment() -> None:
     """Weights 3, 1 and 2: due at 1/6 3/6 5/6, at 1/2, at 1/4 3/4; equals in the order of the streams."""
     streams = [(3.0, iter("aaaaaaaaa")), (1.0, iter("bbbbb")), (2.0, iter("cccccc"))]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.sources.conversation import Conversation, InvalidConversation, Turn, parse_conversation
+from draftsmith.data.sources.conversation import Conversation, Turn, parse_conversation
+from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.recipes.schema import ColumnsRecipe
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}

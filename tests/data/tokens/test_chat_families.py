@@ -141,7 +141,7 @@ def test_thoughts_of_qwen3() -> None:
         Turn("assistant", "<think>\nsecond\n</think>\n\nTwo"),
     )
     assert shown("Qwen3", turns) == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«One<|im_end|>»\n<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nOne<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
         "<|im_start|>assistant\n«<think>\nsecond\n</think>\n\nTwo<|im_end|>»\n"
     )
     assert shown("Qwen3", turns[:2]) == (

@@ -2,12 +2,15 @@
 
 import pytest
 from support import tiny_tokenizers as templates
+from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, QWEN3, Family
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import (
     TokenizedConversation,
     copies_in,
+    joined_thoughts,
+    missing_header_sentence,
     prompt_token_ids,
     tokenize_conversation,
     tokenize_shortened,
@@ -47,6 +50,30 @@ def test_golden_masks(name: str, trim_offsets: bool) -> None:
     assert tokenizer.decode(tokenized.input_ids) == rendered
     if name != "NO_END_TOKEN":
         assert tokenized.input_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_a_header_that_is_in_no_generation_prompt() -> None:
+    without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
+    assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))
+    for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
+        assert missing_header_sentence(tiny_tokenizer(getattr(templates, name))) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "joined"),
+    [("Qwen3", "<think>\nhm\n</think>\n\nHello"), ("field", "<think>\nhm\n</think>\n\nHello"),
+     ("R1", None), ("Llama 3", None), ("Qwen3, no thoughts", None)],
+)  # fmt: skip
+def test_thoughts_that_a_server_gave_apart(family: str, joined: str | None) -> None:
+    assert joined_thoughts(({**FAMILIES, "field": FIELD_OF_THOUGHTS})[family].tokenizer(), "\nhm\n", "Hello") == joined
+
+
+def test_thoughts_that_the_prompt_opens() -> None:
+    """The target does not say what its prompt ends with."""
+    opened = QWEN3.replace(
+        "'<|im_start|>assistant\n' }}{% if enable", "'<|im_start|>assistant\n<think>\n' }}{% if enable"
+    )
+    assert joined_thoughts(Family(opened, "<|im_end|>").tokenizer(), "hm", "Hello") == "hm\n</think>\n\nHello"
 
 
 def test_no_double_bos() -> None:

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from support import tiny_tokenizers as templates
+from support.chat_families import FAMILIES
 from support.tiny_models import EXPERTS
 from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import tiny_tokenizer
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
 from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
+from draftsmith.data.engines import vllm_engine
 from draftsmith.data.sources.conversation import parse_conversation
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
 from draftsmith.eval.commands import cli, doctor
@@ -93,7 +95,11 @@ def clinic(
     tokenizer.save_pretrained(folder / "target")
     lines = [record if isinstance(record, str) else json.dumps(record) for record in source or TALK]
     (folder / "talk.jsonl").write_text("\n".join(lines) + "\n")
-    data = {"conversations": {"source": str(folder / "talk.jsonl")}, "max_length_tokens": 250}
+    data = {
+        "conversations": {"source": str(folder / "talk.jsonl")},
+        "distill": {"max_new_tokens": 32},
+        "max_length_tokens": 250,
+    }
     recipe_file(recipe_in(folder, "mine", data=data))
     return Clinic(folder, tokenizer)
 
@@ -160,7 +166,18 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
         "source/over-long", "3 are too long altogether, so nothing is left: raise data.max_length_tokens",
     ),
     "more tokens than positions": (
-        {"max_position_embeddings": 20}, [], "source/positions", "only 20 positions: set data.max_length_tokens to 20",
+        {"max_position_embeddings": 20}, ["data.distill.engine=none"],
+        "source/positions", "only 20 positions: set data.max_length_tokens to 20",
+    ),
+    "no room for answers": (
+        {"max_position_embeddings": 64}, ["data.distill.max_new_tokens=60"],
+        "source/room for answers", "none of 3 prompts leaves room .*=60 within the target's 64 positions",
+    ),
+    "no token of thoughts": (
+        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that thoughts cannot be told",
+    ),
+    "an option of no engine": (
+        {}, ["data.distill.options={batchsize: 3}"], "distillation/engine", "did you mean `batch_size`",
     ),
     "another tokenizer": (
         {"vocab_size": 60}, [],
@@ -245,6 +262,53 @@ def test_a_target_that_may_think(tmp_path: Path) -> None:
     assert findings["chat/thoughts"]["severity"] == "warning"
     assert "target.chat_template_kwargs={enable_thinking: false}" in findings["chat/thoughts"]["sentence"]
     assert "chat/thoughts" not in case.examine("target.chat_template_kwargs={enable_thinking: false}")[1]
+
+
+def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
+    without = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    code, findings, _ = clinic(tmp_path, template=without).examine()
+    assert code == 0
+    assert findings["chat/generation prompt"]["severity"] == "warning"
+    assert (
+        "header of an answer (<|im_start|>assistant) in no generation prompt"
+        in (findings["chat/generation prompt"]["sentence"])
+    )
+
+
+def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by the checkup, and by distilling before anything is read or written."""
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    case = clinic(tmp_path)
+    code, findings, _ = case.examine("data.distill.engine=vllm")
+    assert code == 1
+    assert "needs vLLM in this environment: pip install" in findings["distillation/engine"]["sentence"]
+    shutil.rmtree(tmp_path / "target")
+    overrides = ("data.distill.engine=vllm", "data.conversations.source=nowhere.jsonl")
+    result = CliRunner().invoke(cli.app, ["distill", str(tmp_path / "mine.yaml"), *overrides])
+    assert result.exit_code == 2
+    assert "needs vLLM in this environment" in " ".join(result.output.split())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_are_shown_as_they_would_be_trained(tmp_path: Path) -> None:
+    """Thoughts that leave the history in rows of their own, and without loss where the recipe masks them."""
+    texts = ["<think>\none\n</think>\n\nHello", "<think>\ntwo\n</think>\n\nBye"]
+    talk = [part for text in texts for part in turns("Say hi", text)["messages"]]
+    case = clinic(tmp_path, source=[{"messages": talk}])
+    FAMILIES["Qwen3"].tokenizer().save_pretrained(tmp_path / "target")
+    overrides = ("data.distill.engine=none", "target.chat_template_kwargs={enable_thinking: true}")
+    _, findings, printed = case.examine(*overrides, rows=2)
+    assert findings["source/end tokens"]["figures"]["answers"] == 2
+    assert "«<think>\none\n</think>\n\nHello<|im_end|>»" in printed
+    assert "«<think>\ntwo\n</think>\n\nBye<|im_end|>»" in printed
+    _, _, printed = case.examine(*overrides, "data.reasoning=mask", rows=2)
+    assert "«\n\nHello<|im_end|>»" in printed
+
+
+def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    found = clinic(tmp_path, source=[each | {"model": "m"} for each in TALK]).examine()[1]["source/source talk"]
+    assert found["sentence"].endswith("keys not read: `model` (3)")
+    assert found["figures"]["unread_keys"] == {"model": 3}
 
 
 def test_little_loss_is_a_warning(tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ def test_no_category_twice() -> None:
     assert parts_of_mt_bench(alone) == []
 
 
+def test_tasks_are_those_of_the_file() -> None:
+    """Records of a file that is not Spec-Bench's own say so: each of its categories is a task, and counts alike."""
+    records = records_of({"chain": 1.0})
+    for record in records:
+        record.task = record.category
+    summary = summarize(records)
+    assert set(shown_categories(summary)) == {"writing", "math", "translation", "rag"}
+    assert parts_of_mt_bench(summary) == []
+    (over_tasks,) = (row["over_tasks"] for row in summary if (row["method"], row["category"]) == ("chain", "overall"))
+    assert over_tasks["tasks"] == 4
+
+
 def read_in(*seconds: float | None) -> list[QuestionRecord]:
     """Questions after which 2,000,000 bytes were read in so many seconds, or nothing."""
     records = [made_up(0, 2.0, 4.0) for _ in seconds]

@@ -1,0 +1,161 @@
+"""What the target can read, by its config: checked before distillation and before training.
+
+Without these checks an id beyond the embedding ends in an error of the device, and rows beyond learned positions too,
+both after the expensive part; rows beyond rotary positions are trained without a word.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.compute
+
+from draftsmith.data.distill.token_dataset import row_lengths
+from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.tokens.chat_tokens import PROBE, TemplateProblem, prompt_token_ids
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+SAMPLE_PROMPTS = 64
+EXTENDED_ROPE = ("linear", "dynamic", "yarn")  # read `factor` times as many positions as they were trained on
+ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
+
+
+@dataclass(frozen=True)
+class TargetLimits:
+    """Sizes of a target, as far as its config says them.
+
+    vocabulary_size: rows of the embedding; positions: tokens of the longest sequence it reads.
+    """
+
+    vocabulary_size: int | None = None
+    positions: int | None = None
+
+
+def target_limits(config: Any) -> TargetLimits:
+    """Read the limits off a config, or off the text part of one for several kinds of input."""
+    text = config.get_text_config()
+    vocabulary_size, positions = (getattr(text, key, None) for key in ("vocab_size", "max_position_embeddings"))
+    if not isinstance(positions, int):
+        return TargetLimits(vocabulary_size)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        factor, trained = part.get("factor"), part.get("original_max_position_embeddings") or positions
+        if part.get("rope_type", part.get("type")) in EXTENDED_ROPE and factor is not None:
+            positions = max(positions, int(factor * trained))
+    return TargetLimits(vocabulary_size, positions)
+
+
+@lru_cache(maxsize=8)
+def highest_id(tokenizer: Any) -> int:
+    """Return the highest id of a tokenizer's vocabulary."""
+    return max(tokenizer.get_vocab().values(), default=0)
+
+
+def outside_tokens(tokenizer: Any, conversation: Conversation, limits: TargetLimits, answers: bool) -> list[str]:
+    """Return the tokens of a conversation that are beyond the target's embedding.
+
+    Args:
+        answers: Look at the conversation's own answers too.
+    """
+    size = limits.vocabulary_size
+    if size is None or highest_id(tokenizer) < size:
+        return []
+    texts = [
+        text
+        for turn in conversation.turns
+        if answers or turn.role != "assistant"
+        for text in (turn.content, turn.reasoning_content)
+    ]
+    ids = {each for row in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] for each in row}
+    return [f"{tokenizer.convert_ids_to_tokens(each)} (id {each})" for each in sorted(ids) if each >= size]
+
+
+def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
+    """Check the tokens that the chat template itself writes into a prompt.
+
+    Raises:
+        UserError: One of them is beyond the target's embedding.
+    """
+    size = limits.vocabulary_size
+    outside = [each for each in prompt_token_ids(tokenizer, PROBE[:1]) if size is not None and each >= size]
+    if outside:
+        raise UserError(
+            f"the target's chat template writes {tokenizer.convert_ids_to_tokens(outside[0])} (id {outside[0]}), and "
+            f"the target's embedding has {size:,} rows: {ITS_TOKENIZER}"
+        )
+
+
+def outside_sentence(conversation: Conversation, tokens: list[str], limits: TargetLimits) -> str:
+    """Return the sentence for a conversation with tokens beyond the embedding: what is wrong, and the way out."""
+    return (
+        f"conversation {conversation.id} holds {', '.join(tokens[:3])}, and the target's embedding has "
+        f"{limits.vocabulary_size:,} rows: {ITS_TOKENIZER}; or set data.conversations.skip_invalid=true to leave such "
+        "conversations out"
+    )
+
+
+def room_for_answers(
+    recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
+) -> tuple[int, int]:
+    """Return how many of a sample of first prompts leave room for an answer, and the size of the sample.
+
+    Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
+    `data.max_length_tokens`. Prompts that the template refuses are not counted.
+    """
+    of_all = list(conversations)
+    sample = random.Random(recipe.seed).sample(of_all, min(SAMPLE_PROMPTS, len(of_all)))
+    fitting = looked_at = 0
+    for conversation in sample:
+        first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
+        try:
+            length = len(prompt_token_ids(tokenizer, conversation.turns[:first], conversation.tools))
+        except TemplateProblem:
+            continue
+        looked_at += 1
+        within = limits.positions is None or length + recipe.data.distill.max_new_tokens <= limits.positions
+        fitting += within and length < recipe.data.max_length_tokens
+    return fitting, looked_at
+
+
+def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
+    """Return the sentence for prompts that leave no room for answers: what is wrong, and the way out."""
+    new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
+    within = f"data.max_length_tokens={length}"
+    if limits.positions is not None:
+        within = f"the target's {limits.positions:,} positions, or the prompt within {within}"
+    return (
+        f"none of {looked_at} prompts leaves room for an answer of data.distill.max_new_tokens={new} within {within}: "
+        "lower data.distill.max_new_tokens, or take shorter conversations"
+    )
+
+
+def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -> None:
+    """Check the rows to train on against the target.
+
+    Args:
+        tokens: Of `load_tokens`.
+        limits: Of the target.
+        folder: Where the rows are, for the message.
+
+    Raises:
+        UserError: A token is beyond the embedding, or a row beyond the positions.
+    """
+    ids = (pyarrow.compute.min_max(chunk.flatten()) for chunk in tokens.data.column("input_ids").chunks if len(chunk))
+    bounds = [each.as_py() for each in ids]
+    lowest, highest = min(each["min"] for each in bounds), max(each["max"] for each in bounds)
+    size, longest = limits.vocabulary_size, max(row_lengths(tokens))
+    if lowest < 0 or (size is not None and highest >= size):
+        raise UserError(
+            f"{folder} has the token id {lowest if lowest < 0 else highest}, and the target's embedding has {size:,} "
+            f"rows: {ITS_TOKENIZER}; then delete that folder and run `draftsmith distill` again"
+        )
+    if limits.positions is not None and longest > limits.positions:
+        raise UserError(
+            f"{folder} has a row of {longest:,} tokens, and the target has {limits.positions:,} positions: set "
+            f"data.max_length_tokens to {limits.positions} at most and run `draftsmith distill` again"
+        )

@@ -1,0 +1,280 @@
+"""Records of a local file: JSON, Parquet or CSV.
+
+A JSON file has one record a line, an array of them, or one after the other over several lines; plain or compressed
+(.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a
+time; of records over several lines the text is in memory as a whole.
+
+A row of a table is a record of its columns. Cells without a value are null; turns in a CSV cell are JSON text.
+"""
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from draftsmith.recipes.errors import UserError, reason
+
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".parquet", ".csv", ".tsv")
+COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
+FILE_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *COMPRESSED_SUFFIXES)
+PARQUET_MAGIC = b"PAR1"
+PARQUET_ROWS = 1024  # in memory at a time
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+HEAD_BYTES = 1 << 20
+MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
+MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
+BLANK = re.compile(r"[ \t\r\n]*")
+CONTAINER = re.compile(r'\{\s*"data"\s*:\s*\[(?=\s*\{)')
+TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
+DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
+CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
+
+Records = Iterator[tuple[str, Any]]
+
+
+class InvalidConversation(UserError):
+    """A record that cannot be used. `reason` is the short name under which `skip_invalid` counts it."""
+
+    def __init__(self, where: str, reason: str, sentence: str) -> None:
+        super().__init__(
+            f"{where}: {sentence}; fix it, or set data.conversations.skip_invalid=true to skip and count such cases"
+        )
+        self.reason, self.sentence = reason, sentence
+
+
+def json_of(line: bytes, where: str) -> Any:
+    """Parse a line of JSON.
+
+    Raises:
+        InvalidConversation: It is not UTF-8, no JSON, or more than any record is.
+    """
+    try:
+        if len(line) > MOST_RECORD_BYTES:
+            raise InvalidConversation(where, TOO_LARGE, f"{TOO_LARGE}, which no conversation is")
+        return DECODER.decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text (byte 0x{line[error.start]:02x} at position {error.start + 1}): {CONVERT}"
+        raise InvalidConversation(where, "not UTF-8", what) from None
+    except json.JSONDecodeError as error:
+        raise InvalidConversation(where, "not JSON", f"not JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise InvalidConversation(where, TOO_DEEP, TOO_DEEP) from None
+
+
+def read_records(file: Path) -> Records:
+    """Read the records of a file in any of the formats.
+
+    Yields:
+        (`file line 3`, record); a line that cannot be read comes as an `InvalidConversation` in the record's place.
+
+    Raises:
+        UserError: The file is empty, damaged, or in none of the formats.
+    """
+    with file.open("rb") as stream:
+        is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+    if is_parquet or file.suffix == ".parquet":
+        return _parquet_records(file)
+    name = file.with_suffix("") if file.suffix in COMPRESSED_SUFFIXES else file
+    if name.suffix in DELIMITERS:
+        return _csv_records(file, DELIMITERS[name.suffix])
+    return read_json_records(file)
+
+
+def _parquet_records(file: Path) -> Records:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            batches = table.iter_batches(PARQUET_ROWS)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                yield f"{file} row {number}", table_record(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{file} cannot be read as Parquet ({reason(error)}): fetch or write it again") from None
+    if number == 0:
+        raise UserError(f"{file} is empty: it must hold a conversation a row")
+
+
+def table_record(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a typed table as a record.
+
+    Objects within a column have every key that any row has, null where a row had none: such keys are left out, or a
+    tool's parameters would be those of all tools together.
+    """
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _csv_records(file: Path, delimiter: str) -> Records:
+    """Read rows under a header line. A cell may go over several lines, in quotation marks."""
+    csv.field_size_limit(MOST_RECORD_BYTES)
+    number = 0
+    with _readable(file), _open_bytes(file) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+        try:
+            for number, row in enumerate(rows, start=1):
+                where = f"{file} row {number}"
+                if None in row:
+                    what = f"the row has more cells than the header's {len(rows.fieldnames or ())}: quote its text"
+                    yield where, InvalidConversation(where, "more cells than columns", what)
+                    continue
+                yield where, {column: cell or None for column, cell in row.items()}
+        except csv.Error as error:
+            raise UserError(f"{file} line {rows.reader.line_num} is no CSV ({error}): write the file again") from None
+    if number == 0:
+        raise UserError(f"{file} is empty: it must hold a header line and a conversation a row")
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise a UserError in place of what decoding and decompressing raise."""
+    from zstandard import ZstdError
+
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text: {CONVERT}") from None
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, ZstdError, EOFError) as error:
+        raise UserError(f"{file} cannot be decompressed ({error or 'it ends too early'}): fetch it again") from None
+
+
+def read_json_records(file: Path) -> Records:
+    """Read JSON lines, an array of records, or records one after the other, each over several lines.
+
+    Yields:
+        (`file line 3`, record); a line that is not JSON, or not UTF-8, comes as an `InvalidConversation` in the
+        record's place.
+
+    Raises:
+        UserError: The file is empty or cannot be decompressed; or, unless its records are lines, it is not UTF-8, or a
+            record no JSON.
+    """
+    with _readable(file):
+        with _open_bytes(file) as stream:
+            head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
+            while head and not head.strip():
+                head = stream.readline(HEAD_BYTES)
+        if _goes_on_over_lines(head):
+            with _open_bytes(file) as stream:
+                text = stream.read().decode("utf-8-sig")
+            if not text.lstrip().startswith("{") or _first_value_ends(text):
+                yield from _spread_records(file, text)
+                return
+        with _open_bytes(file) as stream:
+            yield from _line_records(file, stream)
+
+
+@contextmanager
+def _open_bytes(file: Path) -> Iterator[BinaryIO]:
+    with file.open("rb") as raw:
+        if file.suffix == ".zst":
+            import zstandard
+
+            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
+                yield cast(BinaryIO, io.BufferedReader(cast(Any, stream)))
+        elif file.suffix in (".gz", ".xz"):
+            with (gzip if file.suffix == ".gz" else lzma).open(raw) as stream:
+                yield cast(BinaryIO, stream)
+        else:
+            yield raw
+
+
+def _line_records(file: Path, stream: BinaryIO) -> Records:
+    number, empty = 0, True
+    while line := stream.readline(MOST_RECORD_BYTES + 1):
+        number += 1
+        rest = line
+        while len(line) > MOST_RECORD_BYTES and rest and not rest.endswith(b"\n"):
+            rest = stream.readline(HEAD_BYTES)
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not line.strip():
+            continue
+        empty, where = False, f"{file} line {number}"
+        try:
+            record = json_of(line, where)
+        except InvalidConversation as error:
+            record = error
+        yield where, record
+    if empty:
+        raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
+
+
+def _goes_on_over_lines(head: bytes) -> bool:
+    """Whether the first line is an array or `{"data": [`, or JSON of which nothing but the rest is missing."""
+    text = head.decode("utf-8", errors="replace").strip()
+    if text.startswith("[") or CONTAINER.match(text):
+        return True
+    try:
+        DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        return text.startswith("{") and len(head) < HEAD_BYTES and error.pos >= len(text)
+    except RecursionError:
+        pass
+    return False
+
+
+def _first_value_ends(text: str) -> bool:
+    """Whether the file begins with JSON; else what is wrong is told line by line."""
+    with suppress(json.JSONDecodeError, RecursionError):
+        DECODER.raw_decode(text, _after_blanks(text, 0))
+        return True
+    return CONTAINER.match(text, _after_blanks(text, 0)) is not None
+
+
+def _spread_records(file: Path, text: str) -> Records:
+    """The records of an array, of `{"data": [...]}`, or of values one after the other."""
+    at, number = _after_blanks(text, 0), 0
+    container = CONTAINER.match(text, at)
+    in_list = container is not None or text[at] == "["
+    at = container.end() if container is not None else at + in_list
+
+    def problem(place: int, what: str) -> UserError:
+        return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
+
+    while True:
+        at = _after_blanks(text, at)
+        is_over = text.startswith("]", at) and number == 0 if in_list else at == len(text)
+        if is_over:
+            at += 1
+            break
+        number += 1
+        try:
+            record, at = DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise problem(error.pos, f"is not JSON: {error.msg}") from None
+        except RecursionError:
+            raise problem(at, f"is {TOO_DEEP}") from None
+        yield f"{file} conversation {number}", record
+        if in_list:
+            at = _after_blanks(text, at) + 1
+            if text[at - 1 : at] not in (",", "]"):
+                raise problem(at - 1, "is not JSON: a comma or ] is missing")
+            if text[at - 1] == "]":
+                break
+    at = _after_blanks(text, at)
+    if container is not None and not text.startswith(("}", ","), at):  # with what else there may be about the data
+        raise problem(at, "is not JSON: a } is missing")
+    if in_list and container is None and at < len(text):
+        raise problem(at, "is not JSON: there is text after the array")
+
+
+def _after_blanks(text: str, at: int) -> int:
+    return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too

@@ -1,0 +1,53 @@
+"""What a target can read, by its config; rows beyond it are told before a drafter is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import GPT2Config, LlamaConfig, Mistral3Config
+
+from draftsmith.data.distill.limits import TargetLimits, check_tokens, target_limits
+from draftsmith.recipes.errors import UserError
+
+MISTRAL = {"model_type": "mistral", "vocab_size": 9, "max_position_embeddings": 32}
+
+
+def llama(**rope: Any) -> LlamaConfig:
+    parameters = {"rope_theta": 1e4, **rope} if rope else None
+    return LlamaConfig(vocab_size=100, max_position_embeddings=64, rope_parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        (llama(), (100, 64)),
+        (GPT2Config(vocab_size=7, n_positions=48), (7, 48)),
+        (llama(rope_type="yarn", factor=4.0), (100, 256)),
+        (llama(rope_type="yarn", factor=4.0, original_max_position_embeddings=16), (100, 64)),
+        (llama(rope_type="llama3", factor=8.0, original_max_position_embeddings=8, low_freq_factor=1.0,
+               high_freq_factor=4.0), (100, 64)),
+        (Mistral3Config(text_config=MISTRAL), (9, 32)),
+    ],
+    ids=["llama", "gpt2", "yarn", "yarn of fewer", "llama3", "wrapper"],
+)  # fmt: skip
+def test_limits_of_a_config(config: Any, limits: tuple[int, int]) -> None:
+    assert target_limits(config) == TargetLimits(*limits)
+
+
+def test_rows_are_checked_against_the_target() -> None:
+    rows = datasets.Dataset.from_dict({"input_ids": [[3, 9], [1, 2, 4, 5]]})
+    folder = Path("data/tokens")
+    check_tokens(rows, TargetLimits(10, 4), folder)
+    check_tokens(rows, TargetLimits(), folder)
+    with pytest.raises(
+        UserError, match=r"data/tokens has the token id 9, and the target's embedding has 9 rows: take the"
+    ):
+        check_tokens(rows, TargetLimits(9, 4), folder)
+    with pytest.raises(
+        UserError, match=r"has a row of 4 tokens, and the target has 3 positions: set data.max_length_tok"
+    ):
+        check_tokens(rows, TargetLimits(10, 3), folder)
+    negative = datasets.Dataset.from_dict({"input_ids": [[3, -1]]})
+    with pytest.raises(UserError, match="has the token id -1"):
+        check_tokens(negative, TargetLimits(10, 3), folder)
