@@ -53,7 +53,7 @@ REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
 OTHER_CALLS = "called tools whose results are not there"
 # What another try would end with again; all other failures are the engine's.
-FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN)
+FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
 Rewriting = Generator[Request, Outcome | None, Finished]  # of one conversation: questions out, outcomes in
