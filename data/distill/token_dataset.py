@@ -37,6 +37,7 @@ from draftsmith.data.tokens.chat_tokens import (
     up_to_turn,
 )
 from draftsmith.recipes.errors import UserError, reason
+from draftsmith.recipes.parent import end_with_parent
 from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
@@ -230,6 +231,7 @@ _work: list[Work] = []  # of a process of the pool
 
 
 def _begin(work: Work) -> None:
+    end_with_parent()
     _work.append(work)
 
 

@@ -23,7 +23,7 @@ from draftsmith.eval.commands.stages import (
 )
 from draftsmith.recipes.errors import UserError, did_you_mean, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
-from draftsmith.recipes.run_folder import RunFolder, versions
+from draftsmith.recipes.run_folder import RunFolder, run_lock, versions
 from draftsmith.recipes.schema import MethodRecipe, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
@@ -231,6 +231,7 @@ def chat(
 
 @app.command()
 def serve(
+    context: typer.Context,
     recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
@@ -281,6 +282,7 @@ def serve(
         from draftsmith.eval.commands.learning import Learned, start_learning, watched
 
         learned = Learned(loaded, learn_answers)
+        context.with_resource(run_lock(learned.folder, "serve --learn"))
         if rollback:
             console.print(learned.roll_back(), markup=False)
             learned.newer()

@@ -49,7 +49,7 @@ from draftsmith.eval.trees.verify import Sampling, root_only
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.schema import Recipe
 
 PAGE = Path(__file__).with_name("page.html")
@@ -245,6 +245,8 @@ class Worker:
         self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
         self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
         self.drafters = Counter("drafters_taken", "Drafters that came to serve after the first", **named)
+        self.not_kept = Counter("answers_not_kept", "Answers that could not be written to learn from", **named)
+        self._keeps = True
         Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Answers under way", **named).set_function(lambda: len(self._running))
         self._session = SharedSession(self.target, self.length, at_once, recipe.eval.compile)
@@ -441,9 +443,24 @@ class Worker:
             self.memory.add([*job.prompt_ids, *record.ids])
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
-        if self.on_answer is not None:
-            self.on_answer(finished)
+        self._keep(finished)
         self._end(running, finished.reason, finished)
+
+    def _keep(self, finished: Finished) -> None:
+        """Tell `on_answer`; what fails there, a full disk, costs no client its answer."""
+        if self.on_answer is None:
+            return
+        try:
+            self.on_answer(finished)
+        except Exception as error:
+            self.not_kept.inc()
+            if self._keeps:
+                logger.warning("answers are given, but not kept: %s", reason(error))
+            self._keeps = False
+        else:
+            if not self._keeps:
+                logger.warning("answers are kept again")
+            self._keeps = True
 
     def _end(self, running: Running, reason: str, said: Finished | BaseException) -> None:
         self._running.remove(running)
