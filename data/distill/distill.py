@@ -38,7 +38,13 @@ from draftsmith.data.tokens.chat_tokens import (
 )
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, check_settings, sha256_of, write_settings
+from draftsmith.recipes.run_folder import (
+    RunFolder,
+    check_no_training_reads,
+    check_settings,
+    sha256_of,
+    write_settings,
+)
 from draftsmith.recipes.schema import Recipe
 
 HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
@@ -134,6 +140,8 @@ def distill(
         done = ledger.finished_ids()
         waiting = deque(key for key in conversations if key not in done)
         report.already_done = len(conversations) - len(waiting)
+        if waiting:
+            check_no_training_reads(folder.data)
         with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
             if open_engine is None:
                 _pass_through(ledger, conversations, waiting, report, bar)
