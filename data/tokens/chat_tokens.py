@@ -35,6 +35,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn
+from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
 from draftsmith.data.tokens.tool_calls import CallForm, call_form, common_end
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
@@ -454,6 +455,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     Raises:
         UserError: There is no template.
         TemplateRefusal: It raises, or it knows nothing of tools.
+        EndlessTemplate: It does not end.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -468,6 +470,8 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         )
     try:
         return _written(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
+    except EndlessTemplate:
+        raise
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
         raise TemplateRefusal(
@@ -476,11 +480,9 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
 
 
 def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
-    return tokenizer.apply_chat_template(
-        conversation.messages,
-        tools=list(conversation.tools) or None,
-        tokenize=False,
-        add_generation_prompt=asking,
+    messages, tools = conversation.messages, list(conversation.tools) or None
+    return bounded(
+        lambda: tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asking)
     )
 
 
