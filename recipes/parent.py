@@ -1,9 +1,14 @@
 """Processes that end with the one that started them, however that ends: SIGKILL leaves nobody to stop them."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 from multiprocessing.connection import wait
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
@@ -19,3 +24,9 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def end_program_with_parent() -> None:
+    """Let the kernel end another program with this one, on Linux; for `preexec_fn` of `subprocess.Popen`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

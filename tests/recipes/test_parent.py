@@ -22,6 +22,13 @@ if __name__ == "__main__":
     multiprocessing.get_context("spawn").Process(target=child).start()
     time.sleep(100)
 """
+PROGRAM = """
+import subprocess, time
+from draftsmith.recipes.parent import end_program_with_parent
+
+print(subprocess.Popen(["sleep", "100"], preexec_fn=end_program_with_parent).pid, flush=True)
+time.sleep(100)
+"""
 TOKENISING = """
 import multiprocessing, sys, time
 from pathlib import Path
@@ -46,7 +53,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("script", [ONE, pytest.param(TOKENISING, marks=pytest.mark.slow)], ids=["one", "tokenising"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        ONE,
+        pytest.param(PROGRAM, marks=pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part")),
+        pytest.param(TOKENISING, marks=pytest.mark.slow),
+    ],
+    ids=["one", "a program", "tokenising"],
+)
 def test_a_killed_process_leaves_none_behind(tmp_path: Path, script: str) -> None:
     file = tmp_path / "parent.py"
     file.write_text(script)
