@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "temperature applied twice",
         VERIFY,
-        "logits = logits / self.temperature",
-        "logits = logits / self.temperature**2",
+        "return logits / self.temperature",
+        "return logits / self.temperature**2",
         "tests/eval/trees/test_verify.py",
     ),
     Mutant(

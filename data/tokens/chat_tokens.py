@@ -497,8 +497,17 @@ def _template_calls(tokenizer: Any, template: str) -> CallForm | None:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of rendered text: the template has written the BOS, if there is one."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    """Ids of rendered text: the template has written the BOS, if there is one.
+
+    Raises:
+        UserError: It holds half a surrogate pair, as bytes that are no UTF-8 become on a command line.
+    """
+    try:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    except TypeError:
+        if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
+            raise
+        raise UserError("a text to be tokenised is no UTF-8 (it holds half a surrogate pair): convert it") from None
 
 
 def template_answer_lead(tokenizer: Any) -> str:

@@ -268,7 +268,10 @@ class Learned:
     def _trim(self, file: Path) -> int:
         """Leave the newest lines, without damaged ones; how many."""
         whole = self._whole_lines()
-        lines = [line for line in whole if Answer.of_line(line) is not None][-self.kept_answers :]
+        lines = [line for line in whole if Answer.of_line(line) is not None]
+        if damaged := len(whole) - len(lines):
+            logging.getLogger(__name__).warning("%s: %s damaged lines are left out", file, damaged)
+        lines = lines[-self.kept_answers :]
         if file.exists():
             write_atomically(file, b"".join(lines).decode())
             file.chmod(OWNER_ALONE)

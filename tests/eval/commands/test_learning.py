@@ -115,7 +115,7 @@ def test_the_newest_answers_are_kept_and_torn_lines_are_not(tmp_path: Path) -> N
     assert again.answers()[-1].ids == [8, 7]
 
 
-def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, caplog: Any) -> None:
     """Whatever it is: half a line with the next one behind it, no UTF-8, JSON of another form, ids that are none."""
     learned = Learned(made(tmp_path), kept_answers=100)
     learned.add(list(range(20)), record(1, 7))
@@ -130,6 +130,7 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path) -> None:
     again.add(list(range(20)), record(3, 7))  # the first of a server leaves them out
     assert [answer.ids[0] for answer in again.answers()] == [1, 2, 3]
     assert again.damaged_lines == 0
+    assert f"answers.jsonl: {len(damaged)} damaged lines are left out" in caplog.text
 
 
 def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, tiny_disk: Path) -> None:
@@ -389,11 +390,15 @@ def test_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> Non
         begun.set()
         raise KeyboardInterrupt
 
+    def learn() -> None:
+        with contextlib.suppress(SystemExit):
+            learning._learn(learned, 0.1)
+
     monkeypatch.setattr(learning, "end_with_parent", lambda: None)
     monkeypatch.setattr(learning.os, "sched_setscheduler", lambda *_: None)
     monkeypatch.setattr(learning, "Learner", learner)
     with FileLock(learned.folder / learning.TRAINER_LOCK):
-        second = threading.Thread(target=learning._learn, args=(learned, 0.1))
+        second = threading.Thread(target=learn)
         second.start()
         assert not begun.wait(0.3)
     assert begun.wait(10)
