@@ -365,12 +365,14 @@ def cycle_or_pause_s(learner: Learner) -> float:
         sentence = what_the_system_refused(error)
         if sentence is None:
             raise
-        print(sentence)
+        with suppress(OSError):  # the log is on the same disk
+            print(sentence)
         learner.look_again()
         return TRIES_AGAIN_AFTER_S
     if weighed is None:
         return LOOKS_EVERY_S
-    print(weighed.sentence())
+    with suppress(OSError):
+        print(weighed.sentence())
     return 0.0
 
 

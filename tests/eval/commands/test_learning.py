@@ -176,6 +176,8 @@ def test_a_full_disk_ends_no_learner(again: Recipe, monkeypatch: Any, capsys: An
     monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(full))
     assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S
     assert "no space left on device: model.safetensors" in capsys.readouterr().out
+    with contextlib.redirect_stdout(SimpleNamespace(write=lambda _: (_ for _ in ()).throw(full))):  # type: ignore[type-var]
+        assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S  # the log cannot be written either
     monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):  # the same answers again; a bug of ours is none of the disk's
         cycle_or_pause_s(learner)
