@@ -21,10 +21,12 @@ import openai
 import pytest
 import torch
 from support.tiny_runs import recipe_file, recipe_in
+from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving import protection
+from draftsmith.eval.commands.cli import app
+from draftsmith.eval.serving import protection, server
 from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, key_in
 from draftsmith.eval.serving.requests import ChatAsked
 from draftsmith.eval.serving.server import (
@@ -408,6 +410,20 @@ def test_a_key_that_no_client_could_send(
     assert "secret" not in str(told.value)
     monkeypatch.setenv("KEY", "secret\n")
     assert key_in("KEY") == "secret"
+
+
+def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names reach the server, and a key in the place of its variable is not shown."""
+    given: list[Any] = []
+    monkeypatch.setattr(server, "Worker", lambda *_, **__: "worker")
+    monkeypatch.setattr(server, "run", lambda *arguments: given.append(arguments))
+    monkeypatch.setenv("KEY", "secret")
+    options = ["--trusted-host", "gpu1", "--trusted-host", "*.lab", "--api-key-env", "KEY"]
+    said = CliRunner().invoke(app, ["serve", recipe_file(recipe), *options])
+    assert said.exit_code == 0, said.output
+    assert given == [("worker", "127.0.0.1", 8000, "secret", ["gpu1", "*.lab"])]
+    wrong = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--api-key-env", "sk-proj-1"])
+    assert (wrong.exit_code, "sk-proj" in wrong.output) == (2, False)
 
 
 def test_ids_that_are_none_and_a_body_without_end(served: Served) -> None:
