@@ -479,7 +479,15 @@ class OpenAIEngine:
 
 
 class _Message(BaseModel):
+    """Servers that tell thoughts from the answer give them apart; they count as tokens that were generated."""
+
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
 
 
 class _Choice(BaseModel):
@@ -570,15 +578,16 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
     text = choice.text if choice.message is None else choice.message.content or ""
     if text is None:
         raise ServerFails("malformed answer: no text")
-    return _read_text(text, choice.finish_reason == "length", request, vocabulary)
+    thoughts = choice.message.thoughts if choice.message is not None else ""
+    return _read_text(text, thoughts, choice.finish_reason == "length", request, vocabulary)
 
 
-def _read_text(text: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
+def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
     """Read an answer of which there is only the text; its tokens are counted with the target's tokenizer."""
     # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
     if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
         return Failure(CONTROL_TOKENS)
-    limit, tokens = request.settings.max_new_tokens, vocabulary.count(text)
+    limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
     if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
         raise ServerFails("malformed answer: longer than was asked for")
     if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:

@@ -181,6 +181,19 @@ def test_how_answers_end(
     assert run(start_engine(server), requests(1, max_new_tokens=4)) == {"c0": outcome}
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_thoughts_that_a_server_gives_apart_are_counted(
+    start_server: StartServer, start_engine: StartEngine, key: str
+) -> None:
+    """An answer that was cut in its thoughts says nothing yet, and is no shorter than was asked for."""
+    message = {"content": "", key: "so and so on"}
+    answer = {"choices": [{"finish_reason": "length", "message": message}]}
+    server = start_server(lambda body, number: Fault(body=answer))
+    engine = start_engine(server, api="chat")
+    assert run(engine, requests(1, max_new_tokens=4)) == {"c0": Completion(None, "length", "")}
+    assert run(engine, requests(1, max_new_tokens=400)) == {"c0": Failure(CUT_EARLY)}
+
+
 def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, Any]:
     return {"choices": [{"finish_reason": finish_reason, "text": "x", "token_ids": token_ids}]}
 
