@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
+MOST_ALIASED_VALUES = 10_000
 RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
@@ -49,11 +50,57 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def _read_yaml(file: Path) -> Any:
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid YAML: {reason(error)}") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Read plain values from YAML, as `yaml.safe_load` does, but for texts that mean more than they show.
+
+    Raises:
+        yaml.YAMLError: It is none, a key is there twice, or aliases stand for too much or for what they are part of.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        sizes: dict[int, int] = {}
+        if _size_of(node, sizes) > max(MOST_ALIASED_VALUES, len(sizes)):
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_ALIASED_VALUES:,} values: write them out")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _size_of(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Count the values that a node stands for, those of its aliases as often as they are named.
+
+    Args:
+        sizes: Of the nodes that were counted, by their `id`; 0 while one is.
+    """
+    if (known := sizes.get(id(node))) is not None:
+        if known == 0:
+            raise yaml.YAMLError("it is nested without end: resolve its YAML aliases")
+        return known
+    sizes[id(node)], size = 0, 1
+    if isinstance(node, yaml.MappingNode):
+        keys = set[str]()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in keys:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
+                    )
+                keys.add(key.value)
+            size += _size_of(key, sizes) + _size_of(value, sizes)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_size_of(part, sizes) for part in node.value)
+    sizes[id(node)] = size
+    return size
 
 
 def _unwritable(value: Any, key: str = "") -> str | None:
@@ -97,7 +144,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section[leaf] = _read_yaml(Path(text[1:]).expanduser())
         return
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"override `{override}`: the value is not valid YAML: {reason(error)}") from None
     if isinstance(value, str):  # YAML 1.1 reads `1e-4` as text; people who type it mean the number

@@ -231,6 +231,28 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
 
 # ---- what it was begun with ----
 
+# Of the drafter's folder: before a training's first step, and after its last.
+BEGUN_FILE, FINISHED_FILE = "settings.json", "training.json"
+
+
+def check_no_training_reads(data: Path) -> None:
+    """Look for a training that was begun on the rows of a run's data and is not finished: with others it cannot resume.
+
+    Args:
+        data: The run's data folder, or a link to that of another run.
+
+    Raises:
+        UserError: There is one.
+    """
+    for root in dict.fromkeys((data.parent, data.resolve().parent)):
+        drafter = root / "drafter"
+        if (drafter / BEGUN_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():
+            raise UserError(
+                f"{drafter} holds a training that was begun on the rows of {data} and is not finished, and that could "
+                "not be resumed with other rows: finish it with `draftsmith train`, delete that folder, or give this "
+                "recipe another `name`"
+            )
+
 
 def write_settings(file: Path, settings: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(settings, indent=2) + "\n")

@@ -325,6 +325,11 @@ class ValidationRecipe(Section):
         return self.keep == "best" or self.patience is not None
 
 
+# Far above what anybody runs: beyond, a number in somebody else's drafter would only fill this machine.
+MOST_DEPTHS, MOST_LAYERS = 256, 512
+MOST_NODES = 256  # drafted, as many as sessions have room for
+
+
 class MethodRecipe(Section):
     """One row of the table. The autoregressive baseline always runs beside it.
 
@@ -341,12 +346,21 @@ class MethodRecipe(Section):
         description="`adaptive`: of the best-first tree as much as pays, by the drafter's confidence and the measured "
         "costs, each round anew; `tuned`: what `draftsmith tune` found for this drafter on this machine",
     )
-    max_depth: int | None = Field(None, ge=1, description="drafted tokens along one path; by default all K+1")
-    nodes: int = Field(
-        16, ge=1, description="best_first: drafted tokens in the tree, the root not counted; adaptive: at most"
+    max_depth: int | None = Field(
+        None, ge=1, le=MOST_DEPTHS, description="drafted tokens along one path; by default all K+1"
     )
-    branch: int = Field(8, ge=1, description="best_first, adaptive: most likely tokens considered at each depth")
-    paths: list[list[int]] | None = Field(None, description="static: Medusa-style paths, ranks from 0")
+    nodes: int = Field(
+        16,
+        ge=1,
+        le=MOST_NODES,
+        description="best_first: drafted tokens in the tree, the root not counted; adaptive: at most",
+    )
+    branch: int = Field(
+        8, ge=1, le=MOST_NODES, description="best_first, adaptive: most likely tokens considered at each depth"
+    )
+    paths: list[list[int]] | None = Field(
+        None, max_length=MOST_NODES, description="static: Medusa-style paths, ranks from 0"
+    )
     lookup: bool = Field(
         False,
         description="best_first, adaptive: what followed a path's last tokens earlier in the text competes for the "

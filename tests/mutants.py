@@ -72,8 +72,15 @@ MUTANTS = (
     Mutant(
         "temperature applied twice",
         VERIFY,
-        "logits = logits / self.temperature",
-        "logits = logits / self.temperature**2",
+        "return logits / self.temperature",
+        "return logits / self.temperature**2",
+        "tests/eval/trees/test_verify.py",
+    ),
+    Mutant(
+        "a temperature of almost zero overflows",
+        VERIFY,
+        "if self.temperature >= LARGEST_LOGIT / numbers.max:",
+        "if True:",
         "tests/eval/trees/test_verify.py",
     ),
     Mutant(
@@ -303,6 +310,28 @@ MUTANTS = (
         "return _ends([(figure, mine, 1.0), (figure, other, -1.0)])",
         "return _ends([(figure, mine, 1.0), (figure, replace(other, seconds=other.seconds[::-1]), -1.0)])",
         "tests/eval/report/test_bootstrap.py",
+    ),
+    # ---- strangers ----
+    Mutant(
+        "an answer to another prompt is believed",
+        "data/engines/openai_engine.py",
+        "raise ServerFails(OTHER_ANSWER)",
+        "pass",
+        "tests/data/engines/test_openai_engine.py",
+    ),
+    Mutant(
+        "a web page's own name reaches the server",
+        "eval/serving/protection.py",
+        "if not self._is_ours(host):",
+        "if False:",
+        "tests/eval/serving/test_server.py",
+    ),
+    Mutant(
+        "the rows of a begun training are replaced",
+        "recipes/run_folder.py",
+        "if (drafter / BEGUN_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():",
+        "if False:",
+        "tests/data/distill/test_token_dataset.py",
     ),
 )
 

@@ -60,7 +60,13 @@ from draftsmith.data.tokens.chat_tokens import (
 )
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, check_settings, sha256_of, write_settings
+from draftsmith.recipes.run_folder import (
+    RunFolder,
+    check_no_training_reads,
+    check_settings,
+    sha256_of,
+    write_settings,
+)
 from draftsmith.recipes.schema import Recipe
 
 HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
@@ -76,7 +82,7 @@ REWRITTEN = "rewritten by the chat template"
 OUTSIDE = "tokens beyond the target's embedding"
 OTHER_CALLS = "called tools whose results are not there"
 # What another try would end with again; all other failures are the engine's.
-FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, EMPTY_ANSWER, REFUSED, REWRITTEN)
+FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 
 OpenEngine = Callable[[], AbstractContextManager[Engine]]
 Rewriting = Generator[Request, Outcome | None, Finished]  # of one conversation: questions out, outcomes in
@@ -161,6 +167,8 @@ def distill(
         done = ledger.finished_ids()
         waiting = deque(key for key in conversations if key not in done)
         report.already_done = len(conversations) - len(waiting)
+        if waiting:
+            check_no_training_reads(folder.data)
         with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
             if open_engine is None:
                 _pass_through(ledger, settings, conversations, waiting, report, bar)

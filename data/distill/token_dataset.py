@@ -1,9 +1,9 @@
 """Distilled conversations as an Arrow dataset of token ids and loss masks, which the trainer reads.
 
 Built in a temporary folder beside its final place and renamed: it is whole or absent; built again only when the
-conversations, the tokenizer, its chat template or the length have changed. Conversations are tokenised by several
-processes, in bounded memory: so many chunks are under way that no process waits, and no more. Rows come in the order of
-the conversations' ids, whatever the number of processes.
+conversations, the tokenizer, its chat template or the length have changed, and not while a training that was begun on
+it is not finished. Conversations are tokenised by several processes, in bounded memory: so many chunks are under way
+that no process waits, and no more. Rows come in the order of the conversations' ids, whatever the number of processes.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from multiprocessing import get_context
@@ -37,8 +38,9 @@ from draftsmith.data.tokens.chat_tokens import (
     up_to_turn,
 )
 from draftsmith.recipes.errors import UserError, reason
+from draftsmith.recipes.parent import end_with_parent
 from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, read_json
+from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, read_json, run_lock
 from draftsmith.recipes.schema import Recipe
 
 MOST_PROCESSES = 8  # by default
@@ -146,6 +148,9 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         told = recorded is not None and (recorded.numbered or not recorded.extra_rows)
         if recorded is not None and told and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
+        is_replaced = final.exists()
+        if is_replaced:
+            check_no_training_reads(folder.data)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
@@ -173,9 +178,12 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         shutil.rmtree(old, ignore_errors=True)
         save_rows(building / "rows.arrow", whole)
         (whole / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-        if final.exists():
-            final.rename(old)
-        whole.rename(final)
+        # A training that has just read them, and not begun yet, holds the run's lock.
+        with run_lock(folder.data.resolve().parent, "distill") if is_replaced else nullcontext():
+            if is_replaced:
+                check_no_training_reads(folder.data)
+                final.rename(old)
+            whole.rename(final)
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
         return report
@@ -242,6 +250,7 @@ _work: list[Work] = []  # of a process of the pool
 
 
 def _begin(work: Work) -> None:
+    end_with_parent()
     _work.append(work)
 
 

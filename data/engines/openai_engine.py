@@ -12,6 +12,10 @@ connection. An event loop in a thread of its own runs `concurrency_per_server` w
 requests from one queue. A server whose connection is lost, or that fails several times in a row, is left out and its
 requests go back into the queue; it is used again once it answers a request of one token.
 
+What a server says is not believed where it can be checked: an answer of another prompt, longer than was asked for, cut
+before its limit or with control tokens in its text is none. An answer has a time and a size, and no server may send us
+on to another one.
+
 `extensions` are fields of vLLM and others that OpenAI's API does not have: which tokens end an answer, that token ids
 are wanted, and that nothing but the recipe's sampling applies (vLLM merges the top-k and the penalties of the model's
 generation_config.json into whatever a request leaves open).
@@ -24,17 +28,17 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Awaitable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import httpx2
 import openai
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, StrictInt, ValidationError, field_validator
 from tqdm import tqdm
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
-from draftsmith.data.tokens.chat_tokens import PROBE, joined_thoughts, prompt_token_ids
+from draftsmith.data.tokens.chat_tokens import PROBE, joined_thoughts, prompt_token_ids, special_ids, token_ids
 from draftsmith.recipes.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 
@@ -46,9 +50,16 @@ PROBE_PAUSE_S = 5.0  # between two looks whether a server is back
 # These are about one request. All others from 400 on are about what every request has in common.
 REQUEST_REFUSED = {400, 413, 422, 451}
 REASON_CHARACTERS = 80
+OF_PACKED_BODIES = ("content-encoding", "content-length", "transfer-encoding")
+MOST_ANSWER_BYTES = 16 << 20  # unpacked: 100,000 tokens with their text are a tenth of it
+# Text of our own tokenizer may take a few more tokens than the server generated, and rarely far fewer.
+MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
 TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
 OTHER_PROMPT = "the server's chat template made another prompt"
 THOUGHTS_APART = "the server gives reasoning_content, which the target's chat template does not write"
+OTHER_ANSWER = "answer of another prompt"
+CUT_EARLY = "answer ended by the server before max_new_tokens"
+CONTROL_TOKENS = "answer with control tokens in its text"
 
 
 class OpenAIOptions(Section):
@@ -60,7 +71,7 @@ class OpenAIOptions(Section):
     extensions: bool = Field(True, description="send vLLM's fields too; false for servers that refuse unknown ones")
     api_key_env: str | None = Field(None, description="environment variable that holds the API key")
     concurrency_per_server: int = Field(64, ge=1, description="requests in flight at each server")
-    timeout_s: float = Field(600, gt=0, description="for one answer")
+    timeout_s: float = Field(600, gt=0, description="for one answer, from its request to its last byte")
     max_attempts: int = Field(5, ge=1, description="of one request, each with the client's own two retries")
     give_up_after_s: float = Field(600, gt=0, description="without any server that can be used")
 
@@ -89,6 +100,43 @@ class ServerFails(Exception):
 
 class Refused(Exception):
     """The server will never answer this request."""
+
+
+class BoundedClient(httpx2.AsyncClient):
+    """An HTTP client whose responses have a size and a time as a whole, however slowly their bytes come.
+
+    Args:
+        timeout_s: From the request's first byte to the response's last; streamed responses are their reader's to bound.
+        most_bytes: Of a body, unpacked.
+    """
+
+    def __init__(self, timeout_s: float, most_bytes: int = MOST_ANSWER_BYTES) -> None:
+        super().__init__(limits=openai.DEFAULT_CONNECTION_LIMITS, follow_redirects=False)
+        self._timeout_s, self._most_bytes = timeout_s, most_bytes
+
+    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
+        """
+        Raises:
+            ServerFails: The body is too large.
+            httpx2.ReadTimeout: The whole took too long.
+        """
+        if stream:
+            return await super().send(request, stream=True, **options)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await super().send(request, stream=True, **options)
+                try:
+                    body = bytearray()
+                    async for part in response.aiter_bytes():
+                        body += part
+                        if len(body) > self._most_bytes:
+                            raise ServerFails(f"answer of more than {self._most_bytes >> 20} MiB")
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx2.ReadTimeout("the answer took too long", request=request) from None
+        headers = {name: value for name, value in response.headers.items() if name not in OF_PACKED_BODIES}
+        return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
 class Server:
@@ -147,8 +195,7 @@ class OpenAIEngine:
         self.concurrency = options.concurrency_per_server * len(options.base_urls)
         self.max_length_tokens: int | None = None
         self._model = options.model
-        self._end_ids = setting.end_ids
-        self._vocabulary_size = max(setting.tokenizer.get_vocab().values()) + 1
+        self._vocabulary = Vocabulary.of(setting)
         variable = options.api_key_env
         self._api_key = None if variable is None else self._from_environment(variable, "api_key_env").strip()
         if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
@@ -161,6 +208,7 @@ class OpenAIEngine:
         self._in_flight = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._giving_up: asyncio.TimerHandle | None = None
+        self._out_since_s: float | None = None  # of the loop's clock: no server could be used, and no answer has come
         self._servers = [self._server(url) for url in options.base_urls]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
@@ -212,6 +260,7 @@ class OpenAIEngine:
             base_url=address,
             api_key=self._api_key or NO_KEY,
             max_retries=self.retries,
+            http_client=BoundedClient(self.options.timeout_s),
             timeout=openai.Timeout(self.options.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.options.timeout_s)),
             default_headers={} if login is None else {"Authorization": login},
         )
@@ -246,7 +295,7 @@ class OpenAIEngine:
                 continue
             try:
                 self._finished.put((request.key, await self.complete(server, request)))
-                server.failures = 0
+                server.failures, self._out_since_s = 0, None
             except ServerFails as problem:
                 server.failures += 1
                 if problem.is_gone or server.failures >= FAILURES_IN_A_ROW:
@@ -269,8 +318,11 @@ class OpenAIEngine:
         if any(other.usable.is_set() for other in self._servers):
             warn(f"{server.url}: {problem}; its requests go to the other servers")
             return
-        pause_s = self.options.give_up_after_s
-        warn(f"no server answers ({self._problems()}): waiting up to {pause_s:g} s for one to come back")
+        # A server that answers its check alone, and 429 to all else, is not one that came back.
+        now_s = self._loop.time()
+        self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
+        pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)
+        warn(f"no server answers ({self._problems()}): waiting up to {pause_s:.3g} s for one to come back")
         self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._nobody_answers())))
 
     async def _bring_back(self, server: Server) -> None:
@@ -348,7 +400,7 @@ class OpenAIEngine:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
         except Refused as refusal:
             return Failure(str(refusal))
-        outcome = read_answer(response.content, request, api, self._end_ids, self._vocabulary_size)
+        outcome = read_answer(response.content, request, api, self._vocabulary)
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
 
     def _with_thoughts(self, answer: Completion) -> Outcome:
@@ -373,7 +425,11 @@ class OpenAIEngine:
         if settings.temperature > 0:
             arguments["seed"] = request.seed
         if self.options.extensions:
-            body |= {"top_k": settings.top_k or -1, "stop_token_ids": list(self._end_ids), "return_token_ids": True}
+            body |= {
+                "top_k": settings.top_k or -1,
+                "stop_token_ids": list(self._vocabulary.end_ids),
+                "return_token_ids": True,
+            }
             body |= {"chat_template_kwargs": self._template_kwargs} if is_chat and self._template_kwargs else {}
             body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return arguments | {"extra_body": body}
@@ -394,6 +450,11 @@ class OpenAIEngine:
             status, reason = error.status_code, refusal_reason(error, self._api_key)
             if status in REQUEST_REFUSED:
                 raise Refused(reason) from None
+            if 300 <= status < 400:
+                raise UserError(
+                    f"{server.url} sends us on to {redirected_to(error.response)} (HTTP {status}), which is not "
+                    f"followed: give the address that answers in {self.option('base_urls')}"
+                ) from None
             if status < 400 or status in (408, 409, 429) or status >= 500:
                 raise ServerFails(reason, is_throttled=status == 429) from None
             raise UserError(
@@ -427,35 +488,70 @@ class OpenAIEngine:
 
 
 class _Message(BaseModel):
-    """Thoughts stand apart where the server parses them: as `reasoning_content`, or `reasoning` in newer vLLM."""
+    """An answer; servers that parse thoughts give them apart, as `reasoning_content` or, newer vLLM, `reasoning`."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
 
 class _Choice(BaseModel):
     """Token ids are an extension; vLLM's end with the stop token, and `stop_reason` names it."""
 
+    index: Literal[0] = 0  # one answer is asked for
     finish_reason: str
     text: str | None = None
     message: _Message | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[StrictInt] | None = None
+    prompt_token_ids: list[StrictInt] | None = None  # vLLM's completions have them here
     stop_reason: int | str | None = None
 
 
 class _Answer(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[StrictInt] | None = None
 
 
-def read_answer(content: bytes, request: Request, api: Api, end_ids: tuple[int, ...], vocabulary_size: int) -> Outcome:
+@dataclass(frozen=True)
+class Vocabulary:
+    """What is known of the target's tokens when an answer is read.
+
+    size: token ids are below it.
+    control: what no text of an answer holds; ending: the part of it that ends answers.
+    count: the tokens of a text.
+    """
+
+    end_ids: tuple[int, ...]
+    size: int
+    control: frozenset[str]
+    ending: frozenset[str]
+    count: Callable[[str], int]
+
+    @staticmethod
+    def of(setting: EngineSetting) -> "Vocabulary":
+        """Read the tokenizer. The tokens between which the target thinks may be in a text."""
+        tokenizer, ids = setting.tokenizer, special_ids(setting.tokenizer)
+        names = {token_id: name for name, token_id in tokenizer.get_vocab().items() if token_id in ids}
+        return Vocabulary(
+            setting.end_ids,
+            max(tokenizer.get_vocab().values()) + 1,
+            frozenset(names.values()) - set(setting.recipe.data.reasoning_tokens),
+            frozenset(names[token_id] for token_id in setting.end_ids if token_id in names),
+            lambda text: len(token_ids(tokenizer, text)),
+        )
+
+
+def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabulary) -> Outcome:
     """Read the outcome in the body of a response.
 
     Token ids are cut after the first end token. Ids of a stopped answer that hold none cannot be used; its text can.
 
     Raises:
-        ServerFails: The body is not what the API promises, or the server gave the request up.
+        ServerFails: The body is not what the API promises or of another prompt, or the server gave the request up.
     """
     try:
         answer = _Answer.model_validate_json(content)
@@ -464,33 +560,48 @@ def read_answer(content: bytes, request: Request, api: Api, end_ids: tuple[int, 
         what = "no JSON" if first["type"] == "json_invalid" else ".".join(map(str, first["loc"])) or "body"
         raise ServerFails(f"malformed answer: {what}") from None
     choice = answer.choices[0]
-    if api == "chat" and answer.prompt_token_ids not in (None, request.prompt_ids):
-        return Failure(OTHER_PROMPT)
+    if any(ids not in (None, request.prompt_ids) for ids in (answer.prompt_token_ids, choice.prompt_token_ids)):
+        if api == "chat":
+            return Failure(OTHER_PROMPT)
+        raise ServerFails(OTHER_ANSWER)  # of a proxy that mixes connections up: the next try may be right
     if choice.finish_reason == "abort":
         raise ServerFails("aborted by the server")
     if choice.finish_reason not in ("stop", "length"):
-        return Failure(f"finish reason {' '.join(choice.finish_reason.split())[:REASON_CHARACTERS]}")
-    token_ids = choice.token_ids
-    if token_ids is not None:
+        return Failure(f"finish reason {one_line(choice.finish_reason)[:REASON_CHARACTERS]}")
+    limit, ids, end_ids = request.settings.max_new_tokens, choice.token_ids, vocabulary.end_ids
+    if ids is not None:
         if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
-            token_ids = [*token_ids, choice.stop_reason]  # cut again below where the server has it already
-        end = next((position for position, token_id in enumerate(token_ids) if token_id in end_ids), None)
+            ids = [*ids, choice.stop_reason]  # cut again below where the server has it already
+        end = next((position for position, token_id in enumerate(ids) if token_id in end_ids), None)
         if end is not None:
-            token_ids = token_ids[: end + 1]
-        if len(token_ids) > request.settings.max_new_tokens + 1:  # some servers do not count the end token
+            ids = ids[: end + 1]
+        if len(ids) > limit + 1:  # some servers do not count the end token
             raise ServerFails("malformed answer: longer than was asked for")
-        if not all(0 <= token_id < vocabulary_size for token_id in token_ids):
+        if not all(0 <= token_id < vocabulary.size for token_id in ids):
             raise ServerFails("malformed answer: token ids outside the target's vocabulary")
         if end is not None:
-            return Completion(token_ids, "stop")
+            return Completion(ids, "stop")
         if choice.finish_reason == "length":
-            return Completion(token_ids, "length")
+            return Completion(ids, "length") if len(ids) >= limit else Failure(CUT_EARLY)
     # Servers leave the content out of an empty answer.
     text = choice.text if choice.message is None else choice.message.content or ""
     if text is None:
         raise ServerFails("malformed answer: no text")
-    thoughts = "" if choice.message is None else choice.message.reasoning_content or choice.message.reasoning or ""
-    return Completion(None, "stop" if choice.finish_reason == "stop" else "length", text, thoughts)
+    thoughts = choice.message.thoughts if choice.message is not None else ""
+    return _read_text(text, thoughts, choice.finish_reason == "length", request, vocabulary)
+
+
+def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
+    """Read an answer of which there is only the text; its tokens are counted with the target's tokenizer."""
+    # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
+    if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
+        return Failure(CONTROL_TOKENS)
+    limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
+    if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
+        raise ServerFails("malformed answer: longer than was asked for")
+    if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:
+        return Failure(CUT_EARLY)
+    return Completion(None, "length" if is_cut else "stop", text, thoughts)
 
 
 def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
@@ -498,9 +609,23 @@ def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
     said = error.body if isinstance(error.body, dict) else {}
     code, message = said.get("code"), said.get("message") or said.get("detail")
     text = code if isinstance(code, str) else message if isinstance(message, str) else ""
-    text = text.replace(api_key or MASK, MASK)
-    text = re.split(r"\.\s|[\r\n]", re.sub(r"\d+", "N", text), maxsplit=1)[0].strip(" .")
+    text = re.sub(r"\d+", "N", text.replace(api_key or MASK, MASK))
+    text = one_line(re.split(r"\.\s|[\r\n]", text, maxsplit=1)[0]).strip(" .")
     return f"HTTP {error.status_code}: {text[:REASON_CHARACTERS]}" if text else f"HTTP {error.status_code}"
+
+
+def one_line(text: str) -> str:
+    """Return the text of a server on one line, without characters that a terminal would obey."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+def redirected_to(response: httpx2.Response) -> str:
+    """Return scheme and host of a redirection, which may hold secrets elsewhere."""
+    try:
+        place = response.url.join(response.headers.get("location", ""))
+        return f"{place.scheme}://{place.netloc.decode('ascii', 'replace')}"
+    except httpx2.InvalidURL:
+        return "another address"
 
 
 def warn(message: str) -> None:

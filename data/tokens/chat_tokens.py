@@ -38,6 +38,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn
+from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
 from draftsmith.data.tokens.tool_calls import CallForm, call_form, common_end
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
@@ -480,6 +481,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     Raises:
         UserError: There is no template.
         TemplateRefusal: It raises, or it knows nothing of tools.
+        EndlessTemplate: It does not end.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -494,7 +496,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         )
     try:
         return _written(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
-    except TemplateProblem:
+    except (EndlessTemplate, TemplateProblem):
         raise
     except Exception as error:  # of any kind: templates are programs
         roles = ", ".join([turn.role for turn in turns[:4]] + ["..."] * (len(turns) > 4))
@@ -504,11 +506,9 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
 
 
 def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
-    return tokenizer.apply_chat_template(
-        _messages(tokenizer, conversation.turns),
-        tools=list(conversation.tools) or None,
-        tokenize=False,
-        add_generation_prompt=asking,
+    messages, tools = _messages(tokenizer, conversation.turns), list(conversation.tools) or None
+    return bounded(
+        lambda: tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asking)
     )
 
 
@@ -559,7 +559,7 @@ def _thoughts_field(tokenizer: Any, template: str) -> str | None:
     for field in fields:
         thinking = answer | _thinking(field, THOUGHTS, answer["content"])
         try:
-            if THOUGHTS in str(tokenizer.apply_chat_template([asked, thinking], tokenize=False)):
+            if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [asked, thinking], tokenize=False))):
                 return field
         except Exception:  # of any kind: templates are programs
             continue
@@ -608,8 +608,17 @@ def _template_calls(tokenizer: Any, template: str) -> CallForm | None:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of rendered text: the template has written the BOS, if there is one."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    """Ids of rendered text: the template has written the BOS, if there is one.
+
+    Raises:
+        UserError: It holds half a surrogate pair, as bytes that are no UTF-8 become on a command line.
+    """
+    try:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    except TypeError:
+        if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
+            raise
+        raise UserError("a text to be tokenised is no UTF-8 (it holds half a surrogate pair): convert it") from None
 
 
 def template_answer_lead(tokenizer: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
 from draftsmith.data.sources.files import DECODER
+from draftsmith.data.tokens.bounded import EndlessTemplate
 
 # Names, values and a result that no template writes by itself.
 NAME, SECOND, ARGUMENT, VALUE, RESULT = "xq7_first", "xq7_second", "xq7_argument", "Xq7ValueXq7", "Xq7ResultXq7"
@@ -78,6 +79,8 @@ def call_form(render: Render) -> CallForm | None:
     result = Turn("tool", RESULT, name=NAME, tool_call_id=calls[0]["id"])
     try:
         prompt, text, whole = rendered(asking=True), rendered(called), rendered(called, result, asking=True)
+    except EndlessTemplate:
+        raise
     except Exception:  # of any kind: templates are programs
         return None
     answer = text.removeprefix(prompt)
@@ -89,6 +92,8 @@ def call_form(render: Render) -> CallForm | None:
         both = rendered(Turn("assistant", "", tuple(calls))).removeprefix(prompt)
         _, _, to_second = both[: both.index(SECOND)].rpartition(VALUE)
         openings.append(common_end(opening, to_second))
+    except EndlessTemplate:
+        raise
     except Exception:  # as above, or without a place for the second
         pass
     written = "|".join(dict.fromkeys(_loosely(each) for each in openings if each.strip()))

@@ -104,6 +104,20 @@ class Chat:
         )
 
 
+def read_message() -> str | None:
+    """Ask for a line; None where it is no text, as of a terminal in Latin-1.
+
+    Raises:
+        EOFError: There are no more.
+    """
+    try:
+        message = console.input("\n> ").strip()
+        message.encode()  # Python keeps bytes that are no UTF-8 as half surrogates, which no tokenizer takes
+    except UnicodeError:
+        return None
+    return message
+
+
 def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     """Ask for messages until there are no more. Returns the answers.
 
@@ -127,8 +141,10 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
         talk = Chat(session, tokenizer, methods[:2], end_ids, new_tokens)
         console.print(Text(HELP, style="dim"))
         with suppress(EOFError, KeyboardInterrupt):
-            while (message := console.input("\n> ").strip()) != "/quit":
-                if message == "/reset":
+            while (message := read_message()) != "/quit":
+                if message is None:
+                    console.print("That line is no UTF-8: set the terminal to UTF-8, or convert what is piped in.")
+                elif message == "/reset":
                     talk.history = []
                 elif message == "/plain":
                     talk.drafts = not talk.drafts

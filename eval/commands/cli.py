@@ -23,7 +23,7 @@ from draftsmith.eval.commands.stages import (
 )
 from draftsmith.recipes.errors import UserError, did_you_mean, masked
 from draftsmith.recipes.loading import find_recipe, load_recipe
-from draftsmith.recipes.run_folder import RunFolder, versions
+from draftsmith.recipes.run_folder import RunFolder, run_lock, versions
 from draftsmith.recipes.schema import MethodRecipe, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
@@ -231,6 +231,7 @@ def chat(
 
 @app.command()
 def serve(
+    context: typer.Context,
     recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
@@ -242,6 +243,10 @@ def serve(
     ] = 4,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key that clients need.")
+    ] = None,
+    trusted_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which clients reach it, beside its addresses and localhost; *.lab.example, or *."),
     ] = None,
     learn: Annotated[
         bool, typer.Option("--learn", help="Keep what is asked and answered, and let the drafter learn from it.")
@@ -262,6 +267,7 @@ def serve(
     if rollback and not learn:
         raise UserError("option --rollback is of what was learned: it goes with --learn")
     try:
+        from draftsmith.eval.serving.protection import key_in
         from draftsmith.eval.serving.server import Worker
         from draftsmith.eval.serving.server import run as run_server
         from draftsmith.eval.trees.path_lookup import Memory
@@ -273,14 +279,13 @@ def serve(
         method = loaded.eval.methods[0]
         update = {"lookup": True} | ({} if method.best_first else {"tree": "best_first", "nodes": 6, "branch": 3})
         loaded = _with_method(loaded, method.model_copy(update=update))
-    api_key = None if api_key_env is None else os.environ.get(api_key_env, "")
-    if api_key == "":
-        raise UserError(f"option --api-key-env: the environment has no variable {api_key_env}")
+    api_key = None if api_key_env is None else key_in(api_key_env)
     heading("serve", loaded.target.model)
     if learn:
         from draftsmith.eval.commands.learning import Learned, start_learning, watched
 
         learned = Learned(loaded, learn_answers)
+        context.with_resource(run_lock(learned.folder, "serve --learn"))
         if rollback:
             console.print(learned.roll_back(), markup=False)
             learned.newer()
@@ -302,7 +307,7 @@ def serve(
     else:
         worker = Worker(loaded, waiting, memory=memory, at_once=at_once)
     console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
-    run_server(worker, host, port, api_key)
+    run_server(worker, host, port, api_key, trusted_host or [])
 
 
 def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:

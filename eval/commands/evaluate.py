@@ -38,6 +38,7 @@ from draftsmith.eval.serving.asking import recorded_served
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_training
 from draftsmith.recipes.errors import UserError, masked
+from draftsmith.recipes.parent import end_with_parent
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import (
     RunFolder,
@@ -147,7 +148,7 @@ def gpus_for(processes: int) -> list[str]:
 
 def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: list[str]) -> None:
     """Each measures its part of the questions; what one did is in the log, whatever becomes of the others."""
-    with ProcessPoolExecutor(len(devices), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(devices), get_context("spawn"), end_with_parent) as pool:
         parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
         for each in parts:
             each.result()

@@ -52,7 +52,7 @@ from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
 from draftsmith.recipes.errors import UserError, masked
-from draftsmith.recipes.loading import explain
+from draftsmith.recipes.loading import explain, parse_yaml
 from draftsmith.recipes.results import write_result
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe
@@ -276,8 +276,8 @@ def read_engine_options(text: str) -> VllmOptions:
         UserError: They are no mapping, not vLLM's, or of several copies of the target.
     """
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise UserError(f"option {OPTIONS_KEY}: give a mapping, as '{{max_model_len: 2048}}', not {text!r}")

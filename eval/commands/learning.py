@@ -7,6 +7,10 @@ What a target answers while it serves is self-distilled data. Under `runs/<name>
     state.json       which of them serves, which one did before, and what became of every candidate
     trainer.log      what training printed
 
+Only their owner reads them. One server at a time learns in a folder, and one process trains in it: the learner of a
+server that was killed ends with it, and the next one waits until it has. A full disk costs no answer: it is not kept,
+and training is tried again.
+
 A process of its own, at a lower priority, goes on from the drafter that serves: it trains for a few minutes on the
 newest answers, and on as many older ones and rows of the run's own data so that these are not forgotten. The candidate
 keeps a part of the weights that learning began with: it forgets less than what was trained (weight-space ensembles,
@@ -26,19 +30,20 @@ import os
 import random
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -56,13 +61,14 @@ from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, what_the_system_refused
+from draftsmith.recipes.parent import end_with_parent
 from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
-LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES = (
-    "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles",
+LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
+    "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles", ".trainer.lock",
 )  # fmt: skip
 KEPT_ANSWERS = 4000  # of the newest, by default
 KEPT_OUT_FRAC, FEWEST_KEPT_OUT, MOST_KEPT_OUT = 0.15, 8, 64
@@ -75,6 +81,8 @@ RESAMPLES, LEVEL = 1000, 0.05
 PROVEN_PROMPTS, PROVEN_TOKENS = 2, 48
 LOWEST_PRIORITY = 19
 LOOKS_EVERY_S = 2.0
+TRIES_AGAIN_AFTER_S = 60.0  # of a disk that is full
+OWNER_ALONE, OWNERS_FOLDER = 0o600, 0o700
 TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -89,6 +97,7 @@ TRAINING: dict[str, Any] = {
 ROWS_OF_A_STEP = TRAINING["per_device_train_batch_size"] * TRAINING["gradient_accumulation_steps"]
 
 
+TokenId = Annotated[int, Field(ge=0, strict=True)]
 Row = tuple[list[int], list[int]]  # token ids, and the mask of those that carry loss
 
 
@@ -96,8 +105,8 @@ Row = tuple[list[int], list[int]]  # token ids, and the mask of those that carry
 class Answer:
     """Token ids of a prompt and of its answer, and a hash of both."""
 
-    prompt_ids: list[int]
-    ids: list[int]
+    prompt_ids: list[TokenId]
+    ids: list[TokenId]
 
     @cached_property
     def key(self) -> str:
@@ -115,6 +124,17 @@ class Answer:
     @property
     def row(self) -> Row:
         return [*self.prompt_ids, *self.ids], [0] * len(self.prompt_ids) + [1] * len(self.ids)
+
+    @staticmethod
+    def of_line(line: bytes) -> Answer | None:
+        """Read a line of `answers.jsonl`; None if it is damaged."""
+        try:
+            return LINE.validate_json(line)
+        except ValidationError:
+            return None
+
+
+LINE = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
@@ -164,6 +184,9 @@ class Learned:
         self.recipe, self.kept_answers = recipe, kept_answers
         self.folder = RunFolder(recipe).root / LEARNED
         self.folder.mkdir(parents=True, exist_ok=True)
+        with suppress(PermissionError):  # somebody else's folder, who shares it
+            self.folder.chmod(OWNERS_FOLDER)
+        self.damaged_lines = 0  # of the answers' file, when it was read last
         (self.begun_with,) = drafter_folders(recipe)
         self._changed, self._current = 0, -1
         self._lines = 0
@@ -219,23 +242,39 @@ class Learned:
         return f"drafter {state.current} serves again, in place of {state.previous}"
 
     def add(self, prompt_ids: list[int], record: AnswerRecord) -> None:
-        """Keep an answer, on disk when this returns; forget the oldest now and then."""
+        """Keep an answer, on disk when this returns; forget the oldest now and then.
+
+        Raises:
+            OSError: The disk is full; the lines that were there before are left.
+        """
         file = self.folder / ANSWERS
         if self._lines == 0:
             self._lines = self._trim(file)
-        with file.open("ab") as stream:
-            stream.write(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        self._lines += 1
+        line = memoryview(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
+        lines, self._lines = self._lines, 0  # what stops this may leave a part of the line: looked at by the next call
+        with open(file, "ab", buffering=0, opener=_for_the_owner) as stream:
+            begin = stream.tell()
+            try:
+                while line:
+                    line = line[stream.write(line) :]
+                os.fsync(stream.fileno())
+            except BaseException:
+                os.ftruncate(stream.fileno(), begin)
+                raise
+        self._lines = lines + 1
         if self._lines > 2 * self.kept_answers:
             self._lines = self._trim(file)
 
     def _trim(self, file: Path) -> int:
-        """Leave the newest lines, without a torn one; how many."""
-        lines = self._whole_lines()[-self.kept_answers :]
+        """Leave the newest lines, without damaged ones; how many."""
+        whole = self._whole_lines()
+        lines = [line for line in whole if Answer.of_line(line) is not None]
+        if damaged := len(whole) - len(lines):
+            logging.getLogger(__name__).warning("%s: %s damaged lines are left out", file, damaged)
+        lines = lines[-self.kept_answers :]
         if file.exists():
             write_atomically(file, b"".join(lines).decode())
+            file.chmod(OWNER_ALONE)
         return len(lines)
 
     def _whole_lines(self) -> list[bytes]:
@@ -250,13 +289,23 @@ class Learned:
         return file.stat().st_size if file.is_file() else 0
 
     def answers(self) -> list[Answer]:
-        """The newest answers that something can be learned from, each once, the oldest first."""
+        """The newest answers that something can be learned from, each once, the oldest first.
+
+        Damaged lines are left out, and counted in `damaged_lines`.
+        """
         found: dict[str, Answer] = {}
+        self.damaged_lines = 0
         for line in self._whole_lines():
-            answer = Answer(**json.loads(line))
-            if len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
+            answer = Answer.of_line(line)
+            if answer is None:
+                self.damaged_lines += 1
+            elif len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
                 found[answer.key] = answer
         return list(found.values())[-self.kept_answers :]
+
+
+def _for_the_owner(file: str, flags: int) -> int:
+    return os.open(file, flags, OWNER_ALONE)
 
 
 def start_learning(learned: Learned, minutes: float) -> Any:
@@ -265,7 +314,7 @@ def start_learning(learned: Learned, minutes: float) -> Any:
     Args:
         minutes: Of a training, before its candidate is weighed.
     """
-    process = get_context("spawn").Process(target=_learn, args=(learned, minutes, os.getpid()), daemon=True)
+    process = get_context("spawn").Process(target=_learn, args=(learned, minutes), daemon=True)
     process.start()
     return process
 
@@ -284,14 +333,15 @@ def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
     return newer
 
 
-def _learn(learned: Learned, minutes: float, parent: int) -> None:
+def _learn(learned: Learned, minutes: float) -> None:
+    end_with_parent()
     if hasattr(os, "SCHED_IDLE"):
         # Niceness alone would still make the server's threads wait for a slice whenever they wake.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
         os.nice(LOWEST_PRIORITY)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with (
+        FileLock(learned.folder / TRAINER_LOCK),  # that of a server which was killed may still end
         (learned.folder / LOG).open("a", encoding="utf-8", buffering=1) as log,
         redirect_stdout(log),
         redirect_stderr(log),
@@ -299,19 +349,31 @@ def _learn(learned: Learned, minutes: float, parent: int) -> None:
         try:
             learner = Learner(learned, minutes)
             while True:
-                if (weighed := learner.cycle()) is None:
-                    time.sleep(LOOKS_EVERY_S)
-                else:
-                    print(weighed.sentence())
+                time.sleep(cycle_or_pause_s(learner))
         except KeyboardInterrupt:
             sys.exit()
 
 
-def _end_with(parent: int) -> None:
-    """What is written is written whole or not at all, so that this process may end at any moment."""
-    while os.getppid() == parent:
-        time.sleep(LOOKS_EVERY_S)
-    os._exit(1)
+def cycle_or_pause_s(learner: Learner) -> float:
+    """Train and weigh a candidate if there is something new; the seconds until the next look.
+
+    A disk that is full, or whatever else the system refuses, is told in `trainer.log`, and tried again.
+    """
+    try:
+        weighed = learner.cycle()
+    except Exception as error:
+        sentence = what_the_system_refused(error)
+        if sentence is None:
+            raise
+        with suppress(OSError):  # the log is on the same disk
+            print(sentence)
+        learner.look_again()
+        return TRIES_AGAIN_AFTER_S
+    if weighed is None:
+        return LOOKS_EVERY_S
+    with suppress(OSError):
+        print(weighed.sentence())
+    return 0.0
 
 
 class Learner:
@@ -348,12 +410,13 @@ class Learner:
             return None
         self._seen_bytes = size
         answers, state = self.learned.answers(), self.learned.state
+        if self.learned.damaged_lines:
+            print(f"{self.learned.folder / ANSWERS}: {self.learned.damaged_lines} damaged lines are left out")
         kept_out = [answer for answer in answers if answer.is_kept_out][-MOST_KEPT_OUT:]
         train = [answer for answer in answers if not answer.is_kept_out]
         new = [answer for answer in train if answer.key not in self.trained]
         if len(kept_out) < FEWEST_KEPT_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
             return None
-        self.trained = {answer.key for answer in train}
         serving = self.learned.drafter(state.current)
         chosen = self._chosen(train, state.weighed)
         begin_s = time.monotonic()
@@ -379,7 +442,12 @@ class Learner:
         weighed = Weighed(time.time(), len(kept_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
         self.learned.write(state)
+        self.trained = {answer.key for answer in train}
         return weighed
+
+    def look_again(self) -> None:
+        """Let the next cycle look at the answers, also if there are no new ones."""
+        self._seen_bytes = -1
 
     def _chosen(self, train: Sequence[Answer], weighed: Sequence[Weighed]) -> list[Row]:
         """Rows of a cycle's tokens: half of the newest answers, half of older ones and of the run's own data."""

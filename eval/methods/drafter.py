@@ -439,7 +439,7 @@ def most_likely(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """The `count` most likely tokens of each row of [R, V'], best first, and their log probabilities, none above 0."""
     if not sampling.greedy:
-        logits = logits / sampling.temperature
+        logits = sampling.scaled(logits)
     top = logits.topk(min(count, logits.shape[-1]), dim=-1)
     log_q = top.values - logits.logsumexp(-1, keepdim=True)
     # Columns are exact in double precision: one copy for both.

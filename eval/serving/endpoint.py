@@ -26,7 +26,7 @@ import openai
 from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
-from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions, Refused, ServerFails
+from draftsmith.data.engines.openai_engine import OTHER_ANSWER, OpenAIEngine, OpenAIOptions, Refused, ServerFails
 from draftsmith.recipes.errors import UserError, masked
 
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
@@ -228,6 +228,9 @@ class Endpoint(OpenAIEngine):
         stream = await server.client.completions.create(**self.arguments(request), stream=True)
         async for piece in stream:
             if piece.choices:
+                for told in (piece, piece.choices[0]):
+                    if getattr(told, "prompt_token_ids", None) not in (None, request.prompt_ids):
+                        raise ServerFails(OTHER_ANSWER)
                 yield getattr(piece.choices[0], "token_ids", None), piece.choices[0].finish_reason
 
     def _call(self, method: str, path: str) -> str:

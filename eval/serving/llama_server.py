@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx2
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.parent import end_program_with_parent
 
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp" / "bin"
 STARTS_WITHIN_S, STOPS_WITHIN_S = 300.0, 10.0
@@ -58,7 +59,9 @@ def started_server(
     command = [str(program), *(str(word) for option in options.items() for word in option), "--no-webui"]
     url = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile(prefix="llama-server-", suffix=".log") as log:
-        process = subprocess.Popen([*command, *map(str, more)], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, *map(str, more)], stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_program_with_parent
+        )
 
         def error(what: str) -> UserError:
             lines = Path(log.name).read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]

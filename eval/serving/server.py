@@ -25,18 +25,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException as AnyHTTPException
 from torch import Tensor
 
 from draftsmith.data.sources.conversation import Turn
-from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids, token_ids
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.decoding.loop import Answering, AnswerRecord, Round
@@ -44,18 +44,18 @@ from draftsmith.eval.decoding.method import ReadsLogits
 from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.serving.protection import Guard, TimedRequests, error, page_response
+from draftsmith.eval.serving.requests import Asked, ChatAsked, CompletionAsked, TooLong, ids_of_text, ids_of_turns
 from draftsmith.eval.trees.path_lookup import Memory
 from draftsmith.eval.trees.verify import Sampling, root_only
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.schema import Recipe
 
 PAGE = Path(__file__).with_name("page.html")
 LONGEST_TOKENS = 4096  # of a prompt and its answer, unless the target holds fewer
-LARGEST_BODY_BYTES = 1 << 20
-MOST_STOPS, LONGEST_STOP = 4, 128
 MOST_CONNECTIONS = 256
 STOPS_WITHIN_S = 0.5  # of no work
 LAST_WORDS_S = 2  # for connections, when the server ends
@@ -63,62 +63,6 @@ LAST_WORDS_S = 2  # for connections, when the server ends
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
-
-
-# ---- what is asked ----
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-
-
-class Asked(BaseModel):
-    """What both requests have. Keys of OpenAI's that are not here are refused by their names."""
-
-    model_config = ConfigDict(extra="forbid")
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-        | list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]]
-        | None
-    ) = Field(None)
-    seed: int | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_tokens: int | None = Field(None, ge=1)
-    n: Literal[1] = 1
-    frequency_penalty: Literal[0] = 0
-    presence_penalty: Literal[0] = 0
-    user: str | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @model_validator(mode="after")
-    def _few_stops(self) -> Asked:
-        if len(self.stops) > MOST_STOPS:
-            raise ValueError(f"stop: at most {MOST_STOPS} strings")
-        return self
-
-
-class ChatAsked(Asked):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-
-class CompletionAsked(Asked):
-    prompt: str | list[int] = Field(min_length=1)
-    echo: Literal[False] = False
 
 
 # ---- what is answered ----
@@ -245,6 +189,8 @@ class Worker:
         self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
         self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
         self.drafters = Counter("drafters_taken", "Drafters that came to serve after the first", **named)
+        self.not_kept = Counter("answers_not_kept", "Answers that could not be written to learn from", **named)
+        self._keeps = True
         Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Answers under way", **named).set_function(lambda: len(self._running))
         self._session = SharedSession(self.target, self.length, at_once, recipe.eval.compile)
@@ -441,9 +387,24 @@ class Worker:
             self.memory.add([*job.prompt_ids, *record.ids])
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
-        if self.on_answer is not None:
-            self.on_answer(finished)
+        self._keep(finished)
         self._end(running, finished.reason, finished)
+
+    def _keep(self, finished: Finished) -> None:
+        """Tell `on_answer`; what fails there, a full disk, costs no client its answer."""
+        if self.on_answer is None:
+            return
+        try:
+            self.on_answer(finished)
+        except Exception as error:
+            self.not_kept.inc()
+            if self._keeps:
+                logger.warning("answers are given, but not kept: %s", reason(error))
+            self._keeps = False
+        else:
+            if not self._keeps:
+                logger.warning("answers are kept again")
+            self._keeps = True
 
     def _end(self, running: Running, reason: str, said: Finished | BaseException) -> None:
         self._running.remove(running)
@@ -498,32 +459,41 @@ def _begun(text: str, stop: str) -> int:
 # ---- the API ----
 
 
-def application(worker: Worker, api_key: str | None = None) -> FastAPI:
+def application(worker: Worker, api_key: str | None = None, names: Sequence[str] = ()) -> FastAPI:
     """Make the application.
 
     Args:
         worker: Answers, in a thread of its own or, better, in that which loaded it.
         api_key: What a client must give as its bearer; None: nothing.
+        names: By which it may be reached, beside its addresses and `localhost`.
     """
 
-    app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     name = worker.recipe.target.shown
+    # One text at a time, so that no long one keeps the others' pieces waiting: the event loop sends them.
+    tokenising = ThreadPoolExecutor(1, "tokenising")
 
-    app.add_middleware(BoundedBodies)
+    app.add_middleware(Guard, names=names)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, problem: RequestValidationError) -> Response:
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
-        said = "not supported here" if first["type"] == "extra_forbidden" else first["msg"]
-        return error(400, f"{where}: {said}")
+        said = first["msg"].removeprefix("Value error, ")
+        return error(400, f"{where}: {'not supported here' if first['type'] == 'extra_forbidden' else said}")
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, problem: HTTPException) -> Response:
+    @app.exception_handler(AnyHTTPException)  # starlette's too: of paths and methods that there are not
+    async def refused(_: Request, problem: AnyHTTPException) -> Response:
         return error(problem.status_code, str(problem.detail))
 
+    @app.exception_handler(Exception)
+    async def failed(_: Request, problem: Exception) -> Response:
+        logger.error("a request failed", exc_info=problem)
+        return error(500, "the request failed")
+
     def known(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "the key is wrong, or missing")
 
@@ -548,6 +518,15 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
         except Gone:
             raise HTTPException(503, "the server ends") from None
         return job, out
+
+    async def ids_by(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
+        running = asyncio.get_running_loop()
+        try:
+            return await running.run_in_executor(tokenising, tokenise, worker.tokenizer, prompt, worker.length)
+        except TooLong as problem:
+            raise HTTPException(400, str(problem)) from None
+        except UserError as problem:
+            raise HTTPException(400, f"{where}: {problem}") from None
 
     async def respond(
         request: Request, asked: Asked, prompt_ids: list[int], wanted: int | None, chat: bool
@@ -610,18 +589,15 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
 
     @app.post("/v1/chat/completions", dependencies=[Depends(known)])
     async def chat_completions(request: Request, asked: ChatAsked) -> Response:
-        turns = [Turn(message.role, message.content) for message in asked.messages]
+        turns = [message.turn for message in asked.messages]
         if turns[-1].role != "user":
             raise HTTPException(400, "messages: the last one must be the user's")
-        try:
-            prompt_ids = prompt_token_ids(worker.tokenizer, turns)
-        except UserError as problem:
-            raise HTTPException(400, f"messages: {problem}") from None
+        prompt_ids = await ids_by(ids_of_turns, turns, "messages")
         return await respond(request, asked, prompt_ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
 
     @app.post("/v1/completions", dependencies=[Depends(known)])
     async def completions(request: Request, asked: CompletionAsked) -> Response:
-        ids = asked.prompt if isinstance(asked.prompt, list) else token_ids(worker.tokenizer, asked.prompt)
+        ids = asked.prompt if isinstance(asked.prompt, list) else await ids_by(ids_of_text, asked.prompt, "prompt")
         vocabulary = worker.target.config.get_text_config().vocab_size
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise HTTPException(400, f"prompt: token ids are from 0 to {vocabulary - 1}")
@@ -642,35 +618,15 @@ def application(worker: Worker, api_key: str | None = None) -> FastAPI:
 
     @app.get("/")
     async def page() -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        return page_response(PAGE.read_text(encoding="utf-8"))
 
     return app
-
-
-class BoundedBodies:
-    """Refuses a body that is too large, or does not say how large it is, before it is read."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope.get("headers", ()))
-        length = headers.get(b"content-length", b"0")
-        bad = not length.isdigit() or int(length) > LARGEST_BODY_BYTES or b"transfer-encoding" in headers
-        said = f"a request must say its length, at most {LARGEST_BODY_BYTES} bytes"
-        await (error(413, said) if scope["type"] == "http" and bad else self._app)(scope, receive, send)
 
 
 def usage(finished: Finished) -> dict[str, int]:
     """Count as OpenAI does, the end token included."""
     prompt, answer = len(finished.prompt_ids), len(finished.record.ids)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-
-
-def error(status: int, message: str) -> JSONResponse:
-    """An error in OpenAI's form."""
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
 
 
 async def next_of(out: asyncio.Queue[Any], request: Request) -> Any:
@@ -703,6 +659,7 @@ class Listening:
 
         config = uvicorn.Config(
             app,
+            http=TimedRequests,
             host=host,
             port=port,
             log_level="critical",
@@ -731,14 +688,20 @@ class Listening:
         self._thread.join(3 * LAST_WORDS_S)
 
 
-def run(worker: Worker, host: str, port: int, api_key: str | None) -> None:
+def run(worker: Worker, host: str, port: int, api_key: str | None, names: Sequence[str] = ()) -> None:
     """Serve until Ctrl-C or SIGTERM: the models in this thread, see `Worker`.
+
+    Args:
+        worker: Answers.
+        host: The address, or the name, that is listened on.
+        port: Of it.
+        api_key, names: As for `application`.
 
     Raises:
         UserError: As `Listening`.
     """
     worker.warm_up()
-    listening = Listening(application(worker, api_key), host, port)
+    listening = Listening(application(worker, api_key, [host, *names]), host, port)
     try:
         worker.work()
     finally:

@@ -185,6 +185,9 @@ def root_only(token: int) -> DraftTree:
 # ---- distributions and draws ----
 
 
+LARGEST_LOGIT = 1e4  # those of models are below 100
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. `temperature=0` is greedy; `top_k=0` and `top_p=1` filter nothing."""
@@ -205,12 +208,20 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def scaled(self, logits: Tensor) -> Tensor:
+        """[..., V] logits over the temperature, up to a constant; none is infinite, however low it is."""
+        numbers = torch.finfo(logits.dtype)
+        if self.temperature >= LARGEST_LOGIT / numbers.max:
+            return logits / self.temperature
+        logits = logits - logits.max(-1, keepdim=True).values
+        return (logits / max(self.temperature, numbers.tiny)).clamp_min(numbers.min)
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """[..., V] logits to probabilities, in fp32 (fp64 stays fp64). Greedy: all mass on the first largest logit."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
-        logits = logits / self.temperature
+        logits = self.scaled(logits)
         if 0 < self.top_k < logits.shape[-1]:
             smallest_kept = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < smallest_kept, -torch.inf)

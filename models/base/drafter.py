@@ -56,7 +56,7 @@ from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teache
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
-from draftsmith.recipes.schema import Section
+from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 
 MODEL_TYPE_PREFIX = "draftsmith-"
 # What a drafter's target must have in common with the one that it was made for.
@@ -84,11 +84,13 @@ def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None
 
 Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
 DepthWeights = Annotated[
-    PositiveFloat | list[PositiveFloat],
+    PositiveFloat | Annotated[list[PositiveFloat], Field(max_length=MOST_DEPTHS)],
     one_message("must be one positive number, or a list of one for each depth"),
     Field(description="lambda of each depth, from the first; or one number d for d**0, d**1, ..."),
 ]
-DraftDepth = Annotated[int, Field(ge=1, description="the longest path that is drafted, one forward a level")]
+DraftDepth = Annotated[
+    int, Field(ge=1, le=MOST_DEPTHS, description="the longest path that is drafted, one forward a level")
+]
 Loss = Annotated[
     LossName | Annotated[dict[LossName, PositiveFloat], Field(min_length=1)],
     one_message(f"must be {', '.join(LOSSES)}, or some of these with a weight each, as in `{{ce: 0.1, tv: 1.8}}`"),
@@ -102,7 +104,7 @@ DraftVocabSize = Annotated[
         "(`models/base/draft_head.py`); all by default"
     ),
 ]
-NumLayers = Annotated[int, Field(ge=1, description="decoder layers")]
+NumLayers = Annotated[int, Field(ge=1, le=MOST_LAYERS, description="decoder layers")]
 MaskResidual = Annotated[
     bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
 ]

@@ -35,6 +35,7 @@ from draftsmith.models.decoding.decoders import (
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
 from draftsmith.models.groups.rows import ActiveRows, active, previous_features
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 
 class GroupWiseOptions(DrafterOptions):
@@ -58,7 +59,7 @@ class OneForwardOptions(GroupWiseOptions, DepthOptions):
 class MaskOptions(OneForwardOptions):
     """Options of all kinds with masks."""
 
-    num_masks: int = Field(4, ge=0, description="K; a round drafts K+1 tokens")
+    num_masks: int = Field(4, ge=0, le=MOST_DEPTHS, description="K; a round drafts K+1 tokens")
     keep_ratio: float = Field(
         1.0, gt=0, le=1, description="train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE); 1 keeps all"
     )

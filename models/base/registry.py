@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
-from draftsmith.models.weights import load_weights, weights_sha256
+from draftsmith.models.weights import load_weights, some_of, weights_sha256
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
 from draftsmith.recipes.run_folder import read_json
@@ -100,7 +100,22 @@ def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Dr
     """
     place = drafter_place(folder) if isinstance(folder, str) else folder
     kind = check_as_trained(place)
-    return load_weights("drafter", str(place), load_drafter_class(kind), dtype=dtype)
+    drafter = load_weights("drafter", str(place), load_drafter_class(kind), dtype=dtype)
+    check_finite(place, drafter)
+    return drafter
+
+
+def check_finite(place: Path, drafter: Drafter) -> None:
+    """
+    Raises:
+        UserError: A weight is infinite or no number: trees by confidence would break, and all drafts be rejected.
+    """
+    wrong = [name for name, weight in drafter.named_parameters() if not bool(weight.isfinite().all())]
+    if wrong:
+        raise UserError(
+            f"{place} has weights that are infinite or no numbers ({some_of(wrong)}; in {drafter.dtype}): restore the "
+            "folder, or train again"
+        )
 
 
 def read_training(folder: Path) -> Training:

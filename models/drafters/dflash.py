@@ -66,6 +66,7 @@ from draftsmith.models.decoding.decoders import (
 )
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 # Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
 LIKE_QWEN3 = ("llama", "mistral", "qwen2", "qwen3")
@@ -95,7 +96,7 @@ class DFlashConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
-            6, ge=2, description="rows of a block, the newest token's included (published: 7 to 16)"
+            6, ge=2, le=MOST_DEPTHS, description="rows of a block, the newest token's included (published: 7 to 16)"
         )
         num_layers: NumLayers = 3
         sample_from_anchor: bool = Field(

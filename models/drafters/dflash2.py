@@ -46,6 +46,7 @@ from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.rows import previous_features
 from draftsmith.models.losses import chunk_rows, softmax_dtype
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 
 def _divides_the_hidden_size(size: int, info: ValidationInfo) -> int:
@@ -65,7 +66,9 @@ def within_the_vocabulary(count: int, info: ValidationInfo) -> int:
 class ConvolutionOptions(DFlashConfig.Options):
     """Options of all kinds with convolutions around their sublayers."""
 
-    conv_kernel_size: int = Field(2, ge=1, description="taps: a row reads so many rows of its block, its own too")
+    conv_kernel_size: int = Field(
+        2, ge=1, le=MOST_DEPTHS, description="taps: a row reads so many rows of its block, its own too"
+    )
     conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
         16, ge=1, description="channels that share what a row adds to the kernel"
     )

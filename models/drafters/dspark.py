@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from draftsmith.models.base.draft_head import RowLosses
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 
 class DSparkConfig(DFlashConfig):
@@ -37,7 +38,10 @@ class DSparkConfig(DFlashConfig):
         """The keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
-            5, ge=2, description="rows of a block, the newest token's included; as many are drafted (published: 7)"
+            5,
+            ge=2,
+            le=MOST_DEPTHS,
+            description="rows of a block, the newest token's included; as many are drafted (published: 7)",
         )
         sample_from_anchor: bool = Field(
             True,

@@ -53,6 +53,7 @@ from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows, previous_features
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
@@ -216,7 +217,10 @@ class Eagle3Config(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         ttt_steps: int = Field(
-            5, ge=1, description="depths that are trained, each on the outputs of the one before; 1 is no such training"
+            5,
+            ge=1,
+            le=MOST_DEPTHS,
+            description="depths that are trained, each on the outputs of the one before; 1 is no such training",
         )
         draft_depth: DraftDepth | None = Field(
             None, validate_default=True, description="the longest path that is drafted; `ttt_steps` by default"

@@ -52,6 +52,7 @@ from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
 from draftsmith.models.groups.rows import ActiveRows, previous_features
 from draftsmith.models.losses import chunk_rows, softmax_dtype
+from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 # Of the candidates' embeddings, so many numbers are there at a time; what more there is, is computed twice.
 ELEMENTS_AT_ONCE = 1 << 27
@@ -79,7 +80,10 @@ class LiLiCorrConfig(DFlashConfig):
         """The keys of `drafter.options` in a recipe."""
 
         conv_kernel_size: int = Field(
-            2, ge=0, description="taps: a row reads so many rows of its block, its own too; 0: no convolutions"
+            2,
+            ge=0,
+            le=MOST_DEPTHS,
+            description="taps: a row reads so many rows of its block, its own too; 0: no convolutions",
         )
         lattice_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             8, ge=1, description="candidates of each row (published: 8; engines want a power of two up to 16)"
@@ -94,7 +98,7 @@ class LiLiCorrConfig(DFlashConfig):
         lattice_factor_dim: Annotated[int | None, AfterValidator(_width_of_a_factor)] = Field(
             None, ge=1, validate_default=True, description="width of a factor; by default the lattice's, as published"
         )
-        lattice_layers: int = Field(2, ge=1, description="layers of the lattice")
+        lattice_layers: int = Field(2, ge=1, le=MOST_LAYERS, description="layers of the lattice")
         lattice_mlp_ratio: float = Field(2.0, gt=0, description="width of the lattice's MLPs over its own")
         lattice_logit_scale: float = Field(8.0, gt=0, description="what the factors' cosines are multiplied with")
         lattice_vector_eps: float = Field(

@@ -27,13 +27,14 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, Draf
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.groups.rows import ActiveRows, previous_features
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 
 class HeadOptions(DepthOptions):
     """Options of drafters that are heads on the target's last hidden state."""
 
-    num_heads: int = Field(5, ge=1, description="G, the depths that are drafted")
-    num_layers: int = Field(1, ge=1, description="residual blocks of a head")
+    num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the depths that are drafted")
+    num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="residual blocks of a head")
     lm_heads: Literal["separate", "shared"] = Field(
         "separate",
         description="an LM head for each head, which starts as the target's (both papers); or the target's frozen one "

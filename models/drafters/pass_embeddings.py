@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthWeights, DrafterConfig, Loss
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.groups.layers import TargetLayers, build_target_layers, layers_config
+from draftsmith.recipes.schema import MOST_DEPTHS
 
 
 class PassEmbeddingsConfig(DrafterConfig):
@@ -34,7 +35,9 @@ class PassEmbeddingsConfig(DrafterConfig):
     class Options(MaskOptions):
         """The keys of `drafter.options` in a recipe. The first depth's weight moves nothing: it is always right."""
 
-        num_masks: int = Field(4, ge=1, description="T, the look-ahead embeddings; a round drafts T+1 tokens")
+        num_masks: int = Field(
+            4, ge=1, le=MOST_DEPTHS, description="T, the look-ahead embeddings; a round drafts T+1 tokens"
+        )
         loss: Loss = "ce"
         depth_weights: DepthWeights = 1.0
 

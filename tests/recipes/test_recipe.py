@@ -70,6 +70,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"eval": {"temperatures": [float("nan")]}}, "key `eval.temperatures.0`: input should be a finite number"),
     ({"data": {"distill": {"temperature": float("inf")}}}, "input should be a finite number"),
 ]
+# Nine levels of nine aliases each: 387 million values in a few lines.
+LEVELS = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
+BOMB = "name: a\ntrain:\n  " + "\n  ".join(LEVELS) + "\n"
+FLOW_BOMB = "{" + ", ".join(LEVELS) + "}"
 OF_FILES = [
     ("seed: 1", [], "key `name` is missing: add it"),
     ("- a\n- b\n", [], "must hold a YAML mapping of sections (name, target, data, ...), not a list"),
@@ -78,6 +82,11 @@ OF_FILES = [
     ("name: a\nseed: 1" + "0" * 5000, [], "is not valid YAML: Exceeds the limit"),
     ("[" * 5000, [], "is not valid YAML: maximum recursion depth exceeded"),
     ("name: a\ntrain: &x\n  y: *x\n", [], "is nested without end"),
+    (BOMB, [], "aliases stand for more than 10,000 values: write them out"),
+    (BOMB.replace("train", "no_such_key"), [], "aliases stand for more than 10,000 values"),
+    ("name: a", [f"train={FLOW_BOMB}"], "aliases stand for more than 10,000 values"),
+    ("name: a\nseed: 1\nseed: 2\n", [], "the key seed is there twice"),
+    ("name: a\ntrain: {x: 1, y: 2, x: 3}\n", [], "the key x is there twice"),
     ("name: a", ["seed=1" + "0" * 5000], "the value is not valid YAML"),
     ("name: a", ["seed"], "override `seed` must look like section.key=value"),
     ("name: a", ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys of its own"),

@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -41,12 +41,14 @@ class Fault:
 
     status, headers, body: of the response; a body of bytes is sent as it is.
     delay_s: before it.
+    drip_s: before each of its bytes; the answer itself, if there is no body.
     """
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: Any = None
     delay_s: float = 0.0
+    drip_s: float = 0.0
 
 
 # Sees the request's JSON and its number at this server, from 1; None: the ordinary answer.
@@ -132,7 +134,9 @@ class FakeServer:
             fault = self.script(body, number)
             if fault is not None:
                 time.sleep(fault.delay_s)
-            return self.answer(path, body) if fault is None or fault == Fault(delay_s=fault.delay_s) else fault
+            if fault is None or fault == Fault(delay_s=fault.delay_s, drip_s=fault.drip_s):
+                return replace(self.answer(path, body), drip_s=fault.drip_s if fault else 0.0)
+            return fault
         finally:
             with self._lock:
                 self.in_flight -= 1
@@ -174,6 +178,11 @@ class FakeServer:
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                if not response.drip_s:
+                    self.wfile.write(data)
+                    return
+                for byte in data:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(response.drip_s)
 
         return Handler

@@ -33,10 +33,12 @@ def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:
     return [*found, ("tokenizer.chat_template", tokenizer.get_chat_template(), [kinds.STRING])]
 
 
-def embedded_gguf(folder: Path, target: PreTrainedModel, tokenizer: Any) -> Path:
-    """Write the target in fp32; a target is written as a draft model of all its layers would be."""
+def embedded_gguf(folder: Path, target: PreTrainedModel, tokenizer: Any, template: str | None = None) -> Path:
+    """Write the target in fp32, as a draft model of all its layers would be, with its chat template or another."""
     config, file = target.config.to_dict(), folder / "target.gguf"
     tensors = {name: value.cpu() for name, value in target.state_dict().items() if name != "lm_head.weight"}
     keys = tokenizer_keys(tokenizer, config["vocab_size"])
+    if template is not None:
+        keys[-1] = (keys[-1][0], template, keys[-1][2])
     write_gguf(file, Checkpoint(config, tensors), "draft_model", config, keys, "f32")
     return file

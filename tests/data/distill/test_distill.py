@@ -264,6 +264,24 @@ def test_empty_answers_are_dropped_and_if_all_are_it_is_an_error(source: Path, t
     engine.answer = lambda prompt: " "  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(7 empty answer\)"):
         run(make_recipe(source), tmp_path / "out", engine)
+    # It may have been the server's lie, or chance: with an engine that answers, all of them come right.
+    again = run(make_recipe(source), tmp_path / "out", HashEngine(engine.tokenizer), retry_failed=True)
+    assert (again.retried, again.kept) == (7, 7)
+
+
+def test_nothing_is_asked_for_while_a_begun_training_needs_its_rows(source: Path, tmp_path: Path) -> None:
+    """A higher limit, found before any answer is paid for; without it the run goes on."""
+    few, all_of_them = make_recipe(source), make_recipe(source)
+    few.data.conversations.limit = 3
+    engine = HashEngine(tiny_tokenizer(templates.CHATML))
+    run(few, tmp_path / "run" / "data", engine)
+    (tmp_path / "run" / "drafter").mkdir()
+    (tmp_path / "run" / "drafter" / "settings.json").touch()
+    engine.calls.clear()
+    with pytest.raises(UserError, match="holds a training that was begun"):
+        run(all_of_them, tmp_path / "run" / "data", engine)
+    assert engine.calls == []
+    assert run(few, tmp_path / "run" / "data", engine).already_done == 3
 
 
 def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, Finished, Ledge
 from draftsmith.data.distill.token_dataset import REPORT_NAME, build_token_dataset
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import Recipe
 
 
@@ -70,6 +70,32 @@ def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch
     assert len(load(tmp_path)) == 1
     assert build(tmp_path).rows == 2
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
+    """With others it could not be resumed; once it is finished, or deleted, they may change. Linked data too."""
+    data, drafter = tmp_path / "run" / "data", tmp_path / "run" / "drafter"
+    write_distilled(data, [["Hello"]])
+    build(data)
+    drafter.mkdir()
+    (drafter / "settings.json").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "data").symlink_to(data)
+    write_distilled(data, [["Hello"], ["Bye"]])
+    for folder in (data, tmp_path / "other" / "data"):
+        with pytest.raises(
+            UserError, match=r"begun on the rows of .* is not finished.*: finish it with `draftsmith train`"
+        ):
+            build(folder)
+    assert len(load(data)) == 1
+    write_distilled(data, [["Hello"]])
+    assert build(data).reused  # as `draftsmith run` does, before it goes on with that training
+    (drafter / "training.json").touch()
+    write_distilled(data, [["Hello"], ["Bye"]])
+    with run_lock(tmp_path / "run", "train"), pytest.raises(UserError, match=r"run is in use by `draftsmith train`"):
+        build(data)
+    assert len(load(data)) == 1
+    assert build(data).rows == 2
 
 
 def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:

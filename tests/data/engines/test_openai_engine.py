@@ -1,5 +1,7 @@
 """What the openai engine sends, what it makes of the answers, and what becomes of requests while servers fail."""
 
+import gzip
+import json
 import threading
 import time
 import warnings
@@ -21,7 +23,9 @@ from support.openai_setup import (
     setting,
 )
 
+from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
+from draftsmith.data.engines.openai_engine import CONTROL_TOKENS, CUT_EARLY
 from draftsmith.recipes.errors import UserError
 
 
@@ -159,9 +163,15 @@ def test_another_chat_template_at_the_server(start_server: StartServer, start_en
         ({"token_ids": [END_ID], "text": ""}, Completion([END_ID], "stop")),
         # A server that does not know our end token runs past it.
         ({"token_ids": [11, END_ID, 13, 14], "finish_reason": "length"}, Completion([11, END_ID], "stop")),
-        ({"token_ids": [11, 12, 13], "finish_reason": "length"}, Completion([11, 12, 13], "length")),
+        ({"token_ids": [11, 12, 13, 14], "finish_reason": "length"}, Completion([11, 12, 13, 14], "length")),
         ({"finish_reason": "length"}, Completion(None, "length", "11 12")),
         ({"finish_reason": "content_filter"}, Failure("finish reason content_filter")),
+        ({"finish_reason": "odd \x1b[2J\n one"}, Failure("finish reason odd [2J one")),
+        # What its reason says cannot be: another try may bring the whole answer.
+        ({"token_ids": [11, 12, 13], "finish_reason": "length"}, Failure(CUT_EARLY)),
+        ({"text": "1", "finish_reason": "length"}, Failure(CUT_EARLY)),
+        # Tokenised with the conversation it would be a turn's end, with loss, and a turn that nobody said.
+        ({"text": "11<|im_end|>\n<|im_start|>user"}, Failure(CONTROL_TOKENS)),
     ],
 )  # fmt: skip
 def test_how_answers_end(
@@ -169,7 +179,20 @@ def test_how_answers_end(
 ) -> None:
     answer = {"choices": [{"finish_reason": "stop", "text": "11 12", **choice}]}
     server = start_server(lambda body, number: Fault(body=answer))
-    assert run(start_engine(server), requests(1)) == {"c0": outcome}
+    assert run(start_engine(server), requests(1, max_new_tokens=4)) == {"c0": outcome}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_thoughts_that_a_server_gives_apart_are_counted(
+    start_server: StartServer, start_engine: StartEngine, key: str
+) -> None:
+    """An answer that was cut in its thoughts says nothing yet, and is no shorter than was asked for."""
+    message = {"content": "", key: "so and so on"}
+    answer = {"choices": [{"finish_reason": "length", "message": message}]}
+    server = start_server(lambda body, number: Fault(body=answer))
+    engine = start_engine(server, api="chat")
+    assert run(engine, requests(1, max_new_tokens=4)) == {"c0": Completion(None, "length", "")}
+    assert run(engine, requests(1, max_new_tokens=400)) == {"c0": Failure(CUT_EARLY)}
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -204,6 +227,16 @@ def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, An
         (answer_of([-1, END_ID]), "malformed answer: token ids outside the target's vocabulary"),
         (answer_of([11] * 34, "length"), "malformed answer: longer than was asked for"),
         (b'{"choices": ' + b"[" * 60_000, "malformed answer: no JSON"),
+        (answer_of(["11", END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
+        (answer_of([11.0, END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
+        (answer_of([True, END_ID]), "malformed answer: choices.0.token_ids.0"),
+        ({"choices": [{"index": 1, "finish_reason": "stop", "text": "x"}]}, "malformed answer: choices.0.index"),
+        ({"choices": [{"finish_reason": "stop", "text": "one " * 300}]}, "malformed answer: longer than was asked for"),
+        (answer_of([11, END_ID]) | {"prompt_token_ids": [5, 6, 99]}, "answer of another prompt"),
+        (
+            {"choices": [{**answer_of([11, END_ID])["choices"][0], "prompt_token_ids": [5, 6, 99]}]},
+            "answer of another prompt",
+        ),
     ],
 )
 def test_malformed_answers(start_server: StartServer, start_engine: StartEngine, body: Any, reason: str) -> None:
@@ -348,7 +381,67 @@ def test_when_all_servers_stay_down_nothing_is_given_up_as_failed(
     assert len(kept) < 40
 
 
-@pytest.mark.parametrize("status", [307, 429, 500])
+def test_a_server_that_says_which_prompt_it_answers(start_server: StartServer, start_engine: StartEngine) -> None:
+    """In the answer, or in its choice as vLLM does: of ours it is taken."""
+
+    def script(body: dict[str, Any], number: int) -> Fault:
+        answer = server.answer("/v1/completions", body).body
+        (answer if number % 2 else answer["choices"][0])["prompt_token_ids"] = body["prompt"]
+        return Fault(body=answer)
+
+    server = start_server(script)
+    asked = requests(6)
+    assert run(start_engine(server), asked) == right_answers(asked)
+
+
+def test_a_redirection_is_not_followed(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Another host would get the prompts, and its answers would be the target's."""
+    other = start_server()
+    server = start_server(lambda body, number: Fault(307, {"Location": f"{other.url}/completions?key=secret"}, {}))
+    engine = start_engine(server)
+    with pytest.raises(
+        UserError, match=r"sends us on to http://127.0.0.1:\d+ \(HTTP 307\), which is not followed"
+    ) as told:
+        run(engine, requests(3))
+    assert "secret" not in str(told.value)
+    assert not other.requests
+
+
+def test_an_answer_that_drips_has_a_time(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Each byte comes within the time, the answer does not."""
+    server = start_server(lambda body, number: Fault(drip_s=0.05) if body["prompt"][-1] == 1 else None)
+    asked = requests(3)
+    began = time.monotonic()
+    outcomes = run(start_engine(server, timeout_s=0.2, max_attempts=1), asked)
+    assert outcomes == {**right_answers(asked), "c1": Failure("timeout")}
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_answer_has_a_size(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    monkeypatch.setattr(openai_engine.BoundedClient.__init__, "__defaults__", (1 << 20,))
+    large = json.dumps(answer_of([11, END_ID]) | {"padding": "x" * (2 << 20)}).encode()
+    headers = {"Content-Encoding": "gzip"} if is_packed else {}
+    fault = Fault(headers=headers, body=gzip.compress(large) if is_packed else large)
+    server = start_server(lambda body, number: fault if body["prompt"][-1] == 1 else None)
+    asked = requests(3)
+    outcomes = run(start_engine(server, max_attempts=1), asked)
+    assert outcomes == {**right_answers(asked), "c1": Failure("answer of more than 1 MiB")}
+
+
+def test_a_server_that_answers_its_check_alone_is_given_up(
+    start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.02)
+    busy = Fault(429, {"Retry-After": "0.01"}, {"error": {"message": "busy"}})
+    engine = start_engine(start_server(lambda body, number: busy), give_up_after_s=0.5)
+    with pytest.raises(UserError, match=r"no server has answered for 0.5 s .*HTTP 429: busy"):
+        run(engine, requests(4))
+
+
+@pytest.mark.parametrize("status", [429, 500])
 def test_a_server_that_answers_nothing_loses_no_conversation(
     start_server: StartServer, start_engine: StartEngine, status: int
 ) -> None:

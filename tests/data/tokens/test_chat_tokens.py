@@ -153,3 +153,9 @@ def test_an_answer_copies_from_itself_alone() -> None:
 def test_thoughts_carry_no_loss(ids: list[int], loss: list[int], kept: list[int]) -> None:
     masked = TokenizedConversation(ids, loss).without_reasoning(8, 9)
     assert (masked.input_ids, masked.loss_mask) == (ids, kept)
+
+
+def test_a_text_that_is_no_utf_8_is_a_sentence() -> None:
+    """As a command line in Latin-1 gives it."""
+    with pytest.raises(UserError, match="is no UTF-8"):
+        prompt_token_ids(tiny_tokenizer(templates.CHATML), [Turn("user", "caf\udce9")])

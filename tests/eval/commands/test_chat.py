@@ -59,6 +59,19 @@ def test_a_turn_reads_those_before_it(recipe: str, tmp_path: Path) -> None:
     assert after["answer"] != alone["answer"]
 
 
+def test_a_line_that_is_no_text_ends_nothing(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a terminal in Latin-1 sends it: Python keeps such bytes as half surrogates, or refuses them."""
+
+    def refused() -> str:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    lines = iter([lambda: "\udcff\udcfe hello", refused, lambda: QUESTION, lambda: "/quit"])
+    monkeypatch.setattr(chat.console, "input", lambda _: next(lines)())
+    said, printed = talk(recipe, tmp_path)
+    assert [each["question"] for each in said] == [QUESTION]
+    assert printed.count("That line is no UTF-8") == 2
+
+
 def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, whole = [], chat.round_text
 

@@ -1,10 +1,13 @@
 """A drafter that learns while it serves: what is kept, what is trained on, what is taken, and what a kill leaves."""
 
+import contextlib
 import json
 import os
 import queue
 import shutil
 import signal
+import stat
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from support.tiny_runs import recipe_file, recipe_in
 from typer.testing import CliRunner
@@ -25,6 +29,7 @@ from draftsmith.eval.commands.learning import (
     Learned,
     Learner,
     Weighed,
+    cycle_or_pause_s,
     keep_some_of,
     paired_interval,
     start_learning,
@@ -108,6 +113,82 @@ def test_the_newest_answers_are_kept_and_torn_lines_are_not(tmp_path: Path) -> N
     again.add(list(range(20)), record(8, 7))
     assert len(file.read_bytes().splitlines()) == 4  # the newest three of before, and it
     assert again.answers()[-1].ids == [8, 7]
+
+
+def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, caplog: Any) -> None:
+    """Whatever it is: half a line with the next one behind it, no UTF-8, JSON of another form, ids that are none."""
+    learned = Learned(made(tmp_path), kept_answers=100)
+    learned.add(list(range(20)), record(1, 7))
+    damaged = [b'{"prompt_ids": [1, 2{"prompt_ids": [1], "ids": [2]}', b"\xff\xfe", b"[]", b"7", b'{"ids": [1]}',
+               b'{"prompt_ids": [-1], "ids": ["2"]}', b""]  # fmt: skip
+    with (learned.folder / "answers.jsonl").open("ab") as stream:
+        stream.write(b"".join(line + b"\n" for line in damaged))
+    learned.add(list(range(20)), record(2, 7))
+    assert [answer.ids[0] for answer in learned.answers()] == [1, 2]
+    assert learned.damaged_lines == len(damaged)
+    again = Learned(learned.recipe, kept_answers=100)
+    again.add(list(range(20)), record(3, 7))  # the first of a server leaves them out
+    assert [answer.ids[0] for answer in again.answers()] == [1, 2, 3]
+    assert again.damaged_lines == 0
+    assert f"answers.jsonl: {len(damaged)} damaged lines are left out" in caplog.text
+
+
+def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, tiny_disk: Path) -> None:
+    """No part of a line is left that would swallow the next one."""
+    recipe = made(tmp_path)
+    (RunFolder(recipe).root / "learned").symlink_to(tiny_disk)
+    learned = Learned(recipe)
+    learned.add(list(range(20)), record(1, 7))
+    with pytest.raises(OSError, match="No space left"):
+        learned.add(list(range(20)), record(*[7] * 50_000))
+    filler = tiny_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+        while stream.write(b"x" * 4096):
+            pass
+    for _ in range(3):
+        with contextlib.suppress(OSError):  # the last page of the file may take one more
+            learned.add(list(range(20)), record(*[8] * 1500))
+    filler.unlink()
+    learned.add(list(range(20)), record(9, 7))
+    assert learned.answers()[0].ids == [1, 7]
+    assert learned.answers()[-1].ids == [9, 7]
+    assert learned.damaged_lines == 0
+
+
+def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
+    refused, kept = iter([True, True, False, False]), list[Any]()
+
+    def keep(finished: Finished) -> None:
+        if next(refused):
+            raise OSError(28, "No space left on device")
+        kept.append(finished.record.ids)
+
+    worker = Worker(again, 4, keep)
+    assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:4]]) == served[2][:4]
+    assert kept == served[2][2:4]
+    assert worker.not_kept._value.get() == 2
+    assert (caplog.text.count("given, but not kept"), caplog.text.count("kept again")) == (1, 1)
+
+
+def test_a_full_disk_ends_no_learner(again: Recipe, monkeypatch: Any, capsys: Any) -> None:
+    learner = Learner(Learned(again), 0.1)
+    full = OSError(28, "No space left on device", "model.safetensors")
+    monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(full))
+    assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S
+    assert "no space left on device: model.safetensors" in capsys.readouterr().out
+    with contextlib.redirect_stdout(SimpleNamespace(write=lambda _: (_ for _ in ()).throw(full))):  # type: ignore[type-var]
+        assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S  # the log cannot be written either
+    monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):  # the same answers again; a bug of ours is none of the disk's
+        cycle_or_pause_s(learner)
+
+
+def test_what_users_asked_is_the_owners_alone(tmp_path: Path) -> None:
+    learned = Learned(made(tmp_path), kept_answers=1)
+    for number in range(4):  # trimmed in between
+        learned.add([1], record(number))
+        assert stat.S_IMODE((learned.folder / "answers.jsonl").stat().st_mode) == 0o600
+    assert stat.S_IMODE(learned.folder.stat().st_mode) == 0o700
 
 
 def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path) -> None:
@@ -239,7 +320,13 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
         return SimpleNamespace()
 
     monkeypatch.setattr(server, "Worker", noted)
-    monkeypatch.setattr(server, "run", lambda *_: None)
+    seconds: list[Any] = []
+
+    def run(*_: Any) -> None:
+        if len(workers) == 2:  # while it serves and learns, another one would
+            seconds.append(CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn"]))
+
+    monkeypatch.setattr(server, "run", run)
     plain = CliRunner().invoke(cli.app, ["serve", recipe_file(again)])
     assert plain.exit_code == 0, plain.output
     assert (begun, len(workers[0])) == ([], 2)
@@ -251,6 +338,9 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     assert f"prompts and answers are kept in {learned.folder} (the newest 4000)" in said.stdout.replace("\n", " ")
     assert begun[0][1] == 2.0
     assert workers[1][0].eval.methods[0].drafter == str(learned.folder / "drafters" / "3")
+    assert seconds[0].exit_code == 2
+    assert f"{learned.folder} is in use by `draftsmith serve --learn`" in seconds[0].stderr
+    assert len(workers) == 2
     back = CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn", "--rollback"])
     assert "drafter 0 serves again, in place of 3" in back.stdout
     assert workers[2][0].eval.methods[0].drafter == str(RunFolder(again).drafter)
@@ -262,6 +352,59 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
         assert found.exit_code == 0, found.output
         assert isinstance(memories[-1], Memory)
         assert workers[-1][0].eval.methods[0].lookup
+
+
+def test_a_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: Any) -> None:
+    """The drafter that nobody names yet does not serve, and the next one takes its place."""
+    trained = RunFolder(again).drafter
+
+    def learner_of(learned: Learned) -> Learner:
+        learner = Learner(learned, 0.1)
+        made_of = trained.with_name("candidate")
+        monkeypatch.setattr(learner, "_train", lambda *_: trained)
+        monkeypatch.setattr(learner, "_candidate", lambda each: Path(shutil.copytree(each, made_of)))
+        monkeypatch.setattr(learner, "_proven", lambda *_: True)
+        return learner
+
+    monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))
+    learned = Learned(again)
+    with monkeypatch.context() as killed:
+        killed.setattr(learned, "write", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            learner_of(learned).cycle()
+    half = learned.folder / "drafters" / "1"
+    assert half.is_dir()
+    (half / "of the killed one").touch()
+    after = Learned(again)
+    assert (after.state.current, after.state.weighed, after.serving()) == (0, [], trained)
+    weighed = learner_of(after).cycle()
+    assert weighed is not None
+    assert (weighed.number, after.state.current) == (1, 1)
+    assert not (half / "of the killed one").exists()
+    load_drafter(after.serving(), load_target(again.target)[0])
+
+
+def test_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    """The second waits for the first, which a kill of its server may have left: it would clear away its cycles."""
+    learned, begun = Learned(made(tmp_path)), threading.Event()
+
+    def learner(*_: Any) -> Any:
+        begun.set()
+        raise KeyboardInterrupt
+
+    def learn() -> None:
+        with contextlib.suppress(SystemExit):
+            learning._learn(learned, 0.1)
+
+    monkeypatch.setattr(learning, "end_with_parent", lambda: None)
+    monkeypatch.setattr(learning.os, "sched_setscheduler", lambda *_: None)
+    monkeypatch.setattr(learning, "Learner", learner)
+    with FileLock(learned.folder / learning.TRAINER_LOCK):
+        second = threading.Thread(target=learn)
+        second.start()
+        assert not begun.wait(0.3)
+    assert begun.wait(10)
+    second.join(10)
 
 
 @pytest.mark.slow

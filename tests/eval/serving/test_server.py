@@ -1,7 +1,10 @@
 """`draftsmith serve` with OpenAI's own client: answers are the target's, and nothing that is thrown at it ends it."""
 
+import base64
+import hashlib
 import json
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx2
@@ -18,11 +21,15 @@ import openai
 import pytest
 import torch
 from support.tiny_runs import recipe_file, recipe_in
+from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.eval.commands.cli import app
+from draftsmith.eval.serving import protection, server
+from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, key_in
+from draftsmith.eval.serving.requests import ChatAsked
 from draftsmith.eval.serving.server import (
-    LARGEST_BODY_BYTES,
     Finished,
     Gone,
     Job,
@@ -36,6 +43,7 @@ from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -210,7 +218,19 @@ ATTACKS: list[tuple[Any, int, str]] = [
     (b"\xff\xfe", 400, ""),
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content: a part of type image",
+    ),
+    ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0.content"),
+    ({**ASKED, "tools": [{"type": "function"}]}, 400, "tools: not supported here"),
+    ({**ASKED, "tool_choice": "required"}, 400, "tool_choice: not supported here"),
+    ({**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format: not supported here"),
+    (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', 400, "messages.0.content holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\udfff"]}', 400, "stop.0 holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400, "holds half a surrogate"),
+    (b'{"messages": ' + b"[" * 2000 + b"]" * 2000 + b"}", 400, ""),
     ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last one must be the user's"),
     ({**ASKED, "logprobs": True}, 400, "logprobs: not supported here"),
     ({**ASKED, "n": 2}, 400, "n: "),
@@ -230,6 +250,182 @@ def test_bad_requests(served: Served, body: Any, status: int, said: str) -> None
     assert said in response.json()["error"]["message"]
 
 
+def test_what_clients_send_and_do_not_mean(served: Served, greedy: dict[str, list[int]]) -> None:
+    """Nulls, empty lists and neutral values, as LangChain, LiteLLM and OpenAI's own client send them; parts of text."""
+    neutral: dict[str, Any] = {
+        "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "logprobs": False, "top_logprobs": None, "logit_bias": {}, "stop": None, "n": None, "user": "me",
+        "metadata": {"run": "1"}, "store": False, "stream_options": None, "functions": None, "seed": None,
+    }  # fmt: skip
+    parts = [{"type": "text", "text": QUESTIONS[0], "cache_control": {"type": "ephemeral"}}]
+    asked = {"messages": [{"role": "user", "content": parts, "name": None}], "temperature": 0, "max_tokens": NEW_TOKENS}
+    text = served.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
+    answer = served.post({**asked, **neutral})
+    assert answer.json()["choices"][0]["message"]["content"] == text
+    two = ChatAsked.model_validate(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]}
+    )
+    assert two.messages[0].turn == Turn("user", "a\nb")
+    for body in ({"prompt": "\ud800"}, {"prompt": ["\ud800"]}):
+        said = served.post(body, "/v1/completions")
+        assert (said.status_code, "half a surrogate" in said.text) == (400, True)
+
+
+def test_a_history_as_clients_keep_it(served: Served) -> None:
+    """`developer` is the system; an assistant's message comes back with all that a server ever gave."""
+    message = {"role": "assistant", "content": "It sorts.", "refusal": None, "annotations": [], "audio": None,
+               "function_call": None, "tool_calls": None, "reasoning_content": "Hm."}  # fmt: skip
+    asked = ChatAsked.model_validate(
+        {"messages": [{"role": "developer", "content": "Be brief."}, message, {"role": "user", "content": "Why?"}]}
+    )
+    turns = [each.turn for each in asked.messages]
+    assert [turn.message for turn in turns] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "It sorts.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Why?"},
+    ]
+    thought = ChatAsked.model_validate({"messages": [{"role": "assistant", "content": None, "reasoning": "Hm."}]})
+    assert thought.messages[0].turn.message == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    with_call = [{**message, "tool_calls": [{"id": "1"}]}, {"role": "user", "content": "x"}]
+    assert "messages.0.tool_calls: not supported here" in served.post({"messages": with_call}).text
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [("127.0.0.1:8000", True), ("[::1]:8000", True), ("192.168.1.7", True), ("localhost:1", True), ("LOCALHOST.", True),
+     ("gpu1", True), ("a.lab.example:80", True), ("", True), ("evil.example:8000", False),
+     ("localhost.evil.example", False),
+     ("127.0.0.1.evil.example", False), ("xlab.example", False), ("::1.evil", False)],
+)  # fmt: skip
+def test_only_its_own_names_reach_it(host: str, is_ours: bool) -> None:
+    """A page of evil.example whose name was pointed at this machine has that name in each of its requests."""
+    assert Guard(None, ["gpu1", "*.lab.example"])._is_ours(host) == is_ours
+    assert Guard(None, ["*"])._is_ours(host)
+
+
+def test_strangers_are_refused(served: Served) -> None:
+    """By the name they ask for, or as another origin's page would, whose body no browser lets be JSON unasked."""
+    rebound = served.http.post("/v1/chat/completions", json=ASKED, headers={"Host": "evil.example:8000"})
+    assert (rebound.status_code, "evil.example:8000 is no name of this server" in rebound.text) == (421, True)
+    assert served.http.get("/", headers={"Host": "evil.example"}).status_code == 421
+    body = json.dumps(ASKED).encode()
+    for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
+                 {"Content-Type": "text/plain; application/json"}):  # fmt: skip
+        said = served.http.post("/v1/chat/completions", content=body, headers=kind)
+        assert (said.status_code, "Content-Type: application/json" in said.json()["error"]["message"]) == (415, True)
+    typed = {"Content-Type": "application/json; charset=utf-8"}
+    assert served.http.post("/v1/chat/completions", content=b"{}", headers=typed).status_code == 400
+
+
+def test_every_error_has_openais_form(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for method, path, status in (("GET", "/v2", 404), ("PUT", "/v1/models", 405), ("GET", "/health/", 404)):
+        said = served.http.request(method, path)
+        assert (said.status_code, said.json()["error"]["code"]) == (status, status)
+    monkeypatch.setattr("draftsmith.eval.serving.server.usage", lambda _: 1 / 0)
+    said = served.post({**ASKED, "max_tokens": 2})
+    assert said.json()["error"] == {"message": "the request failed", "type": "server_error", "code": 500}
+
+
+def test_the_page_runs_its_own_script_alone(served: Served) -> None:
+    page = served.http.get("/")
+    policy = page.headers["content-security-policy"]
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe-inline" not in policy
+    assert not re.search(r"\s(style|on\w+)=", page.text)  # which the policy would not run
+
+
+def test_a_long_text_keeps_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tokenised beside the event loop; what cannot fit is not tokenised at all."""
+    held, begun = threading.Event(), threading.Event()
+
+    def slowly(*_: Any) -> list[int]:
+        begun.set()
+        held.wait(20)
+        return [5, 6, 7]
+
+    monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(served.post, {**ASKED, "max_tokens": 2})
+        assert begun.wait(10)
+        assert httpx2.get(f"{served.root}/health", timeout=5).status_code == 200
+        held.set()
+        assert waiting.result().status_code == 200
+    monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", lambda *_: 1 / 0)
+    huge = served.post({"messages": [{"role": "user", "content": "a-" * 500_000}]})
+    assert (huge.status_code, "characters, which is more than" in huge.text) == (400, True)
+
+
+def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that send nothing, half a head, half a body, a byte now and then, or half of a second request."""
+    monkeypatch.setattr(protection, "REQUEST_WITHIN_S", 0.5)
+    served = Served(recipe)
+    host, port = served.root.removeprefix("http://").split(":")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    beginnings = [b"", b"GET / HT", head, head + b"Content-Length: 100\r\n\r\n{", health + b"GET /he", health + head,
+                  health + head + b"Content-Length: 9\r\n\r\n{"]  # fmt: skip
+    with ExitStack() as open_ones:
+        open_ones.callback(served.stop)
+        for beginning in beginnings:
+            silent = open_ones.enter_context(socket.create_connection((host, int(port))))
+            silent.settimeout(4)  # uvicorn's own time between two requests is longer
+            silent.sendall(beginning)
+            while silent.recv(4096):
+                pass
+        dripping = open_ones.enter_context(socket.create_connection((host, int(port))))
+        dripping.settimeout(0.1)
+        for _ in range(40):
+            with suppress(TimeoutError, ConnectionError):
+                dripping.sendall(b"G")
+                if not dripping.recv(1):
+                    break
+        else:
+            pytest.fail("a byte now and then keeps a connection open")
+        kept = open_ones.enter_context(socket.create_connection((host, int(port))))
+        kept.settimeout(4)
+        for _ in range(3):  # whole ones are no concern of it
+            kept.sendall(health)
+            said = b""
+            while b'"ok"' not in said:
+                said += kept.recv(4096)
+            assert b"200 OK" in said
+            time.sleep(0.4)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [("sk-proj-1", "", "give a variable's name, not what it holds"), ("NO_KEY", "", "no variable NO_KEY"),
+     ("KEY", "é-secret", "KEY holds line breaks or other characters"), ("KEY", "a\nb-secret", "KEY holds line breaks")],
+)  # fmt: skip
+def test_a_key_that_no_client_could_send(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, sentence: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=sentence) as told:
+        key_in(variable)
+    assert "sk-" not in str(told.value)
+    assert "secret" not in str(told.value)
+    monkeypatch.setenv("KEY", "secret\n")
+    assert key_in("KEY") == "secret"
+
+
+def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names reach the server, and a key in the place of its variable is not shown."""
+    given: list[Any] = []
+    monkeypatch.setattr(server, "Worker", lambda *_, **__: "worker")
+    monkeypatch.setattr(server, "run", lambda *arguments: given.append(arguments))
+    monkeypatch.setenv("KEY", "secret")
+    options = ["--trusted-host", "gpu1", "--trusted-host", "*.lab", "--api-key-env", "KEY"]
+    said = CliRunner().invoke(app, ["serve", recipe_file(recipe), *options])
+    assert said.exit_code == 0, said.output
+    assert given == [("worker", "127.0.0.1", 8000, "secret", ["gpu1", "*.lab"])]
+    wrong = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--api-key-env", "sk-proj-1"])
+    assert (wrong.exit_code, "sk-proj" in wrong.output) == (2, False)
+
+
 def test_ids_that_are_none_and_a_body_without_end(served: Served) -> None:
     response = served.post({"prompt": [1, 10**6], "max_tokens": 4}, "/v1/completions")
     assert (response.status_code, "from 0 to 4095" in response.text) == (400, True)
@@ -240,6 +436,7 @@ def test_ids_that_are_none_and_a_body_without_end(served: Served) -> None:
 def test_a_wrong_key(served: Served) -> None:
     for path in ("/v1/models", "/metrics"):
         assert httpx2.get(f"{served.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
+    assert httpx2.get(f"{served.root}/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
     with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
         openai.OpenAI(base_url=f"{served.root}/v1", api_key="no", max_retries=0).models.list()
 

@@ -4,10 +4,13 @@
 every way that the drafter can draw them. Nothing is estimated, so the tolerance is 1e-9.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.eval.methods.drafter import most_likely
 from draftsmith.eval.trees.enumeration import (
     V,
     draws,
@@ -159,6 +162,19 @@ def test_rare_tokens_keep_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     rare[0] = 1 - 2.0**-4
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-5, dtype=torch.float64))
     assert drawn(rare, None).item() == 1 + 2**19
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-36, 1e-30, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_temperature_near_zero_is_greedy(temperature: float, dtype: torch.dtype) -> None:
+    """Logits over it overflow fp32 below 1e-36, and it is no fp32 number itself below 1e-45. Ties are shared."""
+    logits = torch.tensor([[-3.0, 40.0, 39.0, 1e3], [900.0, -900.0, 1.0, 900.0]], dtype=dtype)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.5]])
+    for sampling in (Sampling(temperature), Sampling(temperature, top_k=2), Sampling(temperature, top_p=0.9)):
+        assert torch.equal(sampling.probabilities(logits).float(), expected)
+    chosen, log_q = most_likely(logits, 3, Sampling(temperature))
+    assert (chosen[0][0], log_q[0][0]) == (3, 0.0)
+    assert all(math.isfinite(each) for row in log_q for each in row)  # confidences are counted in bins
 
 
 def test_temperature_top_k_and_top_p_by_hand() -> None:

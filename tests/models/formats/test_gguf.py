@@ -10,11 +10,14 @@ from support.finished_run import FinishedRun
 from support.gguf_target import embedded_gguf
 from support.served_drafters import IN_LLAMACPP
 
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens import bounded
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter, refusal
 from draftsmith.models.formats.llamacpp import DTYPES, FILE, _rope_factors, tokenizer_of
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.loading import load_target, load_tokenizer
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -27,6 +30,29 @@ def target() -> Any:
 @pytest.fixture(scope="module")
 def file(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return embedded_gguf(tmp_path_factory.mktemp("gguf"), *target)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end within 0.2 s"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses a conversation .*is unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('touch FLAG') }}", "refuses a conversation .*unsafe"),
+        ("{% include '/etc/passwd' %}", "refuses a conversation"),
+        ("{% for a in", "refuses a conversation"),
+    ],
+)
+def test_a_hostile_template_in_a_gguf_file(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, sentence: str
+) -> None:
+    """It ends in one sentence, and none of its code runs."""
+    monkeypatch.setattr(bounded, "WITHIN_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    file = embedded_gguf(tmp_path, *target, template.replace("FLAG", str(tmp_path / "flag")))
+    tokenizer = load_tokenizer(TargetRecipe(model=str(tmp_path), gguf_file=file.name))
+    with pytest.raises(UserError, match=sentence):
+        prompt_token_ids(tokenizer, [Turn("user", "Hello")])
+    assert not (tmp_path / "flag").exists()
 
 
 def made(kind: str, options: dict[str, Any], target: Any) -> Drafter:

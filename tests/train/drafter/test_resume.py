@@ -21,8 +21,8 @@ from support.tiny_runs import (
 )
 from transformers import TrainerCallback
 
-from draftsmith.recipes.errors import Terminated
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.errors import Terminated, UserError
+from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.checkpoints import set_damaged_aside, what_is_damaged
 from draftsmith.train.drafter.stage import train_drafter
@@ -99,7 +99,11 @@ def test_ctrl_c_in_any_step(
     assert type(train_until(SignalIn(step, number), broken, monkeypatch)) is error
     assert signal.getsignal(number) is handler
     assert (RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{step}").is_dir()
+    if not (RunFolder(broken).drafter / "training.json").is_file():  # it is there after the last step
+        with pytest.raises(UserError, match="begun on the rows"):  # `distill` would take its rows away
+            check_no_training_reads(RunFolder(broken).data)
     assert train_drafter(broken).steps == STEPS
+    check_no_training_reads(RunFolder(broken).data)
     check_alike(whole[case], broken)
 
 

@@ -1,0 +1,143 @@
+"""Chat templates are programs of strangers: each run of one has a time, a room and a size.
+
+transformers' sandbox keeps them from files and the network, and lets them loop for ever and double a string until the
+machine is full. A thread that lives while templates run looks at those under way, and raises in the thread of one that
+has had its share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.recipes.errors import UserError
+
+WITHIN_S = 20.0  # of its thread's processor; the longest conversation that is read takes a tenth of a second
+MOST_GROWTH_BYTES = 2 << 30  # of this process meanwhile
+MOST_CHARACTERS = 32 << 20  # of what it writes: four of the longest conversations
+LOOKS_EVERY_S = 0.05
+TOLD_AGAIN_AFTER_S = 1.0  # that something in between caught it
+WATCHES_ON_S = 2.0  # after the last run
+STATUS = Path("/proc/self/statm")  # of Linux; elsewhere nothing says how large this process is
+PAGE_BYTES = 4096
+
+
+class EndlessTemplate(UserError):
+    """A chat template ran for too long, or took or wrote too much."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the target's chat template does not end within {WITHIN_S:g} s, {MOST_GROWTH_BYTES >> 30} GiB of memory "
+            f"and {MOST_CHARACTERS >> 20} million characters: look at it, or set target.chat_template to one you trust"
+        )
+
+
+@dataclass
+class _Run:
+    """A template that is under way in a thread.
+
+    began_s: Of the thread's seconds, when it was looked at first.
+    began_bytes: The process' size at the last look before.
+    told_s: When it was told to end.
+    """
+
+    thread: int
+    began_bytes: int
+    began_s: float | None = None
+    told_s: float = 0.0
+
+
+class _Watch:
+    """The runs under way, by their number, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.forget()
+        os.register_at_fork(after_in_child=self.forget)  # where nobody looks, and the lock may be held for ever
+
+    def forget(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[int, _Run] = {}
+        self._thread: threading.Thread | None = None
+        self._size_bytes = 0
+
+    def begin(self) -> int:
+        with self._lock:
+            self._number += 1
+            if self._thread is None:
+                self._size_bytes = _size_bytes()
+                self._thread = threading.Thread(target=self._look, name="templates", daemon=True)
+                self._thread.start()
+            self._runs[self._number] = _Run(threading.get_ident(), self._size_bytes)
+            return self._number
+
+    def end(self, number: int) -> None:
+        with self._lock:
+            self._runs.pop(number, None)
+
+    def _look(self) -> None:
+        idle_since_s = time.monotonic()
+        while True:
+            time.sleep(LOOKS_EVERY_S)
+            with self._lock:
+                self._size_bytes = _size_bytes()
+                for run in self._runs.values():
+                    if self._has_had_its_share(run) and time.monotonic() > run.told_s + TOLD_AGAIN_AFTER_S:
+                        run.told_s = time.monotonic()
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(run.thread), ctypes.py_object(EndlessTemplate)
+                        )
+                if self._runs:
+                    idle_since_s = time.monotonic()
+                elif time.monotonic() > idle_since_s + WATCHES_ON_S:
+                    self._thread = None
+                    return
+
+    def _has_had_its_share(self, run: _Run) -> bool:
+        spent_s = _spent_s(run.thread)
+        run.began_s = spent_s if run.began_s is None else run.began_s
+        return spent_s - run.began_s > WITHIN_S or self._size_bytes - run.began_bytes > MOST_GROWTH_BYTES
+
+
+def _spent_s(thread: int) -> float:
+    """Seconds of a thread on the processor, so that no sleeping machine counts; by the clock where none tells them."""
+    with suppress(AttributeError, OSError):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return time.monotonic()
+
+
+def _size_bytes() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        return int(STATUS.read_text().split()[1]) * PAGE_BYTES
+    return 0
+
+
+_watch = _Watch()
+
+
+def bounded(write: Callable[[], str]) -> str:
+    """Run a template.
+
+    Raises:
+        EndlessTemplate: It does not end in time, or takes or writes too much.
+    """
+    number = _watch.begin()
+    try:
+        try:
+            text = write()
+        finally:
+            _watch.end(number)
+            for _ in range(2):  # what was raised just before comes out here, and nowhere behind
+                pass
+    except EndlessTemplate:
+        _watch.end(number)  # if it came in the middle of that
+        raise
+    if len(text) > MOST_CHARACTERS:
+        raise EndlessTemplate
+    return text

@@ -1,0 +1,205 @@
+"""What clients ask `draftsmith serve`, in OpenAI's form: checked, with a sentence for each thing that is not done.
+
+Clients send more than they mean: nulls, empty lists, `tool_choice: auto` without tools. What asks for nothing is left
+out; what asks for something that the loop cannot do is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import longest_token_characters, render, token_ids
+from draftsmith.recipes.errors import UserError
+
+MOST_STOPS, LONGEST_STOP = 4, 128
+LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # for logs: they change no answer
+# Of keys that are not here, the values that ask for nothing; of any key null and what is empty.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+}
+EMPTY: tuple[Any, ...] = (None, [], {})
+
+
+class Asks(BaseModel):
+    """What refuses keys that it does not know, unless they ask for nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            key: value
+            for key, value in given.items()
+            if not (value is None or (key not in cls.model_fields and value in (*EMPTY, *NEUTRAL.get(key, ()))))
+        }
+
+
+class Message(Asks):
+    """A message; of an assistant's in the history, its thoughts too, by either of the two names that servers use."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: str = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thoughts_alone(cls, given: Any) -> Any:
+        thought = isinstance(given, dict) and (given.get("reasoning_content") or given.get("reasoning"))
+        return {**given, "content": given.get("content") or ""} if thought else given
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        """Join the texts of a list of parts, as vLLM and llama.cpp do."""
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise ValueError(f"a part of type {str(kind)[:40]} is not read here, text alone is")
+            texts.append(part["text"])
+        return "\n".join(texts)
+
+    @property
+    def turn(self) -> Turn:
+        """The message as the target's template reads it."""
+        role: Any = "system" if self.role == "developer" else self.role
+        if role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
+            return ThoughtTurn(role, self.content, name=self.name, thoughts=thoughts)
+        return Turn(role, self.content, name=self.name)
+
+
+@dataclass(frozen=True)
+class ThoughtTurn(Turn):
+    """A turn with the thoughts before it, of which the template writes what belongs into the history."""
+
+    thoughts: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return super().message | ({"reasoning_content": self.thoughts} if self.thoughts else {})
+
+
+class StreamOptions(Asks):
+    include_usage: bool = False
+
+
+class Asked(Asks):
+    """What both requests have. Keys of OpenAI's that are not here are refused by their names."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+        | list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]]
+        | None
+    ) = Field(None)
+    seed: int | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1)
+    n: Literal[1] = 1
+    frequency_penalty: Literal[0] = 0
+    presence_penalty: Literal[0] = 0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        """Look through all of it: half a surrogate pair is no text, and no tokenizer takes it."""
+        if (place := unencodable_place(given)) is not None:
+            raise ValueError(f"{place} holds half a surrogate pair (such as \\ud800), which is no text: take it out")
+        return {key: value for key, value in given.items() if key not in LABELS} if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _few_stops(self) -> Asked:
+        if len(self.stops) > MOST_STOPS:
+            raise ValueError(f"stop: at most {MOST_STOPS} strings")
+        return self
+
+
+class ChatAsked(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+class CompletionAsked(Asked):
+    prompt: str | list[int] = Field(min_length=1)
+    echo: Literal[False] = False
+
+
+def unencodable_place(value: Any) -> str | None:
+    """Find a text that UTF-8 cannot hold in JSON values; returns its place, `messages.0.content`."""
+    left = [("", value)]
+    while left:
+        place, value = left.pop()
+        if isinstance(value, dict | list):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in inner:
+                left.append((f"{place}.{key}".removeprefix("."), part))
+                if isinstance(key, str):
+                    left.append((place or "a key", key))
+        elif isinstance(value, str) and not _is_encodable(value):
+            return place or "a text"
+    return None
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class TooLong(UserError):
+    """A prompt that is known to be too long before it is tokenised."""
+
+
+def ids_of_turns(tokenizer: Any, turns: list[Turn], most_tokens: int) -> list[int]:
+    """Return the token ids of the prompt that asks for the next answer.
+
+    Raises:
+        UserError: The template refuses the conversation.
+        TooLong: Its text cannot be of so few tokens.
+    """
+    return _bounded_ids(tokenizer, lambda: render(tokenizer, tuple(turns), add_generation_prompt=True), most_tokens)
+
+
+def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
+    """Return the token ids of a prompt as it is.
+
+    Raises:
+        TooLong: The text cannot be of so few tokens.
+    """
+    return _bounded_ids(tokenizer, lambda: text, most_tokens)
+
+
+def _bounded_ids(tokenizer: Any, written: Callable[[], str], most_tokens: int) -> list[int]:
+    text = written()
+    if len(text) > most_tokens * longest_token_characters(tokenizer):
+        raise TooLong(f"the prompt has {len(text)} characters, which is more than {most_tokens} tokens with its answer")
+    return token_ids(tokenizer, text)

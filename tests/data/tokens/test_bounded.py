@@ -1,0 +1,84 @@
+"""A chat template that does not end, or fills the memory, is one sentence; none that ends is touched."""
+
+import multiprocessing
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support import tiny_tokenizers as templates
+from support.tiny_tokenizers import tiny_tokenizer
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens import bounded
+from draftsmith.data.tokens.bounded import EndlessTemplate
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_calls
+from draftsmith.recipes.errors import UserError
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+WRITING = ENDLESS.replace("{% endfor %}{% endfor %}", "x{% endfor %}{% endfor %}")
+DOUBLING = (
+    "{% set n = namespace(x='" + "x" * 1000 + "') %}{% for a in range(17) %}{% set n.x = n.x + n.x %}{% endfor %}"
+)
+HOLDING = DOUBLING + ENDLESS  # 131 MB
+LARGE = "{{ 'x' * 70000000 }}"
+HELLO = [Turn("user", "Hello")]
+
+
+@pytest.mark.parametrize("template", [ENDLESS, WRITING, "{% macro m(n) %}{{ m(n) }}{% endmacro %}" + ENDLESS])
+def test_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(bounded, "WITHIN_S", 0.2)
+    began = time.monotonic()
+    for attempt in (prompt_token_ids, lambda tokenizer, _: template_calls(tokenizer)):
+        with pytest.raises(
+            EndlessTemplate, match=r"does not end within 0.2 s, .*: look at it, or set target.chat_templ"
+        ):
+            attempt(tiny_tokenizer(template), HELLO)
+    assert time.monotonic() - began < 30
+    assert prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)  # what comes next is not hit
+
+
+def test_one_that_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "MOST_GROWTH_BYTES", 64 << 20)
+    began = time.monotonic()
+    with pytest.raises(EndlessTemplate):
+        prompt_token_ids(tiny_tokenizer(HOLDING), HELLO)
+    assert time.monotonic() - began < bounded.WITHIN_S / 2
+
+
+def test_one_that_writes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is tokenised: Rust would end the process."""
+    with pytest.raises(EndlessTemplate, match="32 million characters"):
+        prompt_token_ids(tiny_tokenizer(LARGE), HELLO)
+
+
+def test_in_any_thread_and_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server tokenises in a thread; those beside it end as ever."""
+    monkeypatch.setattr(bounded, "WITHIN_S", 0.3)
+    good, bad = tiny_tokenizer(templates.CHATML), tiny_tokenizer(ENDLESS)
+    expected = prompt_token_ids(good, HELLO)
+    with ThreadPoolExecutor(3) as pool:
+        endless = pool.submit(prompt_token_ids, bad, HELLO)
+        others = [pool.submit(prompt_token_ids, good, HELLO) for _ in range(200)]
+        assert all(each.result() == expected for each in others)
+        with pytest.raises(UserError, match="does not end"):
+            endless.result()
+    child = multiprocessing.get_context("fork").Process(target=_raises, args=(bad,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+
+
+def _raises(tokenizer: object) -> None:
+    with pytest.raises(EndlessTemplate):
+        prompt_token_ids(tokenizer, HELLO)
+
+
+def test_nothing_looks_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "WATCHES_ON_S", 0.1)
+    prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)
+    for _ in range(100):
+        if not [thread for thread in threading.enumerate() if thread.name == "templates"]:
+            return
+        time.sleep(0.05)
+    pytest.fail("the thread stays")

@@ -1,0 +1,60 @@
+"""SIGTERM and Ctrl-C end a measurement in one sentence; it goes on where it stopped, with the same answers."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from support.finished_run import FinishedRun
+
+from draftsmith.eval.bench.records import RecordLog
+from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.recipes.errors import INTERRUPTED
+
+
+def answers_of(run: FinishedRun) -> dict[tuple[int, Any], Any]:
+    """Token ids of every answer, by question and method."""
+    return {
+        (record.run, record.question_id, name): [turn.ids for turn in answer.turns]
+        for record in RecordLog(run.root / "eval" / "records.jsonl")
+        for name, answer in record.answers.items()
+    }
+
+
+@pytest.mark.parametrize("where", ["first forward", "later forward", "before a record", "after a record"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_it_goes_on_where_it_stopped(
+    finished: FinishedRun, monkeypatch: pytest.MonkeyPatch, where: str, number: signal.Signals, code: int
+) -> None:
+    whole = answers_of(finished)
+    for file in sorted((finished.root / "eval").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    calls = 0
+
+    def interrupting(method: Any, at: int, is_before: bool) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if is_before and calls == at:
+                os.kill(os.getpid(), number)
+            result = method(*arguments, **options)
+            if not is_before and calls == at:
+                os.kill(os.getpid(), number)
+            return result
+
+        return called
+
+    with monkeypatch.context() as patch:
+        if "forward" in where:
+            forward = interrupting(TargetSession.forward_tree, 1 if "first" in where else 15, is_before=True)
+            patch.setattr(TargetSession, "forward_tree", forward)
+        else:
+            patch.setattr(RecordLog, "append", interrupting(RecordLog.append, 1, "before" in where))
+        stopped = finished.call("eval")
+    assert (stopped.exit_code, stopped.stderr.splitlines()[-1]) == (code, INTERRUPTED)
+    kept = answers_of(finished)
+    assert kept.items() <= whole.items()
+    assert bool(kept) == (where == "after a record")
+    again = finished.call("eval")
+    assert again.exit_code == 0, again.output
+    assert answers_of(finished) == whole

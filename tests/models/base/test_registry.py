@@ -1,0 +1,98 @@
+"""Drafters from folders that nobody vouches for: what would fill this machine or break its trees is refused."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.eval.commands.artifacts import resolve_tuned
+from draftsmith.models.base.registry import load_drafter_class, read_drafter
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MethodRecipe, TargetRecipe
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return load_target(TargetRecipe(model="embedded", dtype="float32"))[0]
+
+
+def drafter_in(folder: Path, target: Any, kind: str = "parallel", **options: Any) -> Path:
+    load_drafter_class(kind).from_target(target, options).save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers(tmp_path: Path, target: Any, value: float) -> None:
+    folder = drafter_in(tmp_path, target, num_masks=2)
+    weights = load_file(folder / "model.safetensors")
+    name = sorted(weights)[0]
+    weights[name].view(-1)[-1] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"infinite or no numbers \({name}; in torch.float32\)"):
+        read_drafter(folder, "auto")
+
+
+def test_a_number_too_large_for_the_targets_dtype(tmp_path: Path, target: Any) -> None:
+    folder = drafter_in(tmp_path, target, num_masks=2)
+    weights = load_file(folder / "model.safetensors")
+    weights[sorted(weights)[0]].view(-1)[0] = 1e6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    read_drafter(folder, torch.float32)
+    with pytest.raises(UserError, match=r"in torch.float16"):
+        read_drafter(folder, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("parallel", {"num_layers": 10**9}),
+        ("parallel", {"num_masks": 10**9}),
+        ("parallel", {"depth_weights": [0.5] * 10**6}),
+        ("medusa", {"num_heads": 10**9}),
+        ("medusa", {"num_layers": 10**9}),
+        ("eagle3", {"ttt_steps": 10**9}),
+        ("eagle3", {"draft_depth": 10**9}),
+        ("dflash", {"block_size": 10**9}),
+        ("dspark", {"block_size": 10**9}),
+        ("dflash2", {"conv_kernel_size": 10**9}),
+        ("lilicorr", {"lattice_layers": 10**9}),
+        ("pass_embeddings", {"num_masks": 10**9}),
+        ("draft_model", {"draft_depth": 10**9}),
+    ],
+)
+def test_counts_that_would_fill_the_machine(tmp_path: Path, target: Any, kind: str, values: dict[str, Any]) -> None:
+    folder = drafter_in(tmp_path, target, kind)
+    change(folder, **values)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=next(iter(values))):
+        read_drafter(folder, "auto")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"tree": "best_first", "nodes": 2000},
+        {"tree": "best_first", "nodes": 10**8, "branch": 10**8},
+        {"tree": "best_first", "branch": 10**9},
+        {"tree": "chain", "max_depth": 10**9},
+        {"tree": "static", "paths": [[n] for n in range(300)]},
+        {"tree": "static", "paths": [[0] * n for n in range(1, 300)]},
+        7,
+    ],
+)
+def test_a_tuned_tree_that_no_session_holds(tmp_path: Path, target: Any, tree: Any) -> None:
+    folder = drafter_in(tmp_path, target, num_masks=2)
+    change(folder, tuned_tree=tree)
+    with pytest.raises(UserError, match="`tuned_tree` is no tree any more"):
+        resolve_tuned(MethodRecipe(name="x", tree="tuned"), folder)
