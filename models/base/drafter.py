@@ -54,6 +54,7 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, of_kind
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
 from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teacher, loss_weights, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
+from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import Section
@@ -263,6 +264,9 @@ class DrafterConfig(PreTrainedConfig):
 
     target_config: dict[str, Any] = field(default_factory=dict)
     target_name_or_path: str = ""
+    # What the target makes of its LM head's product, see `models/target_logits.py`.
+    target_logit_scale: float = 1.0
+    target_logit_cap: float | None = None
     # Whose kind its decoder layers are of, see `of_kind`; an option of most kinds that have some.
     layers = "target"
 
@@ -276,6 +280,16 @@ class DrafterConfig(PreTrainedConfig):
     def hidden_size(self) -> int:
         """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
         return self.target_config.get("hidden_size", 0)
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether its logits come from LM heads that it trains itself, not from the target's."""
+        return False
+
+    @property
+    def target_logits(self) -> LogitShape:
+        """Return what the target makes of its LM head's product."""
+        return LogitShape(self.target_logit_scale, self.target_logit_cap)
 
     @property
     def layers_of(self) -> dict[str, Any]:
@@ -300,6 +314,7 @@ class Attached:
     target: PreTrainedModel
     embedding: nn.Module
     lm_head: nn.Module
+    shape: LogitShape  # what the target makes of its head's product
 
 
 class Drafter(PreTrainedModel):
@@ -432,7 +447,8 @@ class Drafter(PreTrainedModel):
     def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
         self.refuse_other_target(target)
-        self._attached = Attached(target, target.get_input_embeddings(), target.get_output_embeddings())
+        head, shape = target.get_output_embeddings(), logit_shape(target)
+        self._attached = Attached(target, target.get_input_embeddings(), head, shape)
         self.read_draft_vocabulary()
         return self
 
@@ -473,10 +489,15 @@ class Drafter(PreTrainedModel):
         heads = self.own_heads
         return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
 
+    @property
+    def head_shape(self) -> LogitShape:
+        """Return what is made of a head's product: the target's for its head, nothing for own heads."""
+        return PLAIN if self.own_heads else self.attached.shape
+
     def head_logits(self, normed: Tensor, depth: int = 0) -> Tensor:
         """Map [..., D] to logits [..., V'] of this depth, without the Markov head's part."""
         linear = self.head_linear(depth)
-        return linear(normed.to(linear.weight.dtype))
+        return self.head_shape(linear(normed.to(linear.weight.dtype)))
 
     def draft_head(self, depth: int = 0) -> DraftHead:
         """Return what the rows of this depth, counted from 0, are trained through."""
@@ -489,6 +510,8 @@ class Drafter(PreTrainedModel):
             teacher_columns=self.draft_ids if heads else None,
             t2d=self.t2d if self._reduced else None,
             markov=self.markov_head,
+            shape=self.head_shape,
+            teacher_shape=self.attached.shape,
         )
 
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
@@ -515,10 +538,10 @@ class Drafter(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_own_heads(self) -> None:
-        """Copy the target's rows into the drafter's own heads."""
+        """Copy the target's rows into the drafter's own heads, scaled as the target scales what they give."""
         source, ids = cast(nn.Linear, self.attached.lm_head).weight, self.draft_ids
         for head in self.own_heads:
-            head.weight.copy_(source if ids is None else source[ids])
+            head.weight.copy_(source if ids is None else source[ids]).mul_(self.attached.shape.scale)
 
     @torch.no_grad()
     def read_draft_vocabulary(self) -> None:
@@ -685,9 +708,12 @@ class Drafter(PreTrainedModel):
         # Under these names too where the architecture has others for them, as GPT-2 has.
         matched = {key: getattr(target.config, key) for key in MATCHED_KEYS}
         target_config = {**target.config.to_dict(), **matched}
+        shape = logit_shape(target)
+        shaped = {} if shape.is_plain else {"target_logit_scale": shape.scale, "target_logit_cap": shape.cap}
         config = cls.config_class(
             target_config=target_config,
             target_name_or_path=target.config._name_or_path,
+            **shaped,
             **cls.config_class.Options.checked(options, target_config).model_dump(),
         )
         cls.complete_config(config, target)

@@ -212,6 +212,10 @@ class Eagle3Shape(GroupWiseDrafter):
 class Eagle3Config(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle3"
 
+    @property
+    def has_own_heads(self) -> bool:
+        return self.draft_vocab_size is not None
+
     class Options(Eagle3ShapeOptions):
         """The keys of `drafter.options` in a recipe."""
 

@@ -33,6 +33,7 @@ from draftsmith.models.formats.layout import (
     config_of_speculators,
     drafted_of_all,
     dtype_name,
+    has_uncapped_logits,
     kind_of_layers,
     llama_config,
     no_layers,
@@ -286,15 +287,19 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
 
 # The first kind of a format is what a kind without a place there is told to train: EAGLE-3.
 EXPORTERS = {
-    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3"),
-    ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True),
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3", has_logits_of=has_uncapped_logits),
+    ("peagle", "vllm"): Exporter(
+        to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True, has_logits_of=has_uncapped_logits
+    ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
     ("eagle3", "speculators"): Exporter(to_speculators, parameters, REFUSALS, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
         to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
     ),
     ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
-    ("eagle", "vllm"): Exporter(eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle"),
+    ("eagle", "vllm"): Exporter(
+        eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle", has_logits_of=has_uncapped_logits
+    ),
     ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
     ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
 }

@@ -75,6 +75,29 @@ class Refusal:
         return f"{self.why.format(config=config)}: train with {self.recipe_line}"
 
 
+def has_plain_logits(config: DrafterConfig) -> bool:
+    """Whether the logits are what a head gives: the drafter's own, or that of a target that changes nothing."""
+    return config.has_own_heads or config.target_logits.is_plain
+
+
+def has_uncapped_logits(config: DrafterConfig) -> bool:
+    """Whether a reader of `logit_scale` makes the same logits, as vLLM's EAGLE classes do."""
+    return config.has_own_heads or config.target_logits.cap is None
+
+
+def has_targets_class(config: DrafterConfig) -> bool:
+    """Whether the logits are right in a model of the target's own class."""
+    return has_plain_logits(config) or config.layers == "target"
+
+
+OTHER_LOGITS = Refusal(
+    "a target that scales or caps its logits",
+    lambda config: True,
+    "its logits are those of the target's LM head, which are {config.target_logits}, and the reader's are not",
+    "drafter.kind=eagle3 and drafter.options.draft_vocab_size, for a head of its own",
+)
+
+
 @dataclass(frozen=True)
 class Exporter:
     """How drafters of one kind are written in one format, and read back.
@@ -87,6 +110,8 @@ class Exporter:
         needs_target: Whether writing a drafter of this config takes tensors of the target.
         in_blocks: Whether its config says how many tokens are drafted, always all of them.
         weights_file: Where its reader looks for tensors.
+        has_logits_of: Whether its reader makes of a drafter's head what this config's target does, see
+            `models/target_logits.py`.
     """
 
     write: Callable[[Drafter], Checkpoint]
@@ -97,6 +122,7 @@ class Exporter:
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
     weights_file: str = "model.safetensors"
+    has_logits_of: Callable[[DrafterConfig], bool] = has_plain_logits
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
@@ -212,6 +238,7 @@ def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str
         "vocab_size": config.target_config["vocab_size"],
         "tie_word_embeddings": False,
         **{key: config.target_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **({} if has_plain_logits(config) else {"logit_scale": config.target_logit_scale}),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
