@@ -145,7 +145,8 @@ class _FinalStates(BaseModelOutputWithPast):
 
 def _logits_from(target: PreTrainedModel, hidden: Tensor) -> Tensor:
     """[N, V] that the target's own forward makes of final hidden states [N, D]; no layer runs."""
-    base = target.base_model
+    base: Any = target.base_model
+    base = base.get_decoder() if hasattr(base, "get_decoder") else base  # as `decoder_of`
 
     def final_states(*_: Any, **__: Any) -> Any:
         return _FinalStates(last_hidden_state=hidden[None])

@@ -51,6 +51,9 @@ from draftsmith.models.target.loading import (
     target_location,
     template_variables,
 )
+from draftsmith.models.target.text_model import running_sentence
+from draftsmith.models.target.windows import positions_of
+from draftsmith.models.target_logits import logit_shape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -145,6 +148,8 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     _data(recipe, target, diagnosis)
     diagnosis.parts["target"] = [
         Finding("device", "ok", device_sentence(target.device)),
+        Finding("attention", "ok", running_sentence(target)),
+        *_tried("logits", lambda: f"the LM head's, {logit_shape(target)}"),
         *_tried("draft trees", lambda: _draft_trees(target)),
         *_dtype(target),
     ]
@@ -200,7 +205,7 @@ class Expected:
 def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
     tokenizer = diagnosis.tokenizer
     special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
-    max_positions = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    max_positions = positions_of(target)
     try:
         # Some templates (Harmony) end an answer of the history with another token than the last one.
         answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()

@@ -40,6 +40,7 @@ from draftsmith.models.decoding.decoders import (
 )
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.windows import Masks, has_recurrent_layers, windows_of
 from draftsmith.recipes.errors import UserError, reason
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
@@ -170,7 +171,7 @@ class TargetStep:
 
 
 def cached_logits(
-    model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any
+    model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any
 ) -> Tensor:
     """[1, N, V] of a causal language model at ids and positions [1, N], whose keys and values join the cache."""
     return model(
@@ -215,6 +216,7 @@ class TargetSession:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Once: at `close`, or when the session is gone that nobody closed.
         self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
+        self._windows = windows_of(target.config)
         layers = target.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, self._capacity_tokens(max_length_tokens), self._static_cache)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
@@ -265,7 +267,7 @@ class TargetSession:
             torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+    def _run(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
         """ids and positions [1, N] to logits [1, N, V] and features [1, N, F]."""
         return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
 
@@ -302,7 +304,11 @@ class TargetSession:
         columns = self._columns_of(end)
         ids, positions = to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)
         # One token looks at the whole cache: without a mask the fastest attention kernels apply.
-        mask = None if len(tree) == 1 and columns == end else self._tree_mask(tree.shape, columns)
+        mask: Masks | None = None
+        if len(tree) > 1 or columns != end:
+            mask = self._tree_mask(tree.shape, columns)
+            if self._windows.reached(end):  # what columns of nodes hold stands at the nodes' own depths
+                mask = self._windows.masks(mask, positions, torch.cat([self._positions[0, :start], positions]))
         step = self._run(ids[None], positions[None], mask)
         return TargetStep(step.logits[0], step.features[0])
 
@@ -367,6 +373,12 @@ class TargetSession:
             raise
         except Exception as error:
             self.close()
+            if has_recurrent_layers(self._target):
+                raise UserError(
+                    f"target {name} has layers of linear attention or another state that a draft tree cannot share: "
+                    "drafters for it train and export, but this loop cannot verify their trees; use an engine, as with "
+                    "`draftsmith eval --engine vllm`"
+                ) from error
             raise UserError(
                 f"target {name} cannot run draft trees ({type(error).__name__}: {reason(error)}); {WORKING_TARGETS}"
             ) from error

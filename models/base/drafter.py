@@ -54,6 +54,7 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, of_kind
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
 from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teacher, loss_weights, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
+from draftsmith.models.target.view import embedding_width, target_values
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
@@ -253,7 +254,7 @@ class DrafterConfig(PreTrainedConfig):
     """What all drafters record: the target that they were made for, and their kind's options.
 
     Args:
-        target_config: The target's own config as a dictionary, so that a drafter can be built without its target.
+        target_config: What `target_values` gives, so that a drafter can be built without its target.
         target_name_or_path: Where that target came from, for humans.
         kwargs: Keys of `Options`, all of which become attributes. Those that it does not know are kept as they are.
     """
@@ -457,12 +458,12 @@ class Drafter(PreTrainedModel):
         Raises:
             UserError: The drafter was made for a target of another kind or size.
         """
-        expected, found = self.config.target_config, target.config
+        expected, found = self.config.target_config, target_values(target.config)
         for key in MATCHED_KEYS:
-            if expected.get(key) != getattr(found, key, None):
+            if expected.get(key) != found.get(key):
                 raise UserError(
                     f"this drafter was made for a target with {key} {expected.get(key)} "
-                    f"({self.config.target_name_or_path}), not {getattr(found, key, None)}: use it with that target, "
+                    f"({self.config.target_name_or_path}), not {found.get(key)}: use it with that target, "
                     "or train a drafter for this one"
                 )
 
@@ -705,23 +706,46 @@ class Drafter(PreTrainedModel):
         Raises:
             UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
-        # Under these names too where the architecture has others for them, as GPT-2 has.
-        matched = {key: getattr(target.config, key) for key in MATCHED_KEYS}
-        target_config = {**target.config.to_dict(), **matched}
-        shape = logit_shape(target)
-        shaped = {} if shape.is_plain else {"target_logit_scale": shape.scale, "target_logit_cap": shape.cap}
-        config = cls.config_class(
-            target_config=target_config,
-            target_name_or_path=target.config._name_or_path,
-            **shaped,
-            **cls.config_class.Options.checked(options, target_config).model_dump(),
-        )
+        config, shape = cls.config_for(target.config, options), logit_shape(target)
+        if not shape.is_plain:
+            config.target_logit_scale, config.target_logit_cap = shape.scale, shape.cap
         cls.complete_config(config, target)
         # In fp32 at least, to be trained.
         drafter = cls(config).to(target.device, torch.promote_types(target.dtype, torch.float32)).attach(target)
         with torch.no_grad():
             drafter.initialize_from_target(target)
         return drafter
+
+    @classmethod
+    def config_for(cls, target_config: PreTrainedConfig, options: dict[str, Any]) -> DrafterConfig:
+        """Make the config of a drafter for a target of this config, which no weights are needed for.
+
+        Raises:
+            UserError: As `from_target`.
+        """
+        values = target_values(target_config)
+        width, layers_width = embedding_width(values), values["hidden_size"]
+        if width != layers_width:
+            raise UserError(
+                f"the target's embedding is {width} wide and its layers {layers_width} ({values['model_type']}), and "
+                "drafters here have one width for both: use another target"
+            )
+        return cls.config_class(
+            target_config=values,
+            target_name_or_path=target_config._name_or_path,
+            **cls.config_class.Options.checked(options, values).model_dump(),
+        )
+
+    @classmethod
+    def check_target(cls, target_config: PreTrainedConfig, options: dict[str, Any]) -> None:
+        """Raise what `from_target` would raise of a target's config and options, before any weight is loaded.
+
+        Raises:
+            UserError: As `from_target`.
+        """
+        config = cls.config_for(target_config, options)
+        with torch.device("meta"):
+            cls(config)
 
     @classmethod
     def complete_config(cls, config: DrafterConfig, target: PreTrainedModel) -> None:

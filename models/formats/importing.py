@@ -25,6 +25,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import some_of, tensors_said, weights_sha256
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
@@ -113,7 +114,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
         UserError: As `import_drafter`.
     """
     layout, read = _layout_of(checkpoint)
-    found = read(checkpoint, target.config.to_dict())
+    found = read(checkpoint, target_values(target.config))
     head = found.borrowed.get("lm_head")
     if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
         found = eagle.with_own_head(found)
