@@ -35,6 +35,7 @@ from pydantic import (
 )
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.models.base.draft_head import (
     Batch,
@@ -136,6 +137,27 @@ Layers = Annotated[
         description="whose kind of decoder layers these are: the target's own, which may start as its; or, with its "
         "width, heads and RoPE, Llama's or Qwen 3's (q/k norms), for targets of experts or of other attention, and for "
         "engines that run no others. By default the target's where these are supported, else llama"
+    ),
+]
+
+
+def _flat_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    if rope is None:
+        return None
+    theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError("must have a positive rope_theta, as in `{rope_theta: 10000}`")
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ValueError(f"has rope_type {kind}: use one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+Rope = Annotated[
+    dict[str, Any] | None,
+    AfterValidator(_flat_rope),
+    Field(
+        description="RoPE of the drafter's layers where it is not the target's, in transformers' form: "
+        "`{rope_theta: 10000}`, as EAGLE-3's own code trains"
     ),
 ]
 
@@ -294,8 +316,9 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def layers_of(self) -> dict[str, Any]:
-        """Return the config that its decoder layers are made from, see `of_kind`."""
-        return of_kind(self.layers, self.target_config)
+        """Return the config that its decoder layers are made from, see `of_kind`: with its own RoPE if it has one."""
+        layers_of, rope = of_kind(self.layers, self.target_config), getattr(self, "rope", None)
+        return layers_of if rope is None else {**layers_of, "rope_parameters": dict(rope)}
 
     @property
     def options(self) -> DrafterOptions:

@@ -48,6 +48,7 @@ from draftsmith.models.base.drafter import (
     FirstToken,
     Init,
     Layers,
+    Rope,
 )
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
 from draftsmith.models.groups.attention import GroupAttention
@@ -76,6 +77,7 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     )
     init: Init = "target"
     layers: Layers = Field(None, validate_default=True)
+    rope: Rope = None
     first_token: FirstToken = True
     norm_before_residual: bool = Field(
         False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
