@@ -104,10 +104,11 @@ class SharedSession(CompiledSession):
         if self._static and self._size:
             columns = self._cache.capacity_tokens
         self._where = torch.cat(places)
-        mask: Masks = self._mask_of([number for number, _ in trees], padded, columns)
+        of_full_attention = self._mask_of([number for number, _ in trees], padded, columns)
+        mask: Masks = of_full_attention
         ids, positions_n = to_device([tokens, positions], self.device)
         if slides:
-            mask = self._windows.masks(mask, positions_n, self._key_positions(trees, columns))
+            mask = self._windows.masks(of_full_attention, positions_n, self._key_positions(trees, columns))
         step = self._run(ids[None], positions_n[None], mask)
         logits, features = step.logits[0, :rows].split(sizes), step.features[0, :rows].split(sizes)
         return [TargetStep(*parts) for parts in zip(logits, features, strict=True)]

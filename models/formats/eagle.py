@@ -251,7 +251,7 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
     """
     ids, nested = (keys.get("eagle_aux_hidden_state_layer_ids") for keys in (config, config.get("eagle_config") or {}))
     if ids is not None or nested is not None:
-        layers = list(ids) if ids is not None else [layer + 1 for layer in nested]
+        layers = list(ids) if ids is not None else [layer + 1 for layer in nested or []]
         number = config.get("num_aux_hidden_states")
         if number is not None and number != len(layers):
             raise UserError(

@@ -4,6 +4,7 @@ A layout turns a drafter into a `Checkpoint` and back into `Parameters`. Configs
 every reader of these layouts looks for them; old readers find RoPE under its old keys too.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -356,20 +357,23 @@ def kind_of_layers(
     config = checkpoint.config
     differences, model_type = list[str](), config.get("model_type")
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
-    for kind in kinds:
+    # Layers that have the target's RoPE come first.
+    for another_rope, kind in itertools.product((False, True) if with_own_rope else (False,), kinds):
         layers_of = of_kind(kind, target_config)
         own = layers_of["model_type"]
         # Mistral's and Qwen 2's are written as Llama's.
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
-        found = config_differences(config, layers_of, exactly=False, own_rope=with_own_rope)
+        if another_rope and own != model_type and own not in LLAMA_LIKE:
+            continue
+        found = config_differences(config, layers_of, exactly=False, own_rope=another_rope)
         if biased != _has_biases(layers_of):
             found.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
         if config.get("vocab_size") != target_config["vocab_size"]:
             found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
         if not found:
             return kind
-        differences += found
+        differences += [each for each in found if not (with_own_rope and each.startswith("rope_parameters"))]
     first = differences[0] if differences else f"layers are {model_type}'s"
     raise UserError(
         f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "

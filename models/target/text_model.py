@@ -7,7 +7,6 @@ itself, with the wrapper's weights, so that everything else sees a causal langua
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.target.view import is_wrapper
@@ -127,7 +126,7 @@ def _no_text_model(config: PreTrainedConfig, where: str) -> UserError:
 
 
 @torch.no_grad()
-def _check_same_logits(wrapper: PreTrainedModel, text: nn.Module, where: str) -> None:
+def _check_same_logits(wrapper: PreTrainedModel, text: PreTrainedModel, where: str) -> None:
     """
     Raises:
         UserError: The wrapper's logits of a few tokens are not the text model's.
