@@ -90,8 +90,9 @@ def _possible_shapes(config: Any) -> list[LogitShape]:
     """Return what a class may make of a config's keys, the likeliest first."""
     factor, divisor = (math.prod(_number(config, key) or 1.0 for key in keys) for keys in (FACTORS, DIVISORS))
     cap = _number(config, CAP) or None
-    # HyperCLOVA X multiplies by what is Granite's divisor; some classes look at none of these keys.
-    return [LogitShape(factor / divisor, cap), LogitShape(factor * divisor, cap), PLAIN]
+    # HyperCLOVA X multiplies by what is Granite's divisor; a class may look at some of these keys only, or at none.
+    scales = [factor / divisor, factor * divisor, factor, 1.0 / divisor, divisor, 1.0]
+    return [*dict.fromkeys(LogitShape(scale, each) for each in (cap, None) for scale in scales)]
 
 
 def _number(config: Any, key: str) -> float | None:

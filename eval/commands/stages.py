@@ -98,7 +98,7 @@ def local_target(target: Any) -> "LocalTarget":
             f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or another state, "
             "which rows of several lengths cannot be batched with here: set data.distill.engine=vllm"
         )
-    windows = windows_of(target.config)
+    windows = windows_of(target)
 
     def masks(seen_as: Any, position_a: Any) -> Any:
         return windows.row_masks(seen_as, position_a, target.dtype)

@@ -216,7 +216,7 @@ class TargetSession:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Once: at `close`, or when the session is gone that nobody closed.
         self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
-        self._windows = windows_of(target.config)
+        self._windows = windows_of(target)
         layers = target.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, self._capacity_tokens(max_length_tokens), self._static_cache)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]

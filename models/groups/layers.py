@@ -97,13 +97,14 @@ def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.get("rope_type", "default") == "longrope":
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
     width, heads = source["hidden_size"], source["num_attention_heads"]
+    kv_heads = source.get("num_key_value_heads") or heads
     of_experts = (source.get("num_experts_per_tok") or 1) * (source.get("moe_intermediate_size") or 0)
     return {
         "model_type": kind,
         "hidden_size": width,
         "intermediate_size": source.get("intermediate_size") or of_experts or 4 * width,
         "num_attention_heads": heads,
-        "num_key_value_heads": source.get("num_key_value_heads") or heads,
+        "num_key_value_heads": heads if heads % kv_heads else kv_heads,
         "head_dim": source.get("head_dim") or width // heads,
         "rms_norm_eps": source.get("rms_norm_eps") or 1e-6,
         "rope_parameters": rope or None,

@@ -66,7 +66,7 @@ def attention_sentence(target: PreTrainedModel) -> str:
 
 def running_sentence(target: PreTrainedModel) -> str:
     """Say how the target is run: its attention, and how far back its layers look."""
-    return f"attention by {attention_sentence(target)}; {windows_of(target.config).sentence()}"
+    return f"attention by {attention_sentence(target)}; {windows_of(target).sentence()}"
 
 
 def text_alone(model: PreTrainedModel, where: str) -> PreTrainedModel:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
 Masks = Tensor | dict[str, Tensor]
 # Parts of names of layer types that keep a state instead of keys and values, which no tree can share.
+WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm")
 
 
@@ -101,11 +103,44 @@ class Windows:
         return f"{some} layers see {' or '.join(sizes) or f'a window of {self.unknown:,} tokens'}"
 
 
-def windows_of(config: Any) -> Windows:
-    """Read the windows off a target's config."""
-    text = config.get_text_config()
+def windows_of(target: Any) -> Windows:
+    """Return the windows of a target's layers: what its config names, where its class looks at it.
+
+    A target without weights, as in a plan, is taken at its config's word.
+    """
+    windows = _of_config(target.config.get_text_config())
+    if not windows.of_types or not _has_values(target):
+        return windows
+    if target not in _windows:
+        _windows[target] = windows if _are_looked_at(target) else Windows({}, windows.types, windows.unknown)
+    return _windows[target]
+
+
+def _has_values(target: Any) -> bool:
+    weight = target.get_input_embeddings().weight
+    return not (weight.is_meta or isinstance(weight, FakeTensor))
+
+
+@torch.no_grad()
+def _are_looked_at(target: Any) -> bool:
+    """Whether a window of one token changes what the target says: some configs have a key that their class ignores."""
+    text = target.config.get_text_config()
+    kept = {name: getattr(text, name) for name in WINDOW_KEYS if _size(text, name) is not None}
+    ids, found = torch.arange(1, 4, device=target.device)[None], []
+    try:
+        for size in (len(ids[0]) + 1, 1):
+            for name in kept:
+                setattr(text, name, size)
+            found.append(target.base_model(input_ids=ids, use_cache=False)[0])
+    finally:
+        for name, value in kept.items():
+            setattr(text, name, value)
+    return not torch.allclose(*found)
+
+
+def _of_config(text: Any) -> Windows:
     kinds = getattr(text, "layer_types", None) or []
-    sliding, chunk = (_size(text, name) for name in ("sliding_window", "attention_chunk_size"))
+    sliding, chunk = (_size(text, name) for name in WINDOW_KEYS)
     if kinds:
         found = {}
         for kind in sorted(set(kinds)):
@@ -125,15 +160,16 @@ def _size(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
+_windows: weakref.WeakKeyDictionary[nn.Module, Windows] = weakref.WeakKeyDictionary()
 _taking_masks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def takes_masks(target: Any) -> bool:
     """Whether masks for each type of layer reach the target's layers, tried once on three tokens."""
-    windows = windows_of(target.config)
+    windows = windows_of(target)
     if windows.unknown is not None:
         return False
-    if len(windows.types) == 1 or not windows.of_types:
+    if len(windows.types) == 1 or not windows.of_types or not _has_values(target):
         return True
     if target not in _taking_masks:
         _taking_masks[target] = _tried(target, windows)
@@ -157,8 +193,7 @@ def _tried(target: Any, windows: Windows) -> bool:
         same, other = (output(each) for each in (dict.fromkeys(windows.types, mask), alone.masks(mask, place, place)))
     except Exception:  # whatever a model says that expects one mask
         return False
-    # Of meta tensors there is nothing to compare.
-    return plain.is_meta or bool((plain - same).abs().amax() < 0.1 * (plain - other).abs().amax())
+    return bool((plain - same).abs().amax() < 0.1 * (plain - other).abs().amax())
 
 
 def positions_of(target: Any) -> int | None:
@@ -169,7 +204,7 @@ def positions_of(target: Any) -> int | None:
 
 def tokens_within_windows(target: Any) -> int | None:
     """Return the tokens within which every mask for full attention is right; None if there is no limit."""
-    known = [limit for limit in (positions_of(target), windows_of(target.config).smallest) if limit is not None]
+    known = [limit for limit in (positions_of(target), windows_of(target).smallest) if limit is not None]
     return min(known) if known else None
 
 

@@ -22,6 +22,7 @@ from draftsmith.recipes.schema import MethodRecipe
 SCALED = [
     ("cohere", {"logit_scale": 0.0625}, LogitShape(0.0625)),
     ("cohere2", {"logit_scale": 0.25}, LogitShape(0.25)),
+    ("cohere2", {"logit_scale": 0.25, "logits_scaling": 8.0}, LogitShape(0.25)),
     ("granite", {"logits_scaling": 8.0}, LogitShape(0.125)),
     ("hyperclovax", {"logits_scaling": 8.0}, LogitShape(8.0)),
     ("gemma2", {"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),

@@ -151,12 +151,15 @@ def test_distillation_is_not_limited_by_the_window(name: str) -> None:
 
 
 def test_windows_of_configs() -> None:
-    assert windows_of(windowed("gemma3").config).sentence() == "some layers see a window of 6 tokens"
-    assert windows_of(windowed("mistral").config).sentence() == "all layers see a window of 6 tokens"
-    assert windows_of(windowed("llama4").config).sentence() == "some layers see chunks of 6 tokens"
-    assert windows_of(tiny_target("llama").config).sentence() == "all layers see the whole text"
+    assert windows_of(windowed("gemma3")).sentence() == "some layers see a window of 6 tokens"
+    assert windows_of(windowed("mistral")).sentence() == "all layers see a window of 6 tokens"
+    assert windows_of(windowed("llama4")).sentence() == "some layers see chunks of 6 tokens"
+    assert windows_of(tiny_target("llama")).sentence() == "all layers see the whole text"
     unused = tiny_target("qwen2", sliding_window=WINDOW, use_sliding_window=False)
-    assert windows_of(unused.config).smallest is None
+    assert windows_of(unused).smallest is None
+    ignored = tiny_target("llama", sliding_window=WINDOW)
+    assert (windows_of(ignored).smallest, ignored.config.sliding_window) == (None, WINDOW)
+    assert longest_sequence_tokens(ignored) == 128
 
 
 def test_a_window_by_hand() -> None:
