@@ -21,11 +21,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from draftsmith.recipes.errors import UserError
 
-# Keys of configs: factors, divisors, and the soft cap.
+# Keys of configs: factors, divisors, and soft caps.
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling",)
-CAP = "final_logit_softcapping"
-KEYS = (*FACTORS, *DIVISORS, CAP)
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+KEYS = (*FACTORS, *DIVISORS, *CAPS)
 NUM_TRIED = 4  # rows of hidden states
 # Largest difference to the target's own logits, as a share of the largest logit: bf16 keeps 8 bits.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -89,7 +89,7 @@ def logit_shape(target: PreTrainedModel) -> LogitShape:
 def _possible_shapes(config: Any) -> list[LogitShape]:
     """Return what a class may make of a config's keys, the likeliest first."""
     factor, divisor = (math.prod(_number(config, key) or 1.0 for key in keys) for keys in (FACTORS, DIVISORS))
-    cap = _number(config, CAP) or None
+    cap = next((cap for key in CAPS if (cap := _number(config, key))), None)
     # HyperCLOVA X multiplies by what is Granite's divisor; a class may look at some of these keys only, or at none.
     scales = [factor / divisor, factor * divisor, factor, 1.0 / divisor, divisor, 1.0]
     return [*dict.fromkeys(LogitShape(scale, each) for each in (cap, None) for scale in scales)]

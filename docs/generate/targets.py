@@ -1,6 +1,6 @@
-"""Try every architecture of transformers as a target, tiny and random, and write `docs/reference/targets.md`.
+"""Try every architecture of transformers as a target, tiny and random: the table of `docs/reference/targets.md`.
 
-    python docs/generate/targets.py                 # all of them, some minutes
+    python docs/generate/targets.py                 # all of them, some minutes: writes docs/generate/targets.json
     python docs/generate/targets.py llama gemma2    # print these rows
 
 A row says what a target of this kind can do here: its logits from the final features, its attention and windows, draft
@@ -11,6 +11,7 @@ decoding. A cell is a word or the sentence that a user would be given; anything 
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
@@ -25,7 +26,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-PAGE = Path(__file__).parents[1] / "reference" / "targets.md"
+RESULT = Path(__file__).with_suffix(".json")
+COLUMNS = ("logits", "attention", "trees", "drafter")
 VOCABULARY, WINDOW, NEW_TOKENS = 96, 8, 16
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -38,8 +40,10 @@ MORE: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8,
     "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "query_pre_attn_scalar": 8,
+    "rotary_dim": 4, "n_positions": 128, "max_seq_len": 128,
 }  # fmt: skip
 WITHOUT_HEADS = ("num_key_value_heads", "head_dim", "intermediate_size")
+MOST_PARAMETERS = 4_000_000
 PROMPT = [5, 9, 33, 12, 40, 7, 5, 9, 33, 12, 41]
 # What differs in a row may be rounding: of the logits' size.
 ROUNDING_FRAC = 1e-4
@@ -52,12 +56,6 @@ class Row:
     model_type: str
     cells: dict[str, str] = field(default_factory=dict)
     defects: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        return f"| `{self.model_type}` | " + " | ".join(self.cells.get(name, "") for name in COLUMNS) + " |"
-
-
-COLUMNS = ("logits", "attention", "trees", "drafter")
 
 
 def architectures() -> list[str]:
@@ -80,8 +78,14 @@ def tried(model_type: str) -> Row | None:
 
 
 def built(model_type: str) -> PreTrainedModel | None:
-    """Make a tiny random model of this kind, run as `load_target` would run it."""
-    from draftsmith.models.target.text_model import attention_to_load_with, text_alone, use_exact_attention
+    """Make a tiny random model of this kind, run as `load_target` would run it; None if it is no decoder."""
+    from draftsmith.models.target.text_model import (
+        attention_to_load_with,
+        name_base_model,
+        sees_what_comes_after,
+        text_alone,
+        use_exact_attention,
+    )
 
     without_heads = {key: value for key, value in SIZES.items() if key not in WITHOUT_HEADS}
     alike = {**SIZES, **MORE, "num_key_value_heads": SIZES["num_attention_heads"]}
@@ -89,9 +93,16 @@ def built(model_type: str) -> PreTrainedModel | None:
         try:
             torch.manual_seed(0)
             config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
+            if config.is_encoder_decoder or sees_what_comes_after(config):
+                return None
             attention = attention_to_load_with(config, "sdpa")
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            if sum(parameter.numel() for parameter in empty.parameters()) > MOST_PARAMETERS:
+                continue
             target = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
             target = text_alone(target.requires_grad_(False), model_type)
+            name_base_model(target)
             use_exact_attention(target)
             target(input_ids=torch.tensor([PROMPT]), use_cache=False)
         except Exception:  # whatever a class says to sizes that it has no use for
@@ -106,7 +117,7 @@ def _try(row: Row, column: str, look: Callable[[], str]) -> None:
     try:
         row.cells[column] = look()
     except UserError as error:
-        row.cells[column] = str(error).replace("|", "/").replace("\n", " ")
+        row.cells[column] = str(error)
     except Exception as error:
         row.defects.append(f"{column}: {type(error).__name__}: {error}")
 
@@ -179,32 +190,6 @@ def _refuse_difference(found: Tensor, expected: Tensor, what: str) -> None:
         raise ValueError(f"{what} differ by {difference:.3g}")
 
 
-def page(rows: list[Row], not_built: list[str]) -> str:
-    """Write the page."""
-    others = ", ".join(f"`{name}`" for name in not_built)
-    return "\n".join(
-        [
-            "# Targets",
-            "",
-            "What a target of each architecture can do, tried on tiny random ones by `python docs/generate/targets.py` "
-            f"(transformers {transformers.__version__}).",
-            "A sentence is what you would be told. Multimodal wrappers (Gemma 3, Mistral 3) are their text model here.",
-            "",
-            "- **logits**: what the target makes of its LM head's product; teachers, drafters and exports do the same.",
-            "- **attention**: how it is computed, and how far back layers look.",
-            "- **trees**: greedy answers by trees, far beyond the window, equal a recomputation without a cache.",
-            "- **drafter**: EAGLE-3's layers for this target, whose training equals decoding, and where they can go.",
-            "",
-            f"| `model_type` | {' | '.join(COLUMNS)} |",
-            "|---|" + "---|" * len(COLUMNS),
-            *(row.line() for row in rows),
-            "",
-            f"Not tried, as no tiny one can be made from the usual sizes: {others}." if others else "",
-            "",
-        ]
-    )
-
-
 def sweep(model_types: list[str]) -> tuple[list[Row], list[str]]:
     """Try these architectures; returns their rows, and those of which no tiny model can be made."""
     found = {name: tried(name) for name in model_types}
@@ -212,18 +197,20 @@ def sweep(model_types: list[str]) -> tuple[list[Row], list[str]]:
 
 
 def main() -> None:
-    """Write the page, or print the rows of the architectures that are named."""
+    """Write the result, or print the rows of the architectures that are named."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     rows, not_built = sweep(sys.argv[1:] or architectures())
     for row in rows:
         for defect in row.defects:
             sys.stderr.write(f"{row.model_type}: {defect}\n")
-    text = page(rows, not_built)
+    found = {"transformers": transformers.__version__, "not_built": not_built}
+    found["targets"] = {row.model_type: row.cells for row in rows}
+    text = json.dumps(found, indent=1) + "\n"
     if sys.argv[1:]:
-        sys.stdout.write("\n".join(row.line() for row in rows) + "\n")
+        sys.stdout.write(text)
     else:
-        PAGE.write_text(text, encoding="utf-8")
+        RESULT.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from draftsmith.recipes.errors import UserError, reason
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 MOST_SHAPES = 4096  # whose masks are remembered
+PROBE_ELDERS = 24
 MASK_NODES = 64  # of the mask's buffer, which grows for larger trees
 
 _probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -349,16 +350,24 @@ class TargetSession:
     def _probe(self) -> None:
         """Make sure that two siblings in a tree see their ancestors and not each other."""
         name = self._target.config.name_or_path or type(self._target).__name__
+        if has_recurrent_layers(self._target):
+            self.close()
+            raise UserError(
+                f"target {name} has layers of linear attention or another state that a draft tree cannot share: "
+                "drafters for it train and export, but this loop cannot verify their trees; use an engine, as with "
+                "`draftsmith eval --engine vllm`"
+            )
         vocabulary = self._target.config.get_text_config().vocab_size
         # Spread over the vocabulary: first in it are often special tokens, at which models are at their worst.
         *prompt, root, elder, younger = (place * vocabulary // 6 for place in range(1, 6))
         try:
             self.prefill(prompt)
-            tree = DraftTree([root, elder, younger], TreeShape.of((-1, 0, 0)))
-            seen = self.forward_tree(tree).logits[2]
+            # Many elders: where a column counts and not the position, as with ALiBi, the younger is far from its place.
+            tree = DraftTree([root, *[elder] * PROBE_ELDERS, younger], TreeShape.of((-1, *[0] * (PROBE_ELDERS + 1))))
+            seen = self.forward_tree(tree).logits[-1]
             # What a target gives that does not see the mask: the younger at its place, looking at the elder.
             self.prefill(prompt)
-            ids, positions = torch.tensor([tree.tokens, [2, 3, 3]], device=self.device)
+            ids, positions = torch.tensor([[root, elder, younger], [2, 3, 3]], device=self.device)
             wrong = self._run(ids[None], positions[None], self._tree_mask(TreeShape.chain(2), 5)).logits[0, 2]
             self.prefill(prompt)
             self.forward_tree(root_only(root))
@@ -373,12 +382,6 @@ class TargetSession:
             raise
         except Exception as error:
             self.close()
-            if has_recurrent_layers(self._target):
-                raise UserError(
-                    f"target {name} has layers of linear attention or another state that a draft tree cannot share: "
-                    "drafters for it train and export, but this loop cannot verify their trees; use an engine, as with "
-                    "`draftsmith eval --engine vllm`"
-                ) from error
             raise UserError(
                 f"target {name} cannot run draft trees ({type(error).__name__}: {reason(error)}); {WORKING_TARGETS}"
             ) from error
@@ -388,7 +391,7 @@ class TargetSession:
             self.close()
             raise UserError(
                 f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
-                "use target.attn_implementation=sdpa or eager"
+                "use target.attn_implementation=sdpa or eager, or a target without ALiBi"
             )
 
 

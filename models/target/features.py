@@ -52,7 +52,7 @@ class FeatureTap:
     """
 
     def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], stop_early: bool = False) -> None:
-        self._layers = layers
+        self._layers, self._width = layers, target_value(target.config, "hidden_size")
         self._caught: dict[int, Tensor] = {}
         self._stop_after = None if not stop_early or FINAL_FEATURES in layers else max(layers)
         self._hooks = []
@@ -85,6 +85,13 @@ class FeatureTap:
         """[B, S, F] of the last forward, F = len(layers) * D."""
         parts = [self._caught[layer] for layer in self._layers]
         self._caught.clear()
+        for layer, part in zip(self._layers, parts, strict=True):
+            if part.dim() != 3 or part.shape[-1] != self._width:
+                raise UserError(
+                    f"the target's hidden states after layer {layer} are of shape {list(part.shape)}, where its layers "
+                    f"are {self._width} wide, so that no features can be read there: use a drafter that reads the "
+                    "final features only (parallel, medusa, hydra, eagle)"
+                )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def forget(self) -> None:

@@ -23,6 +23,8 @@ from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.text_model import (
     attention_to_load_with,
     auto_class,
+    name_base_model,
+    sees_what_comes_after,
     text_alone,
     text_config,
     use_exact_attention,
@@ -160,6 +162,11 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
             "a decoder-only causal language model such as Llama or Qwen"
         )
+    if sees_what_comes_after(config):
+        raise UserError(
+            f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens see "
+            "what comes after them; speculative decoding here needs a causal language model such as Llama or Qwen"
+        )
     return config
 
 
@@ -185,6 +192,7 @@ def _where(recipe: TargetRecipe) -> dict[str, Any]:
 
 
 def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
+    name_base_model(target)
     if target.get_output_embeddings() is None or target.base_model is target:
         raise UserError(
             f"target.model {recipe.model} ({target.config.model_type}) has no LM head: use a causal language model"

@@ -30,6 +30,18 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+def name_base_model(target: PreTrainedModel) -> None:
+    """Let `base_model` find the layers of a class whose prefix is that of its wrapper, as Llama 4's."""
+    if target.base_model is target and isinstance(getattr(target, "model", None), PreTrainedModel):
+        target.base_model_prefix = "model"
+
+
+def sees_what_comes_after(config: PreTrainedConfig) -> bool:
+    """Whether it is an encoder that could be a decoder and is none, as BERT."""
+    could_be_either = any("is_decoder" in vars(each).get("__annotations__", {}) for each in type(config).__mro__)
+    return could_be_either and not getattr(config, "is_decoder", False)
+
+
 def attention_to_load_with(config: PreTrainedConfig, asked: str) -> str:
     """Return the attention implementation asked for, or `eager` where the target's class has no other."""
     mapping = auto_class(config)._model_mapping

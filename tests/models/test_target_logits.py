@@ -27,6 +27,7 @@ SCALED = [
     ("hyperclovax", {"logits_scaling": 8.0}, LogitShape(8.0)),
     ("gemma2", {"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),
     ("gpt2", {}, PLAIN),
+    ("recurrent_gemma", {"logits_soft_cap": 20.0}, LogitShape(1.0, 20.0)),
     ("nanochat", {"final_logit_softcapping": 15.0}, LogitShape(1.0, 15.0)),
     ("llama", {}, PLAIN),
     ("llama", {"logit_scale": 0.5}, PLAIN),  # a key that this class does not look at

@@ -262,3 +262,40 @@ def test_features_of_a_decoder_inside_the_base_model() -> None:
         torch.testing.assert_close(target.lm_head(target_features(target, ids)), target(input_ids=ids).logits)
     TargetSession(target, 32).close()
     assert ParallelDrafter.from_target(target, {"num_masks": 2}).attached.target is target
+
+
+def test_a_base_model_under_its_wrappers_name(tmp_path: Path) -> None:
+    """Llama 4's text class says that its layers are under `language_model`, as its wrapper has them."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    target, _ = load_target(saved(tmp_path, tiny_target("llama4_text", vocab_size=20, **sizes)))
+    assert target.base_model is not target
+    assert len(decoder_layers(target)) == 2
+
+
+def test_an_encoder_is_no_target(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    for decoder in (False, True):
+        AutoConfig.for_model("bert", vocab_size=20, is_decoder=decoder, **sizes).save_pretrained(tmp_path)
+        recipe = TargetRecipe(model=str(tmp_path), device="cpu")
+        if decoder:
+            assert load_target_config(recipe).model_type == "bert"
+        else:
+            with pytest.raises(UserError, match=r"is an encoder \(bert, is_decoder: false\)"):
+                load_target_config(recipe)
+
+
+def test_columns_in_place_of_positions_are_refused() -> None:
+    """ALiBi as MPT has it counts columns of the cache, where a tree has several nodes at one position."""
+    config = AutoConfig.for_model("mpt", vocab_size=VOCABULARY, **OLD_NAMES["mpt"])
+    target = text_model.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.* without ALiBi"):
+        TargetSession(target, 32)
+
+
+def test_several_residual_streams_have_no_inner_features() -> None:
+    target = tiny_target(num_hidden_layers=2)
+    target.base_model.layers[0].register_forward_hook(
+        lambda module, inputs, output: output[..., None, :].expand(-1, -1, 4, -1)
+    )
+    with pytest.raises(UserError, match=r"hidden states after layer 1 are of shape \[1, 3, 4, 32\]"):
+        target_features(target, torch.tensor([[4, 5, 6]]), layers=(1,))

@@ -18,6 +18,7 @@ from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.text_model import name_base_model
 from draftsmith.models.target.windows import (
     Window,
     has_recurrent_layers,
@@ -63,6 +64,7 @@ def windowed(name: str, **changes: Any) -> PreTrainedModel:
     """With the attention that it is loaded with."""
     model_type, values = TARGETS[name]
     target = tiny_target(model_type, **{**values, "attn_implementation": "eager", **changes})
+    name_base_model(target)
     if name not in ("gemma2", "gpt_oss"):
         target.set_attn_implementation("sdpa")
         use_grouped_sdpa(target)
