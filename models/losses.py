@@ -32,7 +32,8 @@ The gradient of a head that is trained is kept from the forward to the backward,
 is in memory once. Where that would add to one of an earlier micro-batch, and is large, the backward computes it
 instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
 
-A low-rank term (`LowRankLogits`) is a second product into the same chunk of logits; it has no [N, V] tensor either.
+Where a target scales or caps its logits (`models/target_logits.py`), so is the product, in place, before anything is
+added. A low-rank term (`LowRankLogits`) is a second product into the same chunk; it has no [N, V] tensor either.
 
 Rows of several depths predict the same token and have the same teacher. On a CPU such rows are taken together, with one
 row of the teacher's product for all of them; elsewhere every chunk would wait to know how many there are.
@@ -53,6 +54,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
+
+from draftsmith.models.target_logits import PLAIN, LogitShape
 
 # The LK paper's setting.
 LK_ETA = 3.0
@@ -322,6 +325,8 @@ def head_loss(
     low_rank: LowRankLogits | None = None,
     overlap_n: Tensor | None = None,
     factors: RowFactors | None = None,
+    shape: LogitShape = PLAIN,
+    teacher_shape: LogitShape | None = None,
 ) -> HeadLoss:
     """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
@@ -343,6 +348,8 @@ def head_loss(
         low_rank: Added to the head's logits. The products are in the same dtype.
         overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
         factors: What the losses of each row count.
+        shape: What is made of the head's product before `low_rank` is added.
+        teacher_shape: The same for the target's; `shape` by default.
     """
     head, order_n, taught, common_n = _linear(head), None, None, None
     loss = loss_weights(loss)
@@ -356,7 +363,8 @@ def head_loss(
         if _device_type(hidden_nd) == "cpu":
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
-        taught = _Teacher.of(teacher, head if teacher_head is None else _linear(teacher_head), teacher_columns)
+        of_target = head if teacher_head is None else _linear(teacher_head)
+        taught = _Teacher.of(teacher, of_target, teacher_columns, shape if teacher_shape is None else teacher_shape)
         taught.overlap_n, taught.together = overlap_n, order_n is not None
     products: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
     if order_n is not None:
@@ -367,7 +375,9 @@ def head_loss(
         products = [factor.detach() for factor in products]
     dtype = _product_dtype(head.weight)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, (loss, factors), taught, dtype, *products)
+        loss_sum, *results = _HeadLoss.apply(
+            head.bias, labels_n, weights_n, (loss, factors, shape), taught, dtype, *products
+        )
     if order_n is not None:
         back_n = order_n.argsort()
         results = [part.index_select(0, back_n) for part in results]
@@ -378,8 +388,10 @@ def head_loss(
 
 
 @torch.no_grad()
-def mass_inside(features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor) -> Tensor:
-    """Return how much of softmax(head(features)) is inside a vocabulary [V] bool, [P] in fp32 at least.
+def mass_inside(
+    features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor, shape: LogitShape = PLAIN
+) -> Tensor:
+    """Return how much of softmax(shape(head(features))) is inside a vocabulary [V] bool, [P] in fp32 at least.
 
     It takes a product with the whole head, for every token once, however many depths predict its label. On a CPU
     only for the wanted tokens [P] bool, the others have 1; elsewhere for all, as counting them would wait.
@@ -394,7 +406,7 @@ def mass_inside(features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p
         weight_vd, bias_v = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
         ones_v = inside_v.to(mass_p.dtype)
         for tokens in token_n.split(chunk):
-            logits = F.linear(features_pd.index_select(0, tokens).to(dtype), weight_vd, bias_v)
+            logits = shape.apply_(F.linear(features_pd.index_select(0, tokens).to(dtype), weight_vd, bias_v))
             # A sum of probabilities may be rounded to more than 1.
             mass_p[tokens] = (logits.softmax(-1, dtype=mass_p.dtype) @ ones_v).clamp(max=1.0)
     return mass_p
@@ -428,17 +440,18 @@ class _Teacher:
     rows: TeacherRows
     weight_vd: Tensor
     bias_v: Tensor | None
+    shape: LogitShape
     overlap_n: Tensor | None = None  # where alpha of all rows is written to
     together: bool = False  # whether rows of one token follow each other
 
     @staticmethod
-    def of(rows: TeacherRows, head: nn.Linear, columns_v: Tensor | None) -> "_Teacher":
+    def of(rows: TeacherRows, head: nn.Linear, columns_v: Tensor | None, shape: LogitShape) -> "_Teacher":
         # The columns once, rather than products with the whole vocabulary in every chunk.
         columns = slice(None) if columns_v is None else columns_v
         dtype = _product_dtype(head.weight)
         bias_v = None if head.bias is None else head.bias[columns].to(dtype)
         rows = rows._replace(features_pd=rows.features_pd.detach())
-        return _Teacher(rows, head.weight.detach()[columns].to(dtype), bias_v)
+        return _Teacher(rows, head.weight.detach()[columns].to(dtype), bias_v, shape)
 
     def logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Those of some rows, or of their tokens and the place of each row's among them; they are views of `out_cv`."""
@@ -448,7 +461,7 @@ class _Teacher:
         logits = out_cv[: len(token_c)]
         hidden = self.rows.features_pd.index_select(0, token_c).to(logits.dtype)
         _product(hidden, self.weight_vd, self.bias_v, logits)
-        return logits, place_c
+        return self.shape.apply_(logits), place_c
 
 
 class _Taken(NamedTuple):
@@ -478,6 +491,7 @@ class _Rows:
     weights_n: Tensor
     loss: LossWeights
     factors: RowFactors | None
+    shape: LogitShape  # of the first term
     teacher: _Teacher | None
     dtype: torch.dtype  # of the products
 
@@ -520,6 +534,7 @@ class _Rows:
             size = rows.stop - begin
             logits, taken = logits_cv[:size], [term.rows_nd[rows].to(self.dtype) for term in self.terms]
             _product(taken[0], weights[0], head_bias_v, logits)
+            slope = self.shape.slope(self.shape.apply_(logits))
             for part, weight in zip(taken[1:], weights[1:], strict=True):
                 _product(part, weight, logits, logits)
             teacher_logits = place_c = None
@@ -536,7 +551,11 @@ class _Rows:
                 factors = None if self.factors is None else self.factors.of(rows).of(there)
                 losses_in_place(self.loss, logits[there], labels[there], teacher_there, factors, given, wants_grad)
             # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
-            for part, weight, grad_nd, grad_vd in zip(taken, weights, row_grads, weight_grads, strict=True):
+            # The head's comes last: only what is before its shape has that slope.
+            terms = [*zip(taken, weights, row_grads, weight_grads, strict=True)]
+            for place, (part, weight, grad_nd, grad_vd) in reversed([*enumerate(terms)]):
+                if place == 0 and not self.shape.is_plain:
+                    logits.mul_(slope)
                 if grad_nd is not None:
                     torch.mm(logits, weight, out=grad_nd[rows])
                 if grad_vd is not None:
@@ -551,7 +570,7 @@ class _HeadLoss(torch.autograd.Function):
         bias_v: Tensor | None,
         labels_n: Tensor,
         weights_n: Tensor | None,
-        loss: tuple[LossWeights, RowFactors | None],
+        loss: tuple[LossWeights, RowFactors | None, LogitShape],
         teacher: _Teacher | None,
         dtype: torch.dtype,
         *factors: Tensor,

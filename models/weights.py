@@ -1,6 +1,7 @@
 """Weights from a checkpoint: all that the architecture has and no others, or none; and their hashes."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,23 @@ import torch
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.run_folder import sha256_of
 
+USUAL_WAY_OUT = "give a folder with a transformers checkpoint, or a Hub id that this machine can reach"
+# By a pattern of the error; the first that fits.
+WAYS_OUT = (
+    (
+        "trust_remote_code",
+        "it brings code of its own: read that, and set target.trust_remote_code=true if you trust it",
+    ),
+    ("scaled_dot_product_attention|does not support .*sdpa", "set target.attn_implementation=eager"),
+    ("Permission denied|Read-only file system", "set the environment variable HF_HOME to a folder that can be written"),
+    ("Unrecognized configuration class", "it is no language model that answers in text: use a causal language model"),
+    (
+        "does not recognize this architecture|Unrecognized model",
+        "use a version of transformers that knows this model_type, or target.trust_remote_code=true if it brings code "
+        "of its own",
+    ),
+    (r"pip install|requires the following packages|No module named", "install the package that it names"),
+)
 # What torch's allocators say where they raise a plain RuntimeError.
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
 MOST_NAMES = 4  # of tensors, in one sentence
@@ -34,10 +52,13 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
                 "target.dtype=bfloat16 or target.quantization=nf4, or train with several processes and "
                 "data.features.sharded=true; or take a device with more"
             ) from None
-        raise UserError(
-            f"{what} {location} cannot be loaded ({reason(error)}): give a folder with a transformers checkpoint, or a "
-            "Hub id that this machine can reach"
-        ) from None
+        raise UserError(f"{what} {location} cannot be loaded ({reason(error)}): {_way_out(what, error)}") from None
+
+
+def _way_out(what: str, error: Exception) -> str:
+    """Say what would help against a failed load, by what transformers or the system said."""
+    of_the_target = WAYS_OUT if what.startswith("target.") else ()  # whose keys they name
+    return next((way_out for pattern, way_out in of_the_target if re.search(pattern, str(error))), USUAL_WAY_OUT)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -79,7 +79,10 @@ class TargetRecipe(Section):
     quantization: Literal["int8", "nf4"] | None = Field(
         None, description="bitsandbytes: its linear layers, the LM head left out, in 8 or 4 bits; everywhere p runs"
     )
-    attn_implementation: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' own, with a 4-D mask")
+    attn_implementation: Literal["sdpa", "eager"] = Field(
+        "sdpa",
+        description="transformers' own, with a 4-D mask; eager where sdpa would drop soft caps or sinks of the target",
+    )
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")
     trust_remote_code: bool = Field(False, description="run the model's own Python code, which may do anything")
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")

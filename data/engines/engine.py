@@ -107,11 +107,14 @@ class LocalTarget:
     model: a causal language model in eval mode.
     most_tokens: as many as its positions go for; None if there is no bound.
     draw: a token from logits [V].
+    masks: what a forward of one token a row takes for a mask, from the tokens that each row sees [A, S] and their
+        positions [A]; None: [A, S] itself.
     """
 
     model: Any
     most_tokens: int | None
     draw: Callable[[Any, GenerationSettings, Any], int]
+    masks: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True)

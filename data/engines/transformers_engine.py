@@ -47,7 +47,7 @@ class TransformersEngine:
         batch_size: int = Field(16, ge=1, description="rows of one forward pass")
 
     def __init__(self, local: LocalTarget, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
-        self._model, self._draw, self._end_ids = local.model, local.draw, end_ids
+        self._model, self._draw, self._end_ids, self._masks = local.model, local.draw, end_ids, local.masks
         self.concurrency = batch_size
         self.max_length_tokens = min(longest_tokens, local.most_tokens or longest_tokens)
         config = local.model.config.get_text_config()
@@ -124,6 +124,8 @@ class TransformersEngine:
             self._cache.lengths = lengths = [len(row.held_ids) for row in self._rows]
             seen = torch.arange(max(lengths) + 1) <= torch.tensor(lengths)[:, None]
             mask = None if min(lengths) == max(lengths) else seen.to(self._model.device)
+            if mask is not None and self._masks is not None:
+                mask = self._masks(mask, torch.tensor(lengths, device=mask.device))
             logits = self._forward([row.ids[-1:] for row in self._rows], [[length] for length in lengths], mask)[:, 0]
             greedy_ids = logits.max(-1).indices.tolist()  # for all rows, so that the device is waited for once
             for row, logits_v, greedy_id in zip(self._rows, logits, greedy_ids, strict=True):

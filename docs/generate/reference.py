@@ -1,9 +1,9 @@
 """mkdocs hook: the tables of the reference pages are made from the code when the site is built (`make docs`).
 
-`docs/reference/` says in `recipes.md`, `options.md`, `commands.md` and `formats.md` where they stand, by marks such as
-`<!-- made: recipes -->`: of the schema, the `Options` classes, the command line (typer's own documentation) and the
-exporters. A recipe key without a description is an error. mkdocs loads its hooks before it knows whether it will build
-anything, so functions import what they need.
+`docs/reference/` says in `recipes.md`, `options.md`, `commands.md`, `formats.md` and `targets.md` where they stand, by
+marks such as `<!-- made: recipes -->`: of the schema, the `Options` classes, the command line (typer's own
+documentation), the exporters, and what `targets.py` found. A recipe key without a description is an error. mkdocs loads
+its hooks before it knows whether it will build anything, so functions import what they need.
 """
 
 from __future__ import annotations
@@ -222,7 +222,20 @@ def _meaning(name: str, field: Any) -> str:
     return cell(words)
 
 
-MADE = {made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats)}
+def targets() -> list[str]:
+    """What a target of each architecture can do, as `targets.py` found it."""
+    found = json.loads(Path(__file__).with_name("targets.json").read_text(encoding="utf-8"))
+    columns = ("logits", "attention", "trees", "drafter")
+    lines = [f"| `model_type` | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for model_type, cells in found["targets"].items():
+        lines.append(
+            f"| `{model_type}` | " + " | ".join(cells.get(name, "").replace("|", "/") for name in columns) + " |"
+        )
+    not_built = ", ".join(f"`{name}`" for name in found["not_built"])
+    return [*lines, "", f"With transformers {found['transformers']}. No tiny one can be made of: {not_built}."]
+
+
+MADE = {made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats, targets)}
 
 
 if __name__ == "__main__":

@@ -462,11 +462,13 @@ def import_command(
     from draftsmith.models.formats.importing import import_run
 
     heading("import", f"{checkpoint} for {loaded.target.model}")
-    folder, kind = import_run(loaded, checkpoint, to)
+    folder, made = import_run(loaded, checkpoint, to)
+    for sentence in made.assumed:
+        console.print(f"Mind: {sentence}.", markup=False)
     named = f"a method of eval.methods with `drafter: {folder}`"
     own = folder == RunFolder(loaded).drafter
-    console.print(f"{kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
-    tell({"kind": kind, "folder": str(folder)})
+    console.print(f"{made.kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
+    tell({"kind": made.kind, "folder": str(folder), "assumed": made.assumed})
 
 
 @app.command()

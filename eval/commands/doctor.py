@@ -60,6 +60,8 @@ from draftsmith.models.target.loading import (
     target_location,
     template_variables,
 )
+from draftsmith.models.target.text_model import running_sentence
+from draftsmith.models.target_logits import logit_shape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
@@ -153,6 +155,8 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     _data(recipe, target, diagnosis)
     diagnosis.parts["target"] = [
         Finding("device", "ok", device_sentence(target.device)),
+        Finding("attention", "ok", running_sentence(target)),
+        *_tried("logits", lambda: f"the LM head's, {logit_shape(target)}"),
         *_tried("draft trees", lambda: _draft_trees(target)),
         *_dtype(target),
     ]

@@ -36,6 +36,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import EngineSetting, check_engine, open_engine
     from draftsmith.data.tokens.chat_tokens import answer_end_ids, missing_header_sentence
+    from draftsmith.models.base.registry import load_drafter_class
     from draftsmith.models.cpu_kernels import pack_linears
     from draftsmith.models.target.loading import (
         load_generation_config,
@@ -54,6 +55,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     folder = RunFolder(recipe)
     check_writable(folder.data)
     folder.stages()
+    # Before anything expensive: what training would refuse of this target.
+    load_drafter_class(recipe.drafter.kind).check_target(load_target_config(recipe.target), recipe.drafter.options)
     tokenizer = load_tokenizer(recipe.target)
     if answering is not recipe.target:
         as_is = answering.model_copy(update={"chat_template": tokenizer.chat_template, "chat_template_kwargs": {}})
@@ -95,11 +98,22 @@ def local_target(target: Any) -> "LocalTarget":
     from draftsmith.data.engines.engine import LocalTarget
     from draftsmith.eval.trees.verify import Sampling, first_token
     from draftsmith.models.target.loading import longest_sequence_tokens
+    from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
+
+    if has_recurrent_layers(target):
+        raise UserError(
+            f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or another state, "
+            "which rows of several lengths cannot be batched with here: set data.distill.engine=vllm"
+        )
+    windows = windows_of(target)
+
+    def masks(seen_as: Any, position_a: Any) -> Any:
+        return windows.row_masks(seen_as, position_a, target.dtype)
 
     def draw(logits_v: Any, settings: "GenerationSettings", generator: Any) -> int:
         return first_token(logits_v, Sampling(settings.temperature, settings.top_k, settings.top_p), generator)
 
-    return LocalTarget(target, longest_sequence_tokens(target), draw)
+    return LocalTarget(target, longest_sequence_tokens(target), draw, masks if takes_masks(target) else None)
 
 
 def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:

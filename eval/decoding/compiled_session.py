@@ -20,6 +20,7 @@ from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled, compiles_by_default
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.target.windows import Masks
 from draftsmith.recipes.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,9 @@ class CompiledSession(TargetSession):
     def forward_tree(self, tree: DraftTree) -> TargetStep:
         """Run all nodes in one forward. Nothing is kept until `commit`."""
         nodes = len(tree)
-        self._size = self._size_of(nodes) if self._compiles else 0
+        # Beyond a window there is a mask for each type of layer, which no graph was made for.
+        within = not self._windows.reached(self._cache.committed + nodes)
+        self._size = self._size_of(nodes) if self._compiles and within else 0
         padding = max(0, self._size - nodes)
         if padding:
             shape = TreeShape.of((*tree.parents, *[0] * padding))
@@ -109,8 +112,8 @@ class CompiledSession(TargetSession):
         return self._cache.capacity_tokens if self._static and self._size else end
 
     @torch.inference_mode()
-    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
-        if mask is None or not self._size:
+    def _run(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
+        if not isinstance(mask, Tensor) or not self._size:
             return self._run_as_it_is(ids, positions, mask, **options)
         # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
         inputs = [part.clone() for part in (ids, positions, self._places_of(ids.shape[1]))]
@@ -132,9 +135,9 @@ class CompiledSession(TargetSession):
         start = self._cache.committed
         return self._positions[0, start : start + rows]
 
-    def _run_as_it_is(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+    def _run_as_it_is(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
         """Run without compilation."""
-        if mask is not None:  # which may be that of a compiled forward, over the whole cache
+        if isinstance(mask, Tensor):  # which may be that of a compiled forward, over the whole cache
             mask = mask[..., : self._cache.committed + ids.shape[1]]
         step = super()._run(ids, positions, mask, **options)
         return TargetStep(step.logits, self._wanted(step.features))

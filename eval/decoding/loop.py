@@ -40,11 +40,13 @@ from draftsmith.models.decoding.decoders import (
 )
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.windows import Masks, has_recurrent_layers, windows_of
 from draftsmith.recipes.errors import UserError, reason
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 MOST_SHAPES = 4096  # whose masks are remembered
+PROBE_ELDERS = 24
 MASK_NODES = 64  # of the mask's buffer, which grows for larger trees
 
 _probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -170,7 +172,7 @@ class TargetStep:
 
 
 def cached_logits(
-    model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any
+    model: Any, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any
 ) -> Tensor:
     """[1, N, V] of a causal language model at ids and positions [1, N], whose keys and values join the cache."""
     return model(
@@ -215,6 +217,7 @@ class TargetSession:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Once: at `close`, or when the session is gone that nobody closed.
         self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
+        self._windows = windows_of(target)
         layers = target.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, self._capacity_tokens(max_length_tokens), self._static_cache)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
@@ -265,7 +268,7 @@ class TargetSession:
             torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def _run(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
+    def _run(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
         """ids and positions [1, N] to logits [1, N, V] and features [1, N, F]."""
         return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
 
@@ -302,7 +305,11 @@ class TargetSession:
         columns = self._columns_of(end)
         ids, positions = to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)
         # One token looks at the whole cache: without a mask the fastest attention kernels apply.
-        mask = None if len(tree) == 1 and columns == end else self._tree_mask(tree.shape, columns)
+        mask: Masks | None = None
+        if len(tree) > 1 or columns != end:
+            mask = self._tree_mask(tree.shape, columns)
+            if self._windows.reached(end):  # what columns of nodes hold stands at the nodes' own depths
+                mask = self._windows.masks(mask, positions, torch.cat([self._positions[0, :start], positions]))
         step = self._run(ids[None], positions[None], mask)
         return TargetStep(step.logits[0], step.features[0])
 
@@ -343,16 +350,24 @@ class TargetSession:
     def _probe(self) -> None:
         """Make sure that two siblings in a tree see their ancestors and not each other."""
         name = self._target.config.name_or_path or type(self._target).__name__
+        if has_recurrent_layers(self._target):
+            self.close()
+            raise UserError(
+                f"target {name} has layers of linear attention or another state that a draft tree cannot share: "
+                "drafters for it train and export, but this loop cannot verify their trees; use an engine, as with "
+                "`draftsmith eval --engine vllm`"
+            )
         vocabulary = self._target.config.get_text_config().vocab_size
         # Spread over the vocabulary: first in it are often special tokens, at which models are at their worst.
         *prompt, root, elder, younger = (place * vocabulary // 6 for place in range(1, 6))
         try:
             self.prefill(prompt)
-            tree = DraftTree([root, elder, younger], TreeShape.of((-1, 0, 0)))
-            seen = self.forward_tree(tree).logits[2]
+            # Many elders: where a column counts and not the position, as with ALiBi, the younger is far from its place.
+            tree = DraftTree([root, *[elder] * PROBE_ELDERS, younger], TreeShape.of((-1, *[0] * (PROBE_ELDERS + 1))))
+            seen = self.forward_tree(tree).logits[-1]
             # What a target gives that does not see the mask: the younger at its place, looking at the elder.
             self.prefill(prompt)
-            ids, positions = torch.tensor([tree.tokens, [2, 3, 3]], device=self.device)
+            ids, positions = torch.tensor([[root, elder, younger], [2, 3, 3]], device=self.device)
             wrong = self._run(ids[None], positions[None], self._tree_mask(TreeShape.chain(2), 5)).logits[0, 2]
             self.prefill(prompt)
             self.forward_tree(root_only(root))
@@ -376,7 +391,7 @@ class TargetSession:
             self.close()
             raise UserError(
                 f"target {name} ignores 4-D attention masks or position ids, which draft trees need; "
-                "use target.attn_implementation=sdpa or eager"
+                "use target.attn_implementation=sdpa or eager, or a target without ALiBi"
             )
 
 

@@ -24,6 +24,7 @@ from draftsmith.eval.decoding.loop import TargetSession, TargetStep
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, open_mask, to_device
+from draftsmith.models.target.windows import Masks
 
 PAGE = 64
 
@@ -85,7 +86,9 @@ class SharedSession(CompiledSession):
         """Run trees of different sequences, each with its number, in one forward; nothing is kept until `commit`."""
         sizes = [len(tree) for _, tree in trees]
         rows = sum(sizes)
-        self._size = self._size_of(rows) if self._compiles else 0
+        # As in `CompiledSession`. Sequences that look past a window share a forward with those that do not yet.
+        slides = any(self._windows.reached(self._lengths[number] + len(tree)) for number, tree in trees)
+        self._size = self._size_of(rows) if self._compiles and not slides else 0
         padded = [tree for _, tree in trees]
         if missing := max(0, self._size - rows):  # behind the last sequence's own nodes, which do not see them
             last = padded[-1]
@@ -101,8 +104,11 @@ class SharedSession(CompiledSession):
         if self._static and self._size:
             columns = self._cache.capacity_tokens
         self._where = torch.cat(places)
-        mask = self._mask_of([number for number, _ in trees], padded, columns)
+        of_full_attention = self._mask_of([number for number, _ in trees], padded, columns)
+        mask: Masks = of_full_attention
         ids, positions_n = to_device([tokens, positions], self.device)
+        if slides:
+            mask = self._windows.masks(of_full_attention, positions_n, self._key_positions(trees, columns))
         step = self._run(ids[None], positions_n[None], mask)
         logits, features = step.logits[0, :rows].split(sizes), step.features[0, :rows].split(sizes)
         return [TargetStep(*parts) for parts in zip(logits, features, strict=True)]
@@ -122,11 +128,21 @@ class SharedSession(CompiledSession):
             first += len(tree)
         return mask
 
+    def _key_positions(self, trees: Sequence[tuple[int, DraftTree]], columns: int) -> Tensor:
+        """[S] of the sequences that have a tree; what others have is hidden from these."""
+        key_s = torch.zeros(columns, dtype=torch.long, device=self.device)
+        for number, tree in trees:
+            start = self._lengths[number]
+            positions = [*range(start), *(start + depth for depth in tree.depths)]
+            key_s[self._columns[number][: len(positions)]] = to_device(positions, self.device)
+        return key_s
+
     def _places_of(self, rows: int) -> Tensor:
         return self._where
 
-    def _run_as_it_is(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> TargetStep:
-        self._cache.places, self._cache.view_tokens = self._where, 0 if mask is None else mask.shape[-1]
+    def _run_as_it_is(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
+        one = next(iter(mask.values())) if isinstance(mask, dict) else mask
+        self._cache.places, self._cache.view_tokens = self._where, 0 if one is None else one.shape[-1]
         try:
             step = TargetSession._run(self, ids, positions, mask, **options)
         finally:

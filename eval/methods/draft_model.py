@@ -28,7 +28,7 @@ from draftsmith.models.decoding.decoders import (
     open_mask,
     to_device,
 )
-from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.windows import tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
@@ -141,7 +141,7 @@ def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) 
         UserError: It cannot be loaded, or has another vocabulary or too few positions.
     """
     model = _load(location, setting.target, setting.tokenizer)
-    limit = longest_sequence_tokens(model)
+    limit = tokens_within_windows(model)  # its trees have a mask for full attention alone
     if limit is not None and limit < setting.max_length_tokens:
         raise UserError(
             f"method {setting.recipe.name}: {location} has {limit} positions, but a sequence may grow to "

@@ -68,6 +68,7 @@ from draftsmith.models.losses import (
     one_for_none,
     softmax_dtype,
 )
+from draftsmith.models.target_logits import LogitShape
 
 ROWS_AT_ONCE = 1000
 
@@ -109,6 +110,7 @@ class DraftHead:
         teacher_columns: [V'] the tokens of the head's rows among the teacher's, where these are more.
         t2d: [V] bool, whether the head has a token; None if it has all.
         markov: What the token before adds to the logits.
+        shape, teacher_shape: What is made of the head's product, and of the teacher's.
     """
 
     linear: nn.Linear
@@ -117,6 +119,8 @@ class DraftHead:
     teacher_columns: Tensor | None
     t2d: Tensor | None
     markov: MarkovHead | None
+    shape: LogitShape
+    teacher_shape: LogitShape
 
     def rows_of(self, labels_n: Tensor) -> Tensor:
         """Return rows of the head [N] for tokens [N], -100 for those that it does not have."""
@@ -231,7 +235,9 @@ def _teachers_mass(drafter: Any, batch: Batch) -> Tensor | None:
     wanted_bs = labelled_bgs[:, 0].clone()
     for j in range(1, labelled_bgs.shape[1]):  # h_{t+j} is what depth j+1 of the group at t is compared with
         wanted_bs[:, j:] |= labelled_bgs[:, j, :-j]
-    return mass_inside(batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_bs.flatten())
+    return mass_inside(
+        batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_bs.flatten(), drafter.attached.shape
+    )
 
 
 def _losses_of(
@@ -266,6 +272,8 @@ def _losses_of(
         low_rank,
         overlap_n,
         factors,
+        head.shape,
+        head.teacher_shape,
     )
     right_n = result.correct_n & (known_n > 0)
     return RowLosses(rows, index_n, labels_n, tokens_n, teacher, low_rank, read_n, known_n, result, right_n, overlap_n)

@@ -35,6 +35,7 @@ from pydantic import (
 )
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.models.base.draft_head import (
     Batch,
@@ -54,6 +55,8 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, of_kind
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
 from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teacher, loss_weights, numbers_beside
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
+from draftsmith.models.target.view import embedding_width, target_values
+from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
@@ -136,6 +139,27 @@ Layers = Annotated[
         description="whose kind of decoder layers these are: the target's own, which may start as its; or, with its "
         "width, heads and RoPE, Llama's or Qwen 3's (q/k norms), for targets of experts or of other attention, and for "
         "engines that run no others. By default the target's where these are supported, else llama"
+    ),
+]
+
+
+def _flat_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    if rope is None:
+        return None
+    theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError("must have a positive rope_theta, as in `{rope_theta: 10000}`")
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ValueError(f"has rope_type {kind}: use one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+Rope = Annotated[
+    dict[str, Any] | None,
+    AfterValidator(_flat_rope),
+    Field(
+        description="RoPE of the drafter's layers where it is not the target's, in transformers' form: "
+        "`{rope_theta: 10000}`, as EAGLE-3's own code trains"
     ),
 ]
 
@@ -254,7 +278,7 @@ class DrafterConfig(PreTrainedConfig):
     """What all drafters record: the target that they were made for, and their kind's options.
 
     Args:
-        target_config: The target's own config as a dictionary, so that a drafter can be built without its target.
+        target_config: What `target_values` gives, so that a drafter can be built without its target.
         target_name_or_path: Where that target came from, for humans.
         kwargs: Keys of `Options`, all of which become attributes. Those that it does not know are kept as they are.
     """
@@ -265,6 +289,9 @@ class DrafterConfig(PreTrainedConfig):
 
     target_config: dict[str, Any] = field(default_factory=dict)
     target_name_or_path: str = ""
+    # What the target makes of its LM head's product, see `models/target_logits.py`.
+    target_logit_scale: float = 1.0
+    target_logit_cap: float | None = None
     # Whose kind its decoder layers are of, see `of_kind`; an option of most kinds that have some.
     layers = "target"
 
@@ -280,9 +307,20 @@ class DrafterConfig(PreTrainedConfig):
         return self.target_config.get("hidden_size", 0)
 
     @property
+    def has_own_heads(self) -> bool:
+        """Whether its logits come from LM heads that it trains itself, not from the target's."""
+        return False
+
+    @property
+    def target_logits(self) -> LogitShape:
+        """Return what the target makes of its LM head's product."""
+        return LogitShape(self.target_logit_scale, self.target_logit_cap)
+
+    @property
     def layers_of(self) -> dict[str, Any]:
-        """Return the config that its decoder layers are made from, see `of_kind`."""
-        return of_kind(self.layers, self.target_config)
+        """Return the config that its decoder layers are made from, see `of_kind`: with its own RoPE if it has one."""
+        layers_of, rope = of_kind(self.layers, self.target_config), getattr(self, "rope", None)
+        return layers_of if rope is None else {**layers_of, "rope_parameters": dict(rope)}
 
     @property
     def options(self) -> DrafterOptions:
@@ -302,6 +340,7 @@ class Attached:
     target: PreTrainedModel
     embedding: nn.Module
     lm_head: nn.Module
+    shape: LogitShape  # what the target makes of its head's product
 
 
 class Drafter(PreTrainedModel):
@@ -434,7 +473,8 @@ class Drafter(PreTrainedModel):
     def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved."""
         self.refuse_other_target(target)
-        self._attached = Attached(target, target.get_input_embeddings(), target.get_output_embeddings())
+        head, shape = target.get_output_embeddings(), logit_shape(target)
+        self._attached = Attached(target, target.get_input_embeddings(), head, shape)
         self.read_draft_vocabulary()
         return self
 
@@ -443,12 +483,12 @@ class Drafter(PreTrainedModel):
         Raises:
             UserError: The drafter was made for a target of another kind or size.
         """
-        expected, found = self.config.target_config, target.config
+        expected, found = self.config.target_config, target_values(target.config)
         for key in MATCHED_KEYS:
-            if expected.get(key) != getattr(found, key, None):
+            if expected.get(key) != found.get(key):
                 raise UserError(
                     f"this drafter was made for a target with {key} {expected.get(key)} "
-                    f"({self.config.target_name_or_path}), not {getattr(found, key, None)}: use it with that target, "
+                    f"({self.config.target_name_or_path}), not {found.get(key)}: use it with that target, "
                     "or train a drafter for this one"
                 )
 
@@ -475,10 +515,15 @@ class Drafter(PreTrainedModel):
         heads = self.own_heads
         return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
 
+    @property
+    def head_shape(self) -> LogitShape:
+        """Return what is made of a head's product: the target's for its head, nothing for own heads."""
+        return PLAIN if self.own_heads else self.attached.shape
+
     def head_logits(self, normed: Tensor, depth: int = 0) -> Tensor:
         """Map [..., D] to logits [..., V'] of this depth, without the Markov head's part."""
         linear = self.head_linear(depth)
-        return linear(normed.to(linear.weight.dtype))
+        return self.head_shape(linear(normed.to(linear.weight.dtype)))
 
     def draft_head(self, depth: int = 0) -> DraftHead:
         """Return what the rows of this depth, counted from 0, are trained through."""
@@ -491,6 +536,8 @@ class Drafter(PreTrainedModel):
             teacher_columns=self.draft_ids if heads else None,
             t2d=self.t2d if self._reduced else None,
             markov=self.markov_head,
+            shape=self.head_shape,
+            teacher_shape=self.attached.shape,
         )
 
     def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
@@ -517,10 +564,10 @@ class Drafter(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_own_heads(self) -> None:
-        """Copy the target's rows into the drafter's own heads."""
+        """Copy the target's rows into the drafter's own heads, scaled as the target scales what they give."""
         source, ids = cast(nn.Linear, self.attached.lm_head).weight, self.draft_ids
         for head in self.own_heads:
-            head.weight.copy_(source if ids is None else source[ids])
+            head.weight.copy_(source if ids is None else source[ids]).mul_(self.attached.shape.scale)
 
     @torch.no_grad()
     def read_draft_vocabulary(self) -> None:
@@ -686,20 +733,46 @@ class Drafter(PreTrainedModel):
         Raises:
             UserError: An option is unknown or has a wrong value, or the architecture is not supported.
         """
-        # Under these names too where the architecture has others for them, as GPT-2 has.
-        matched = {key: getattr(target.config, key) for key in MATCHED_KEYS}
-        target_config = {**target.config.to_dict(), **matched}
-        config = cls.config_class(
-            target_config=target_config,
-            target_name_or_path=target.config._name_or_path,
-            **cls.config_class.Options.checked(options, target_config).model_dump(),
-        )
+        config, shape = cls.config_for(target.config, options), logit_shape(target)
+        if not shape.is_plain:
+            config.target_logit_scale, config.target_logit_cap = shape.scale, shape.cap
         cls.complete_config(config, target)
         # In fp32 at least, to be trained.
         drafter = cls(config).to(target.device, torch.promote_types(target.dtype, torch.float32)).attach(target)
         with torch.no_grad():
             drafter.initialize_from_target(target)
         return drafter
+
+    @classmethod
+    def config_for(cls, target_config: PreTrainedConfig, options: dict[str, Any]) -> DrafterConfig:
+        """Make the config of a drafter for a target of this config, which no weights are needed for.
+
+        Raises:
+            UserError: As `from_target`.
+        """
+        values = target_values(target_config)
+        width, layers_width = embedding_width(values), values["hidden_size"]
+        if width != layers_width:
+            raise UserError(
+                f"the target's embedding is {width} wide and its layers {layers_width} ({values['model_type']}), and "
+                "drafters here have one width for both: use another target"
+            )
+        return cls.config_class(
+            target_config=values,
+            target_name_or_path=target_config._name_or_path,
+            **cls.config_class.Options.checked(options, values).model_dump(),
+        )
+
+    @classmethod
+    def check_target(cls, target_config: PreTrainedConfig, options: dict[str, Any]) -> None:
+        """Raise what `from_target` would raise of a target's config and options, before any weight is loaded.
+
+        Raises:
+            UserError: As `from_target`.
+        """
+        config = cls.config_for(target_config, options)
+        with torch.device("meta"):
+            cls(config)
 
     @classmethod
     def complete_config(cls, config: DrafterConfig, target: PreTrainedModel) -> None:

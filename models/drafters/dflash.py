@@ -53,6 +53,7 @@ from draftsmith.models.base.drafter import (
     Loss,
     MaskResidual,
     NumLayers,
+    Rope,
 )
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.compiling import BACKEND, compiled
@@ -118,6 +119,7 @@ class DFlashConfig(DrafterConfig):
             description="layers of the target whose residual streams make the context, ascending; k = after k layers. "
             "By default up to five, evenly from the second to the last but two, as published",
         )
+        rope: Rope = None
         mask_token_id: MaskTokenId = Field(None, validate_default=True)
         mask_residual: MaskResidual = False
         anchor_ratio: float = Field(

@@ -251,6 +251,7 @@ class DFlash2Drafter(CandidateDrafter):
         logits_nk, columns_nk, label_n, missing_n = _TopLogits.apply(
             normed_nd, head.weight, head.bias, part.labels_n, self.config.selector_top_k
         )
+        logits_nk = part.rows.head.shape(logits_nk)  # which keeps their order
         scores_nk = self.scores_after((columns_nk, logits_nk, selector.gates(normed_nd)), part.before_n)
         losses_n = F.cross_entropy(scores_nk, label_n, reduction="none") * part.known_n
         part.right_n = (scores_nk.argmax(-1) == label_n) & ~missing_n & (part.known_n > 0)
@@ -266,7 +267,7 @@ class DFlash2Drafter(CandidateDrafter):
 
 
 class _TopLogits(torch.autograd.Function):
-    """The K largest logits of each row and their columns, the label in place of the last where it is not among them.
+    """The K largest products of each row with the head, their columns; where the label is missing, as the last.
 
     Neither direction has a tensor [N, V] or [N, K, D]; the head is frozen.
     """

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.draft_head import RowLosses
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken, Layers
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken, Layers, Rope
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.rows import ActiveRows
@@ -51,6 +51,7 @@ class EagleLayerOptions(GroupWiseOptions):
     )
     first_token: FirstToken = True
     layers: Layers = Field(None, validate_default=True)
+    rope: Rope = None
     fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
 
 

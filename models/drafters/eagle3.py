@@ -48,6 +48,7 @@ from draftsmith.models.base.drafter import (
     FirstToken,
     Init,
     Layers,
+    Rope,
 )
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
 from draftsmith.models.groups.attention import GroupAttention
@@ -77,6 +78,7 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     )
     init: Init = "target"
     layers: Layers = Field(None, validate_default=True)
+    rope: Rope = None
     first_token: FirstToken = True
     norm_before_residual: bool = Field(
         False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
@@ -212,6 +214,10 @@ class Eagle3Shape(GroupWiseDrafter):
 
 class Eagle3Config(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle3"
+
+    @property
+    def has_own_heads(self) -> bool:
+        return self.draft_vocab_size is not None
 
     class Options(Eagle3ShapeOptions):
         """The keys of `drafter.options` in a recipe."""

@@ -40,6 +40,10 @@ from draftsmith.models.groups.rows import ActiveRows, previous_features
 class HydraConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "hydra"
 
+    @property
+    def has_own_heads(self) -> bool:
+        return self.lm_heads == "separate"
+
     class Options(HeadOptions):
         """The keys of `drafter.options` in a recipe. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
 

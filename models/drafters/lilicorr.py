@@ -52,6 +52,7 @@ from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
 from draftsmith.models.groups.rows import ActiveRows, previous_features
 from draftsmith.models.losses import chunk_rows, softmax_dtype
+from draftsmith.models.target_logits import LogitShape
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 # Of the candidates' embeddings, so many numbers are there at a time; what more there is, is computed twice.
@@ -278,7 +279,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         """Return the lattice's loss of the rows that the loss through the LM head reads."""
         config, head, (normed_agd, context_ad, place_n) = self.config, part.rows.head, part.rows.others
         log_q_rk, columns_rk = _TopLogProbabilities.apply(
-            normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k
+            normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k, head.shape
         )
         columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
         rows = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
@@ -295,7 +296,7 @@ class LiLiCorrDrafter(CandidateDrafter):
             ahead_n = scores_nk.gather(1, rank_n[:, None]).squeeze(1) - others_nk.amax(1)
             losses_n = losses_n + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_n)
         if config.lattice_penalty_weight and part.teacher is not None:
-            logits_nk = _logits_at(part.teacher.features_nd(), head.teacher, columns_nk)
+            logits_nk = head.teacher_shape(_logits_at(part.teacher.features_nd(), head.teacher, columns_nk))
             gaps_nk = F.relu(logits_nk.gather(1, rank_n[:, None]) - logits_nk)
             losses_n = losses_n + config.lattice_penalty_weight * (scores_nk.softmax(-1) * gaps_nk).sum(-1)
         return losses_n * counts_n, part.read_n.to(losses_n.dtype), 1
@@ -339,36 +340,39 @@ class LiLiCorrDrafter(CandidateDrafter):
 class _TopLogProbabilities(torch.autograd.Function):
     """The K largest log q of each row and their columns, over the whole head. Neither direction has a tensor [R, V'].
 
-    The head is frozen: the gradient of a row needs the mean row of the head under q, which the forward keeps.
+    The head is frozen: the gradient of a row needs the mean row of the head under q, which the forward keeps; of a head
+    whose product is scaled or capped, every row of it times the slope there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, normed_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, top_k: int
+        ctx: Any, normed_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, top_k: int, shape: LogitShape
     ) -> tuple[Tensor, Tensor]:
         """log q [R, K] in fp32 at least, and columns [R, K]."""
         vocabulary, hidden_size = weight_vd.shape
         chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_rd.device.type)
-        values, columns, means = [], [], []
+        values, columns, means, slopes = [], [], [], []
         for rows in normed_rd.split(chunk):
-            logits = F.linear(rows.to(weight_vd.dtype), weight_vd, bias_v)
+            logits = shape.apply_(F.linear(rows.to(weight_vd.dtype), weight_vd, bias_v))
             log_q = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype))
             top = log_q.topk(top_k, dim=-1)
             values.append(top.values)
             columns.append(top.indices)
-            means.append(log_q.exp_().to(weight_vd.dtype) @ weight_vd)
+            means.append((log_q.exp_().to(weight_vd.dtype) * shape.slope(logits)) @ weight_vd)
+            slopes.append(torch.ones_like(top.values) * shape.slope(logits.gather(1, top.indices)))
         columns_rk = torch.cat(columns)
-        ctx.save_for_backward(columns_rk, weight_vd, torch.cat(means))
+        ctx.save_for_backward(columns_rk, weight_vd, torch.cat(means), torch.cat(slopes))
         ctx.dtype = normed_rd.dtype
         ctx.mark_non_differentiable(columns_rk)
         return torch.cat(values), columns_rk
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        columns_rk, weight_vd, mean_rd = ctx.saved_tensors
+        columns_rk, weight_vd, mean_rd, slope_rk = ctx.saved_tensors
         weights_rk = grad_outputs[0].to(weight_vd.dtype)
-        grad_rd = F.embedding_bag(columns_rk, weight_vd.detach(), mode="sum", per_sample_weights=weights_rk)
-        return (grad_rd - weights_rk.sum(1, keepdim=True) * mean_rd).to(ctx.dtype), None, None, None
+        sloped_rk = (grad_outputs[0] * slope_rk).to(weight_vd.dtype)
+        grad_rd = F.embedding_bag(columns_rk, weight_vd.detach(), mode="sum", per_sample_weights=sloped_rk)
+        return (grad_rd - weights_rk.sum(1, keepdim=True) * mean_rd).to(ctx.dtype), None, None, None, None
 
 
 @torch.no_grad()

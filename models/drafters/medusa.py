@@ -97,6 +97,10 @@ class HeadsDrafter(Drafter):
 class MedusaConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "medusa"
 
+    @property
+    def has_own_heads(self) -> bool:
+        return self.lm_heads == "separate"
+
     class Options(HeadOptions):
         """The keys of `drafter.options` in a recipe."""
 

@@ -166,6 +166,7 @@ class Medusa2Drafter(MedusaDrafter):
             ones_n / one_for_none(count),
             loss=self.config.lm_loss,
             teacher=None if original is None else TeacherRows(original.flatten(0, 1), token_n),
+            shape=self.attached.shape,
         ).loss
         output.loss = output.loss + lm_loss
         return output

@@ -25,6 +25,10 @@ from draftsmith.models.drafters.eagle3 import Eagle3Shape, Eagle3ShapeOptions
 class PEagleConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "peagle"
 
+    @property
+    def has_own_heads(self) -> bool:
+        return self.draft_vocab_size is not None
+
     class Options(Eagle3ShapeOptions, MaskOptions):
         """The keys of `drafter.options` in a recipe."""
 

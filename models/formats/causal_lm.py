@@ -22,6 +22,7 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
+    has_targets_class,
     kind_of_layers,
     no_scaled_embeddings,
     only,
@@ -88,7 +89,13 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 EXPORTERS = {
-    ("draft_model", "vllm"): Exporter(to_draft_model, parameters, OF_DRAFT_MODELS, "draft_model", needs_target=always),
-    ("parallel", "vllm"): Exporter(to_pard, parameters, OF_PARD, "draft_model", parallel=True, needs_target=always),
-    ("draft_model", "sglang"): Exporter(to_draft_model, parameters, OF_DRAFT_MODELS, "STANDALONE", needs_target=always),
+    ("draft_model", "vllm"): Exporter(
+        to_draft_model, parameters, OF_DRAFT_MODELS, "draft_model", needs_target=always, has_logits_of=has_targets_class
+    ),
+    ("parallel", "vllm"): Exporter(
+        to_pard, parameters, OF_PARD, "draft_model", parallel=True, needs_target=always, has_logits_of=has_targets_class
+    ),
+    ("draft_model", "sglang"): Exporter(
+        to_draft_model, parameters, OF_DRAFT_MODELS, "STANDALONE", needs_target=always, has_logits_of=has_targets_class
+    ),
 }

@@ -10,6 +10,7 @@ two-layer maps; vLLM loads names alone, which SGLang and TensorRT-LLM do too.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +28,11 @@ from draftsmith.models.formats.layout import (
     llama_config,
     no_scaled_embeddings,
     only,
+    own_rope,
     renamed,
     take_borrowed,
 )
+from draftsmith.models.groups.layers import of_kind
 from draftsmith.recipes.errors import UserError
 
 OF_BLOCKS = (
@@ -193,8 +196,14 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     Raises:
         UserError: It was made for a target of another shape.
     """
+    kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
+    rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
+    found = _of_blocks(checkpoint, target_config)
+    return replace(found, options={**found.options, **rope}, assumed=assumed)
+
+
+def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     config, state = checkpoint.config, dict(checkpoint.tensors)
-    kind_of_layers(checkpoint, target_config, ("qwen3",))
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
     causal = config.get("is_causal", known.get("causal"))

@@ -33,12 +33,14 @@ from draftsmith.models.formats.layout import (
     config_of_speculators,
     drafted_of_all,
     dtype_name,
+    has_uncapped_logits,
     kind_of_layers,
     llama_config,
     no_layers,
     no_layers_but,
     no_scaled_embeddings,
     only,
+    own_rope,
     renamed,
     take_borrowed,
     with_output_biases,
@@ -187,9 +189,13 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: It was made for another target, or does not say which layers of the target it reads.
     """
     config = checkpoint.config
-    kind = kind_of_layers(checkpoint, target_config)
-    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), of_kind(kind, target_config))
-    options: dict[str, Any] = {"feature_layers": _feature_layers(config, target_config), "loss": "kl", "layers": kind}
+    kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
+    layers_of = of_kind(kind, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layers_of)
+    rope, of_rope = own_rope(checkpoint, layers_of)
+    layers, of_layers = _feature_layers(config, target_config)
+    options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **rope}
+    assumed = (*of_layers, *of_rope)
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     nested = config.get("eagle_config") or {}
     options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
@@ -203,12 +209,12 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         borrowed = take_borrowed(state)
         state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
     if "mask_hidden" not in state:
-        return Parameters("eagle3", options, state, borrowed)
+        return Parameters("eagle3", options, state, borrowed, assumed=assumed)
     options.pop("norm_output", None)  # nothing is fed back
     options["mask_token_id"] = next((config[key] for key in MASK_TOKEN_KEYS if config.get(key) is not None), None)
     options["num_layers"] = config["num_hidden_layers"]
     state["mask_hidden"] = state["mask_hidden"].reshape(1, -1)
-    return Parameters("peagle", options, state, borrowed)
+    return Parameters("peagle", options, state, borrowed, assumed=assumed)
 
 
 def with_own_head(found: Parameters) -> Parameters:
@@ -220,17 +226,47 @@ def with_own_head(found: Parameters) -> Parameters:
     return replace(found, options=options, state={**found.state, **all_tokens, "lm_head.weight": head}, borrowed=others)
 
 
-def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> list[int]:
-    """Return the layers that are read: by default 2, L/2 and L-3, as all readers have it, where these are three."""
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None:
-        return list(ids)
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if nested is not None:
-        return [layer + 1 for layer in nested]
+def refuse_final_state(config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UserError: An EAGLE-3 checkpoint reads the target's final hidden state, and no fused layers.
+    """
+    nested = config.get("eagle_config") or {}
+    for place, keys in (("eagle_config.", nested), ("", config)):
+        if keys.get("use_aux_hidden_state") is False:
+            raise UserError(
+                f"config.json: {place}use_aux_hidden_state is false, so that this drafter reads the target's final "
+                "hidden state and no fused layers, which EAGLE-3 drafters here cannot: import one that was trained on "
+                "fused layers"
+            )
+
+
+def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
+    """Return the layers that are read, and what was assumed.
+
+    By default they are 2, L/2 and L-3, as all readers have it, where these are three.
+
+    Raises:
+        UserError: The config contradicts itself, or the default is not in the target.
+    """
+    ids, nested = (keys.get("eagle_aux_hidden_state_layer_ids") for keys in (config, config.get("eagle_config") or {}))
+    if ids is not None or nested is not None:
+        layers = list(ids) if ids is not None else [layer + 1 for layer in nested or []]
+        number = config.get("num_aux_hidden_states")
+        if number is not None and number != len(layers):
+            raise UserError(
+                f"config.json: num_aux_hidden_states is {number}, and eagle_aux_hidden_state_layer_ids names "
+                f"{len(layers)} layers: correct the one that is wrong"
+            )
+        if ids is not None and nested is not None and layers != [layer + 1 for layer in nested]:
+            said = f"{layers} (after that many layers) and in eagle_config {list(nested)} (counted from 0)"
+            return layers, (f"its config names other layers in two places, {said}: the first were taken",)
+        return layers, ()
     num_layers = target_config["num_hidden_layers"]
     if 2 < num_layers // 2 < num_layers - 3:
-        return [2, num_layers // 2, num_layers - 3]
+        layers = [2, num_layers // 2, num_layers - 3]
+        sentence = f"its config names no eagle_aux_hidden_state_layer_ids: {layers} were guessed, as its readers do"
+        return layers, (f"{sentence}; if it was trained on others, it drafts badly: add them to its config.json",)
     raise UserError(
         "the checkpoint's config names no eagle_aux_hidden_state_layer_ids, and the usual ones are not in a target of "
         f"{num_layers} layers: add those that it was trained on to its config.json (k = after k layers of the target)"
@@ -275,26 +311,32 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: It was made for a target of another shape.
     """
-    kind = kind_of_layers(checkpoint, target_config)
-    state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
+    kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
+    layers_of = of_kind(kind, target_config)
+    rope, assumed = own_rope(checkpoint, layers_of)
+    state = without_zero_biases(dict(checkpoint.tensors), layers_of)
     borrowed = take_borrowed(state)
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
         state.pop("fc.bias", None)
-    return Parameters("eagle", {"fc_bias": biased, "layers": kind}, state, borrowed)
+    return Parameters("eagle", {"fc_bias": biased, "layers": kind, **rope}, state, borrowed, assumed=assumed)
 
 
 # The first kind of a format is what a kind without a place there is told to train: EAGLE-3.
 EXPORTERS = {
-    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3"),
-    ("peagle", "vllm"): Exporter(to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True),
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3", has_logits_of=has_uncapped_logits),
+    ("peagle", "vllm"): Exporter(
+        to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True, has_logits_of=has_uncapped_logits
+    ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
     ("eagle3", "speculators"): Exporter(to_speculators, parameters, REFUSALS, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
         to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
     ),
     ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
-    ("eagle", "vllm"): Exporter(eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle"),
+    ("eagle", "vllm"): Exporter(
+        eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle", has_logits_of=has_uncapped_logits
+    ),
     ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
     ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
 }

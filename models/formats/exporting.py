@@ -23,7 +23,7 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterCo
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint
-from draftsmith.models.formats.layout import Checkpoint, Exporter, config_differences, drafted_tokens
+from draftsmith.models.formats.layout import OTHER_LOGITS, Checkpoint, Exporter, config_differences, drafted_tokens
 from draftsmith.models.target.gguf_file import gguf_file_of
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
@@ -118,7 +118,8 @@ def refusal(config: DrafterConfig, to: str) -> str | None:
     exporter = EXPORTERS.get((kind_of(config), to))
     if exporter is None:
         return no_place(kind_of(config), to)
-    return next((each.sentence(config) for each in exporter.refusals if each.applies(config)), None)
+    refusals = exporter.refusals if exporter.has_logits_of(config) else (*exporter.refusals, OTHER_LOGITS)
+    return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
 
 def no_place(kind: str, to: str) -> str:

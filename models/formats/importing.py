@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import some_of, tensors_said, weights_sha256
 from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.hub import hub_id, told_in_one_sentence
@@ -33,6 +34,8 @@ from draftsmith.recipes.schema import Recipe
 
 IMPORT_FILE = "import.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# A drafter's own tensors, where a trainer saved them under its model's name.
+INSIDE_A_MODEL = re.compile(r"model\.(fc|midlayer|medusa_heads?|hydra_mlp|hidden_norm|mask_hidden)\b")
 # Kinds whose published checkpoints were trained without a row for the first token.
 WITHOUT_FIRST_TOKEN = ("eagle", "eagle3", "peagle")
 
@@ -42,16 +45,18 @@ class Imported:
     """`import.json`: what was imported.
 
     files_sha256: Hashes of the checkpoint's weights files.
+    assumed: What the checkpoint does not say, and was taken for so.
     """
 
     source: str
     kind: str
     target: str
     files_sha256: dict[str, str]
+    assumed: list[str] = field(default_factory=list)
 
 
-def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tuple[Path, str]:
-    """Import a published checkpoint for the recipe's target. Returns the drafter's folder and kind.
+def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tuple[Path, Imported]:
+    """Import a published checkpoint for the recipe's target. Returns the drafter's folder and what was imported.
 
     Args:
         location: As of `import_drafter`.
@@ -65,7 +70,7 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
     folder = RunFolder(recipe).drafter if folder is None else folder.expanduser()
     check_writable(folder.parent)
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
-    return folder, import_drafter(location, target, folder).kind
+    return folder, import_drafter(location, target, folder)
 
 
 def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Imported:
@@ -81,7 +86,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: name another place with --to")
     source = _place(location)
-    drafter = _as_drafter(read_checkpoint(source), target)
+    drafter, assumed = _as_drafter(read_checkpoint(source), target)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -89,7 +94,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
         share_as_usual(partial)
         kind = drafter.config.model_type.removeprefix("draftsmith-")
         files = {file.name: sha256_of(file) for file in _weights_files(source)}
-        made = Imported(location, kind, target.config._name_or_path, files)
+        made = Imported(location, kind, target.config._name_or_path, files, list(assumed))
         (partial / IMPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
         training = {
             "steps": 0,
@@ -106,14 +111,14 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
     return made
 
 
-def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
-    """Make the drafter, in the checkpoint's dtype, attached.
+def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafter, tuple[str, ...]]:
+    """Make the drafter, in the checkpoint's dtype, attached; and say what was assumed.
 
     Raises:
         UserError: As `import_drafter`.
     """
     layout, read = _layout_of(checkpoint)
-    found = read(checkpoint, target.config.to_dict())
+    found = read(checkpoint, target_values(target.config))
     head = found.borrowed.get("lm_head")
     if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
         found = eagle.with_own_head(found)
@@ -137,7 +142,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> Drafter:
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     drafter.config.dtype = drafter.dtype
     drafter.load_state_dict(found.state)
-    return drafter.attach(target).freeze()
+    return drafter.attach(target).freeze(), found.assumed
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -157,7 +162,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             tensors |= load_file(file) if safe else torch.load(file, "cpu", weights_only=True)
         except Exception as error:
             raise UserError(f"{file} cannot be read ({reason(error)}): fetch it again") from None
-    return Checkpoint(eagle.flattened(read_json(config, dict[str, Any], "fetch it again")), tensors)
+    values = eagle.flattened(read_json(config, dict[str, Any], "fetch it again"))
+    if any(INSIDE_A_MODEL.match(name) for name in tensors):
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    return Checkpoint(values, tensors)
 
 
 def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
@@ -168,6 +176,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     """
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
+    eagle.refuse_final_state(config)
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
         return "Medusa", heads.medusa_parameters
     if "hydra_mlp.0.0.linear.weight" in names:

@@ -4,6 +4,7 @@ A layout turns a drafter into a `Checkpoint` and back into `Parameters`. Configs
 every reader of these layouts looks for them; old readers find RoPE under its old keys too.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
@@ -46,6 +47,7 @@ class Parameters:
         borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target: they must be the
             target's, the head's rows those of the state's `d2t` where it has one.
         other_row: The row of that embedding that is the drafter's own mask.
+        assumed: What the checkpoint does not say, and is taken for so; sentences without a full stop.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Parameters:
     state: dict[str, Tensor]
     borrowed: dict[str, Tensor] = field(default_factory=dict)
     other_row: int | None = None
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,29 @@ class Refusal:
         return f"{self.why.format(config=config)}: train with {self.recipe_line}"
 
 
+def has_plain_logits(config: DrafterConfig) -> bool:
+    """Whether the logits are what a head gives: the drafter's own, or that of a target that changes nothing."""
+    return config.has_own_heads or config.target_logits.is_plain
+
+
+def has_uncapped_logits(config: DrafterConfig) -> bool:
+    """Whether a reader of `logit_scale` makes the same logits, as vLLM's EAGLE classes do."""
+    return config.has_own_heads or config.target_logits.cap is None
+
+
+def has_targets_class(config: DrafterConfig) -> bool:
+    """Whether the logits are right in a model of the target's own class."""
+    return has_plain_logits(config) or config.layers == "target"
+
+
+OTHER_LOGITS = Refusal(
+    "a target that scales or caps its logits",
+    lambda config: True,
+    "its logits are those of the target's LM head, which are {config.target_logits}, and the reader's are not",
+    "drafter.kind=eagle3 and drafter.options.draft_vocab_size, for a head of its own",
+)
+
+
 @dataclass(frozen=True)
 class Exporter:
     """How drafters of one kind are written in one format, and read back.
@@ -87,6 +113,8 @@ class Exporter:
         needs_target: Whether writing a drafter of this config takes tensors of the target.
         in_blocks: Whether its config says how many tokens are drafted, always all of them.
         weights_file: Where its reader looks for tensors.
+        has_logits_of: Whether its reader makes of a drafter's head what this config's target does, see
+            `models/target_logits.py`.
     """
 
     write: Callable[[Drafter], Checkpoint]
@@ -97,6 +125,7 @@ class Exporter:
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
     weights_file: str = "model.safetensors"
+    has_logits_of: Callable[[DrafterConfig], bool] = has_plain_logits
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
@@ -212,6 +241,7 @@ def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str
         "vocab_size": config.target_config["vocab_size"],
         "tie_word_embeddings": False,
         **{key: config.target_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **({} if has_plain_logits(config) else {"logit_scale": config.target_logit_scale}),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -259,34 +289,67 @@ def dtype_name(drafter: Drafter) -> str:
     return str(drafter.dtype).removeprefix("torch.")
 
 
-def config_differences(config: Mapping[str, Any], layers_of: Mapping[str, Any], exactly: bool) -> list[str]:
+def config_differences(
+    config: Mapping[str, Any], layers_of: Mapping[str, Any], exactly: bool, own_rope: bool = False
+) -> list[str]:
     """List where a config, as transformers reads it, says something else of its layers than ours have.
 
     Args:
         layers_of: What ours are made from.
         exactly: Also compare keys that no output of ours depends on: the number of positions, the initial range.
+        own_rope: Whether ours may have another RoPE.
     """
-    ours = layers_config(layers_of, 1)
-    model_type = config.get("model_type")
-    values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
-    theirs = AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
+    ours, theirs = layers_config(layers_of, 1), _as_transformers_reads(config)
     found = []
     for key in LAYER_KEYS:
+        if key == "rope_parameters" and own_rope:
+            continue
         wanted, value = getattr(ours, key, None), getattr(theirs, key, None)
         if key == "head_dim":
             wanted = wanted or ours.hidden_size // ours.num_attention_heads
             value = value or theirs.hidden_size // theirs.num_attention_heads
         if key == "rope_parameters":
-            wanted, value = ({k: v for k, v in (side or {}).items() if v is not None} for side in (wanted, value))
+            wanted, value = _known(wanted), _known(value)
         if value != wanted and (exactly or key not in HARMLESS_KEYS):
             found.append(f"{key} is {value} where the target's layers have {wanted}")
     return found
 
 
+def _as_transformers_reads(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Read the keys of a foreign config that its layers are made from."""
+    model_type = config.get("model_type")
+    values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
+    return AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
+
+
+def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (rope or {}).items() if value is not None}
+
+
+def own_rope(checkpoint: Checkpoint, layers_of: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the option `rope`, if a foreign checkpoint's layers have another RoPE than ours, and what was assumed."""
+    config = checkpoint.config
+    ours = _known(layers_config(layers_of, 1).rope_parameters)
+    theirs = _known(_as_transformers_reads(config).rope_parameters)
+    if theirs == ours:
+        return {}, ()
+    theta = f"{theirs['rope_theta']:,.0f}"
+    if config.get("rope_theta") is None and not config.get("rope_parameters"):
+        return {"rope": theirs}, (f"its config names no rope_theta: {theta} was taken, as its readers do",)
+    sentence = f"its layers have RoPE of their own ({theta}), where the target's have {ours.get('rope_theta', 0):,.0f}"
+    return {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)
+
+
 def kind_of_layers(
-    checkpoint: Checkpoint, target_config: Mapping[str, Any], kinds: Collection[str] = ("target", *OTHER_KINDS)
+    checkpoint: Checkpoint,
+    target_config: Mapping[str, Any],
+    kinds: Collection[str] = ("target", *OTHER_KINDS),
+    with_own_rope: bool = False,
 ) -> str:
     """Which of these kinds the layers of a foreign checkpoint are of, see `of_kind`.
+
+    Args:
+        with_own_rope: Whether our drafters of this layout may have another RoPE than the target.
 
     Raises:
         UserError: They are not of the target's shape, the only one that our drafters have; or its vocabulary is not.
@@ -294,20 +357,23 @@ def kind_of_layers(
     config = checkpoint.config
     differences, model_type = list[str](), config.get("model_type")
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
-    for kind in kinds:
+    # Layers that have the target's RoPE come first.
+    for another_rope, kind in itertools.product((False, True) if with_own_rope else (False,), kinds):
         layers_of = of_kind(kind, target_config)
         own = layers_of["model_type"]
         # Mistral's and Qwen 2's are written as Llama's.
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
-        found = config_differences(config, layers_of, exactly=False)
+        if another_rope and own != model_type and own not in LLAMA_LIKE:
+            continue
+        found = config_differences(config, layers_of, exactly=False, own_rope=another_rope)
         if biased != _has_biases(layers_of):
             found.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
         if config.get("vocab_size") != target_config["vocab_size"]:
             found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
         if not found:
             return kind
-        differences += found
+        differences += [each for each in found if not (with_own_rope and each.startswith("rope_parameters"))]
     first = differences[0] if differences else f"layers are {model_type}'s"
     raise UserError(
         f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "

@@ -28,6 +28,7 @@ from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
     Refusal,
+    has_plain_logits,
     no_layers,
     no_layers_but,
     only,
@@ -111,7 +112,7 @@ OF_DRAFT_MODELS = (
 
 def _for_llamacpp(exporter: Exporter, method: str, *refusals: Refusal) -> Exporter:
     """An engine's layout in a GGUF file; a head of all tokens stays the target's."""
-    return replace(exporter, method=method, refusals=refusals, weights_file=FILE)
+    return replace(exporter, method=method, refusals=refusals, weights_file=FILE, has_logits_of=has_plain_logits)
 
 
 EXPORTERS = {

@@ -23,6 +23,7 @@ from draftsmith.models.groups.attention import attend
 from draftsmith.recipes.errors import UserError
 
 ATTENTION_NAME = "draftsmith_group"
+DEFAULT_POSITIONS = 4096  # of drafters whose target counts none, as ALiBi's
 # Architectures whose layer takes (hidden_states, position_embeddings=(cos, sin), **kwargs): each has a test.
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "olmo2")
 
@@ -46,7 +47,7 @@ def layers_config(layers_of: Mapping[str, Any], num_layers: int) -> PreTrainedCo
     """Return the config, cut down to this many layers of full attention and a vocabulary of one.
 
     Args:
-        layers_of: A target's, or one of `of_kind`.
+        layers_of: A target's, as `target_values` gives it, or one of `of_kind`.
 
     Raises:
         UserError: The architecture is not supported; lists those that are.
@@ -88,29 +89,37 @@ def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if kind == "target":
         return dict(target_config)
-    try:
-        source = as_config(target_config)
-    except (KeyError, ValueError):  # the target's own code
-        source = PreTrainedConfig(**copy.deepcopy(dict(target_config)))
-    rope = dict(getattr(source, "rope_parameters", None) or {})
+    source = dict(target_config) if "num_attention_heads" in target_config else _with_present_names(target_config)
+    rope = dict(source.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        # Of each type of layer, as earlier versions recorded it: their drafters were trained with RoPE's usual base.
+        rope = {}
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.get("rope_type", "default") == "longrope":
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
-    heads, experts = source.num_attention_heads, getattr(source, "num_experts_per_tok", None) or 1
-    of_experts = experts * (getattr(source, "moe_intermediate_size", None) or 0)
+    width, heads = source["hidden_size"], source["num_attention_heads"]
+    kv_heads = source.get("num_key_value_heads") or heads
+    of_experts = (source.get("num_experts_per_tok") or 1) * (source.get("moe_intermediate_size") or 0)
     return {
         "model_type": kind,
-        "hidden_size": source.hidden_size,
-        "intermediate_size": getattr(source, "intermediate_size", None) or of_experts or 4 * source.hidden_size,
+        "hidden_size": width,
+        "intermediate_size": source.get("intermediate_size") or of_experts or 4 * width,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads,
-        "rms_norm_eps": getattr(source, "rms_norm_eps", None) or 1e-6,
+        "num_key_value_heads": heads if heads % kv_heads else kv_heads,
+        "head_dim": source.get("head_dim") or width // heads,
+        "rms_norm_eps": source.get("rms_norm_eps") or 1e-6,
         "rope_parameters": rope or None,
-        "max_position_embeddings": source.max_position_embeddings,
-        "initializer_range": getattr(source, "initializer_range", None) or 0.02,
+        "max_position_embeddings": source.get("max_position_embeddings") or DEFAULT_POSITIONS,
+        "initializer_range": source.get("initializer_range") or 0.02,
         "attention_bias": False,
         "hidden_act": "silu",
     }
+
+
+def _with_present_names(target_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate names of old architectures (`n_head`), which earlier versions recorded as they are."""
+    source = as_config(target_config)
+    names = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+    return {**target_config, **{name: getattr(source, name, None) for name in names}}
 
 
 def build_target_layers(config: PreTrainedConfig) -> TargetLayers:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.target.view import target_value
 from draftsmith.recipes.errors import UserError
 
 # The id of the hidden states after the final norm, among the ids of layers.
@@ -51,7 +52,7 @@ class FeatureTap:
     """
 
     def __init__(self, target: PreTrainedModel, layers: tuple[int, ...], stop_early: bool = False) -> None:
-        self._layers = layers
+        self._layers, self._width = layers, target_value(target.config, "hidden_size")
         self._caught: dict[int, Tensor] = {}
         self._stop_after = None if not stop_early or FINAL_FEATURES in layers else max(layers)
         self._hooks = []
@@ -60,7 +61,7 @@ class FeatureTap:
         if residual and (residual[0] < 0 or residual[-1] > len(blocks)):
             raise UserError(f"feature layers {list(layers)} do not exist: the target has layers 0 to {len(blocks)}")
         if FINAL_FEATURES in layers:
-            self._hooks.append(target.base_model.register_forward_hook(self._catch_output(FINAL_FEATURES)))
+            self._hooks.append(decoder_of(target).register_forward_hook(self._catch_output(FINAL_FEATURES)))
         for layer in residual:
             if layer == 0:
                 self._hooks.append(
@@ -84,6 +85,13 @@ class FeatureTap:
         """[B, S, F] of the last forward, F = len(layers) * D."""
         parts = [self._caught[layer] for layer in self._layers]
         self._caught.clear()
+        for layer, part in zip(self._layers, parts, strict=True):
+            if part.dim() != 3 or part.shape[-1] != self._width:
+                raise UserError(
+                    f"the target's hidden states after layer {layer} are of shape {list(part.shape)}, where its layers "
+                    f"are {self._width} wide, so that no features can be read there: use a drafter that reads the "
+                    "final features only (parallel, medusa, hydra, eagle)"
+                )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def forget(self) -> None:
@@ -113,15 +121,23 @@ def drop_decoder_layers(target: PreTrainedModel) -> None:
         del decoder_layers(target)[:]
 
 
+def decoder_of(target: PreTrainedModel) -> nn.Module:
+    """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
+    base = target.base_model
+    found = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return found if isinstance(found, nn.Module) else base
+
+
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """The target's decoder layers, first to last.
 
     Raises:
         UserError: They are kept under a name that is not known here.
     """
+    decoder, num_layers = decoder_of(target), target_value(target.config, "num_hidden_layers")
     for name in ("layers", "h", "blocks"):
-        blocks = getattr(target.base_model, name, None)
-        if isinstance(blocks, nn.ModuleList) and len(blocks) == target.config.get_text_config().num_hidden_layers:
+        blocks = getattr(decoder, name, None)
+        if isinstance(blocks, nn.ModuleList) and len(blocks) == num_layers:
             return blocks
     raise UserError(
         f"the decoder layers of {type(target).__name__} cannot be found, which features of inner layers need: use a "

@@ -20,6 +20,16 @@ from transformers import (
 )
 
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.target.text_model import (
+    attention_to_load_with,
+    auto_class,
+    name_base_model,
+    sees_what_comes_after,
+    text_alone,
+    text_config,
+    use_exact_attention,
+)
+from draftsmith.models.target.windows import positions_of, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import TargetRecipe
@@ -38,12 +48,12 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
         UserError: The model cannot be found or read, is not decoder-only, or its tokenizer has no chat template.
     """
     location, where = target_location(recipe), _where(recipe)
-    load_target_config(recipe)
+    config = load_target_config(recipe)
     load_generation_config(recipe)
     tokenizer = load_tokenizer(recipe)
     options = {
         "dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
-        "attn_implementation": recipe.attn_implementation,
+        "attn_implementation": attention_to_load_with(config, recipe.attn_implementation),
     }
     if recipe.quantization is not None:
         from draftsmith.models.target.quantized import quantization_options
@@ -52,8 +62,8 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     device = target_device(recipe)
     if device.type != "cpu" or recipe.quantization is not None:
         options["device_map"] = {"": device}  # tensor by tensor to where it stays: the host never holds it whole
-    target = load_weights("target.model", location, AutoModelForCausalLM, **options, **where)
-    target = _frozen(recipe, target).to(device)
+    target = load_weights("target.model", location, auto_class(config), **options, **where)
+    target = _frozen(recipe, text_alone(target, recipe.model)).to(device)
     use_grouped_sdpa(target)
     return target, tokenizer
 
@@ -152,19 +162,25 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
             "a decoder-only causal language model such as Llama or Qwen"
         )
+    if sees_what_comes_after(config):
+        raise UserError(
+            f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens see "
+            "what comes after them; speculative decoding here needs a causal language model such as Llama or Qwen"
+        )
     return config
 
 
 def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
     """The target as its config describes it, on torch's default device (`torch.device("meta")`: at no cost)."""
-    config = load_target_config(recipe)
-    dtype = (config.dtype or torch.float32) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+    whole = load_target_config(recipe)
+    config = text_config(whole, recipe.model)
+    dtype = (config.dtype or whole.dtype or torch.float32) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
     target = _read(
         recipe.model,
         lambda: AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation=recipe.attn_implementation,
+            attn_implementation=attention_to_load_with(config, recipe.attn_implementation),
             trust_remote_code=recipe.trust_remote_code,
         ),
     )
@@ -176,10 +192,12 @@ def _where(recipe: TargetRecipe) -> dict[str, Any]:
 
 
 def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
+    name_base_model(target)
     if target.get_output_embeddings() is None or target.base_model is target:
         raise UserError(
             f"target.model {recipe.model} ({target.config.model_type}) has no LM head: use a causal language model"
         )
+    use_exact_attention(target)
     return target.eval().requires_grad_(False)
 
 
@@ -241,18 +259,11 @@ def device_sentence(device: torch.device) -> str:
 
 
 def longest_sequence_tokens(target: Any) -> int | None:
-    """How many tokens the target can hold: its positions, or the window of its sliding layers if that is smaller.
+    """Return how many tokens the target can hold in decoding: its positions.
 
-    Within the window sliding attention is full attention; beyond it a 4-D mask would make it look too far back.
+    Where its layers look less far back, and take no masks of their own, it is what they see.
     """
-    config = target.config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
-    layer_types = getattr(config, "layer_types", None) or []
-    slides = any("sliding" in kind or "chunked" in kind for kind in layer_types)
-    if slides or (not layer_types and getattr(config, "use_sliding_window", True)):
-        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
-    known = [limit for limit in limits if isinstance(limit, int)]
-    return min(known) if known else None
+    return positions_of(target) if takes_masks(target) else tokens_within_windows(target)
 
 
 def session_tokens(target: Any, most: int) -> int:

@@ -12,7 +12,7 @@ from support.places import ROOT
 
 from draftsmith.recipes.schema import Recipe
 
-MADE = ("recipes", "options", "commands", "formats")
+MADE = ("recipes", "options", "commands", "formats", "targets")
 FETCHED = re.compile(r"""<(?:script|img|iframe|link(?! rel="canonical"))[^>]*?(?:src|href)=["'](?:https?:)?//[^"']*""")
 
 

@@ -24,6 +24,7 @@ from draftsmith.models.losses import (
     mass_inside,
     smooth_l1,
 )
+from draftsmith.models.target_logits import PLAIN, LogitShape
 
 N, D, V, T = 7, 5, 11, 17  # rows, hidden, the head's vocabulary, a larger vocabulary of the teacher
 NAMES = tuple(LOSSES)
@@ -126,11 +127,18 @@ def test_smooth_l1() -> None:
 # ---- through the head ----
 
 
+def shaped(shape: LogitShape, product: Tensor) -> Tensor:
+    scaled = shape.scale * product
+    return scaled if shape.cap is None else shape.cap * torch.tanh(scaled / shape.cap)
+
+
 class Setting:
     """Rows with weights, a head with a bias, a teacher with a larger vocabulary and fewer rows, all fp64."""
 
-    def __init__(self, trained: bool = True, reduced: bool = True, low_rank: bool = False) -> None:
-        generator = torch.Generator().manual_seed(1)
+    def __init__(
+        self, trained: bool = True, reduced: bool = True, low_rank: bool = False, shape: LogitShape = PLAIN
+    ) -> None:
+        generator, self.shape = torch.Generator().manual_seed(1), shape
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -154,7 +162,7 @@ class Setting:
     def run(self, loss: str | LossWeights, factors: RowFactors | None = None) -> through_head.HeadLoss:
         return head_loss(
             self.hidden_nd, self.head, self.labels_n, self.weights_n, loss, self.teacher, self.teacher_head,
-            self.columns, self.low_rank, factors=factors,
+            self.columns, self.low_rank, factors=factors, shape=self.shape,
         )  # fmt: skip
 
     def taught_in(self, dtype: torch.dtype) -> TeacherRows:
@@ -163,7 +171,10 @@ class Setting:
 
     def reference(self, loss: LossWeights, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sum, losses and logits by plain autograd."""
-        logits, teacher_logits = self.head(self.hidden_nd), self.teacher_head(self.teacher_nd)
+        logits, teacher_logits = (
+            shaped(self.shape, head(rows))
+            for head, rows in ((self.head, self.hidden_nd), (self.teacher_head, self.teacher_nd))
+        )
         if self.low_rank is not None:
             logits = logits + self.low_rank.rows_nr @ self.low_rank.weight_vr.T
         teacher_logits = teacher_logits if self.columns is None else teacher_logits[:, self.columns]
@@ -206,6 +217,17 @@ def test_head_loss_equals_plain_autograd(
         silent = setting.run(name)
     assert silent.loss.grad_fn is None
     torch.testing.assert_close(silent.losses_n, result.losses_n)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [LogitShape(0.25), LogitShape(1.0, 2.0), LogitShape(0.5, 1.5)], ids=str)
+def test_scaled_and_capped_heads(name: str, shape: LogitShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of plain autograd; what is added to the logits is neither scaled nor capped."""
+    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
+    setting = Setting(low_rank=True, shape=shape)
+    result, (expected, losses_n, _) = setting.run(name), setting.reference({name: 1.0})
+    torch.testing.assert_close(result.losses_n, losses_n.detach())
+    torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
 
 
 @pytest.mark.parametrize("name", NAMES)

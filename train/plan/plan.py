@@ -30,6 +30,7 @@ from draftsmith.models.fake_run import Phase
 from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
+from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, read_json, scaled
 from draftsmith.recipes.schema import Recipe
@@ -147,7 +148,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     training = FakeTraining(recipe, args)
     largest = training.step(data.largest)
     typical = largest if data.typical is data.largest else training.step(data.typical)
-    notes = []
+    notes = [f"the target is run with {running_sentence(training.target)}"]
     if recipe.drafter.options.get("attention") == "flex":
         notes.append("drafter.options.attention: flex is planned as folded, which saves the same for the backward pass")
     more_data = what_more_data_is_worth(recipe)

@@ -118,10 +118,10 @@ def test_too_long() -> None:
         session.prefill(list(range(9)))
 
 
-def test_a_sliding_window_limits_the_session() -> None:
+def test_a_sliding_window_does_not_limit_the_session() -> None:
     config = MistralConfig(**SIZES, sliding_window=16)
     model = AutoModelForCausalLM.from_config(config).eval()
-    assert longest_sequence_tokens(model) == 16
+    assert longest_sequence_tokens(model) == 64
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -145,7 +145,7 @@ def test_a_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monke
 def test_a_target_without_attention_is_refused() -> None:
     config = MambaConfig(vocab_size=V, hidden_size=16, state_size=4, num_hidden_layers=1)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UserError, match=r"cannot run draft trees.*Llama, Qwen"):
+    with pytest.raises(UserError, match=r"a draft tree cannot share: .* this loop cannot verify their trees"):
         TargetSession(model, 20)
 
 

@@ -1,6 +1,7 @@
 """Published layouts with random weights become drafters that compute what the papers say, and go back as they came."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -356,6 +357,14 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("vllm", lambda c, t: c.update(fc_norm=True), "fc_norm.0.weight, fc_norm.1.weight, .* missing"),
         ("vllm", lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "both norm the features"),
         ("vllm", lambda c, t: c.pop("eagle_aux_hidden_state_layer_ids"), "names no eagle_aux_hidden_state_layer_ids"),
+        ("vllm", lambda c, t: c.update(num_aux_hidden_states=2), "num_aux_hidden_states is 2, and .* names 3 layers"),
+        ("vllm", lambda c, t: c.update(use_aux_hidden_state=False), "json: use_aux_hidden_state is false"),
+        (
+            "specforge",
+            lambda c, t: (c.update(eagle_config={"use_aux_hidden_state": False}), t.pop("fc.weight")),
+            "eagle_config.use_aux_hidden_state is false, .* trained on fused layers",
+        ),
+        ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "odd"}), "rope_type odd"),
         ("vllm", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight missing"),
         ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),
         ("eagle", lambda c, t: t.pop("fc.weight"), "no layout that is known here"),
@@ -374,6 +383,84 @@ def test_what_does_not_fit_is_named(layout: str, change: Change, said: str, tmp_
     with pytest.raises(UserError, match=said):
         import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
     assert [entry.name for entry in tmp_path.iterdir()] == ["theirs"]
+
+
+def assumed(folder: Path) -> list[str]:
+    found: list[str] = json.loads((folder / IMPORT_FILE).read_text())["assumed"]
+    return found
+
+
+def test_guessed_layers_are_told(tmp_path: Path) -> None:
+    """As readers guess them, 2, L/2 and L-3; what the config names is not a guess."""
+    deep = tiny_target(num_hidden_layers=8)
+    config, _ = published(tmp_path / "theirs", "vllm")
+    import_drafter(str(tmp_path / "theirs"), deep, tmp_path / "named")
+    assert assumed(tmp_path / "named") == []
+    silent = {key: value for key, value in config.items() if key != "eagle_aux_hidden_state_layer_ids"}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(silent))
+    made = import_drafter(str(tmp_path / "theirs"), deep, tmp_path / "guessed")
+    assert load_drafter(tmp_path / "guessed", deep).feature_layers == (2, 4, 5)
+    (said,) = assumed(tmp_path / "guessed")
+    assert made.assumed == [said]
+    assert "names no eagle_aux_hidden_state_layer_ids: [2, 4, 5] were guessed" in said
+
+
+def test_layers_that_are_named_twice(tmp_path: Path) -> None:
+    config, _ = published(tmp_path / "theirs", "vllm")
+    for ids, said in (([-1, 1, 2], 0), ([0, 1, 2], 1)):
+        both = {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+        (tmp_path / "theirs" / "config.json").write_text(json.dumps(both))
+        made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / f"ours-{said}")
+        assert len(made.assumed) == said
+        assert load_drafter(tmp_path / f"ours-{said}", TARGET).feature_layers == (0, 2, 3)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "specforge", "eagle", "peagle", "dflash", "dspark", "speculators"])
+@pytest.mark.parametrize("theta", [500_000.0, None])
+def test_a_drafters_own_rope(layout: str, theta: float | None, tmp_path: Path) -> None:
+    """It is that of the checkpoint's config, or the one that readers take where that names none; and it goes back."""
+    target = tiny_target(num_hidden_layers=4, rope_parameters={"rope_type": "default", "rope_theta": 30_000.0})
+    config, tensors = published(tmp_path / "theirs", layout)
+    layers = config.get("transformer_layer_config", config)
+    changed = {**layers, "rope_theta": theta} if theta else {k: v for k, v in layers.items() if k != "rope_theta"}
+    config = changed if layers is config else {**config, "transformer_layer_config": changed}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    made = import_drafter(str(tmp_path / "theirs"), target, tmp_path / "ours")
+    drafter = load_drafter(tmp_path / "ours", target)
+    wanted = {"rope_type": "default", "rope_theta": theta or 10_000.0}
+    assert drafter.config.rope == wanted
+    hidden, positions = torch.zeros(1, 5, 32), torch.arange(5)[None]
+    angles = 4 * (theta or 10_000.0) ** (-torch.arange(0, 8, 2) / 8)
+    cos, _ = drafter.rotary_of(hidden, positions)
+    torch.testing.assert_close(cos[0, 4, :4], angles.cos())
+    said = "names no rope_theta: 10,000 was taken" if theta is None else r"RoPE of their own (500,000), where .* 30,000"
+    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), made.assumed[0])
+    export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
+    back = read_checkpoint(tmp_path / "back")
+    assert back.config["rope_theta"] == wanted["rope_theta"]
+    assert all(torch.equal(back.tensors[name], value) for name, value in tensors.items())
+
+
+def test_rope_as_an_option() -> None:
+    drafter = tiny_drafter_of("eagle3", TARGET, rope={"rope_theta": 500_000})
+    assert drafter.layers_config.rope_parameters == {"rope_type": "default", "rope_theta": 500_000.0}
+    for rope, said in (({}, "must have a positive rope_theta"), ({"rope_theta": 1, "rope_type": "x"}, "rope_type x")):
+        with pytest.raises(UserError, match=rf"drafter\.options\.rope.*{said}"):
+            tiny_drafter_of("eagle3", TARGET, rope=rope)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "specforge", "peagle", "eagle", "dflash", "medusa"])
+def test_names_inside_a_model(layout: str, tmp_path: Path) -> None:
+    """Trainers that save a drafter with its `model.` before the names."""
+    plain, tensors = imported(tmp_path, layout)
+    prefix = "model.medusa_heads." if layout == "medusa" else "model."
+    named = {name if name.startswith(("lm_head", "d2t", "t2d")) else prefix + name: v for name, v in tensors.items()}
+    file = tmp_path / "theirs" / LAYOUTS[layout][2]
+    save_file(named, file) if file.suffix == ".safetensors" else torch.save(named, file)
+    made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "again")
+    again = load_drafter(tmp_path / "again", TARGET).state_dict()
+    assert made.kind == LAYOUTS[layout][1]
+    assert all(torch.equal(again[name], value) for name, value in plain.state_dict().items())
 
 
 def test_an_export_comes_back(tmp_path: Path) -> None:
@@ -398,7 +485,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert torch.equal(load_file(folder / "model.safetensors")["lm_heads.1.weight"], tensors["1.2.weight"])
     elsewhere = ["--from", str(tmp_path / "theirs"), "--to", str(tmp_path / "here"), "--json"]
     told = CliRunner().invoke(app, ["import", file, *elsewhere])
-    assert json.loads(told.stdout) == {"kind": "medusa", "folder": str(tmp_path / "here")}
+    assert json.loads(told.stdout) == {"kind": "medusa", "folder": str(tmp_path / "here"), "assumed": []}
     assert "a method of eval.methods with `drafter: " in told.stderr
     again = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
     assert (again.exit_code, "is there already" in again.stderr) == (2, True)

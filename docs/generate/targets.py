@@ -1,0 +1,217 @@
+"""Try every architecture of transformers as a target, tiny and random: the table of `docs/reference/targets.md`.
+
+    python docs/generate/targets.py                 # all of them, some minutes: writes docs/generate/targets.json
+    python docs/generate/targets.py llama gemma2    # print these rows
+
+A row says what a target of this kind can do here: its logits from the final features, its attention and windows, draft
+trees beyond the window against plain recomputation, and an EAGLE-3 drafter on its inner layers, in training and in
+decoding. A cell is a word or the sentence that a user would be given; anything else that comes out is a defect, which
+`tests/models/target/test_architectures.py` fails on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+RESULT = Path(__file__).with_suffix(".json")
+COLUMNS = ("logits", "attention", "trees", "drafter")
+VOCABULARY, WINDOW, NEW_TOKENS = 96, 8, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+# For those that have a use for them: scales, windows, experts, latent attention.
+MORE: dict[str, Any] = {
+    "logit_scale": 0.25, "logits_scaling": 4.0, "sliding_window": WINDOW, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8,
+    "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "query_pre_attn_scalar": 8,
+    "rotary_dim": 4, "n_positions": 128, "max_seq_len": 128,
+}  # fmt: skip
+WITHOUT_HEADS = ("num_key_value_heads", "head_dim", "intermediate_size")
+MOST_PARAMETERS = 4_000_000
+PROMPT = [5, 9, 33, 12, 40, 7, 5, 9, 33, 12, 41]
+# What differs in a row may be rounding: of the logits' size.
+ROUNDING_FRAC = 1e-4
+
+
+@dataclass
+class Row:
+    """What a target of one `model_type` can do; `defects` are what a user would be told nothing of."""
+
+    model_type: str
+    cells: dict[str, str] = field(default_factory=dict)
+    defects: list[str] = field(default_factory=list)
+
+
+def architectures() -> list[str]:
+    """Name the `model_type` of everything that transformers calls a causal language model."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tried(model_type: str) -> Row | None:
+    """Try one architecture; None if no tiny model of it can be made here."""
+    from draftsmith.models.target.text_model import running_sentence
+
+    row, target = Row(model_type), built(model_type)
+    if target is None:
+        return None
+    row.cells["attention"] = running_sentence(target).removeprefix("attention by ")
+    _try(row, "logits", lambda: _logits(target))
+    _try(row, "trees", lambda: _trees(target))
+    _try(row, "drafter", lambda: _drafter(target))
+    return row
+
+
+def built(model_type: str) -> PreTrainedModel | None:
+    """Make a tiny random model of this kind, run as `load_target` would run it; None if it is no decoder."""
+    from draftsmith.models.target.text_model import (
+        attention_to_load_with,
+        name_base_model,
+        sees_what_comes_after,
+        text_alone,
+        use_exact_attention,
+    )
+
+    without_heads = {key: value for key, value in SIZES.items() if key not in WITHOUT_HEADS}
+    alike = {**SIZES, **MORE, "num_key_value_heads": SIZES["num_attention_heads"]}
+    for values in ({**SIZES, **MORE}, alike, SIZES, {**without_heads, **MORE}, without_heads):
+        try:
+            torch.manual_seed(0)
+            config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
+            if config.is_encoder_decoder or sees_what_comes_after(config):
+                return None
+            attention = attention_to_load_with(config, "sdpa")
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            if sum(parameter.numel() for parameter in empty.parameters()) > MOST_PARAMETERS:
+                continue
+            target = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+            target = text_alone(target.requires_grad_(False), model_type)
+            name_base_model(target)
+            use_exact_attention(target)
+            target(input_ids=torch.tensor([PROMPT]), use_cache=False)
+        except Exception:  # whatever a class says to sizes that it has no use for
+            continue
+        return target
+    return None
+
+
+def _try(row: Row, column: str, look: Callable[[], str]) -> None:
+    from draftsmith.recipes.errors import UserError
+
+    try:
+        row.cells[column] = look()
+    except UserError as error:
+        row.cells[column] = str(error)
+    except Exception as error:
+        row.defects.append(f"{column}: {type(error).__name__}: {error}")
+
+
+@torch.no_grad()
+def _logits(target: PreTrainedModel) -> str:
+    """Compare the shaped product of head and features with the target's logits of a text."""
+    from draftsmith.models.target.features import target_features
+    from draftsmith.models.target_logits import logit_shape
+
+    ids, shape = torch.tensor([PROMPT]), logit_shape(target)
+    found = shape(target.get_output_embeddings()(target_features(target, ids)))
+    _refuse_difference(found, target(input_ids=ids, use_cache=False).logits, "logits")
+    return str(shape)
+
+
+@torch.no_grad()
+def _trees(target: PreTrainedModel) -> str:
+    """Compare greedy answers of lookups in trees with a recomputation without a cache, beyond every window."""
+    from draftsmith.eval.decoding.loop import TargetSession, generate
+    from draftsmith.eval.methods.prompt_lookup import PromptLookup
+    from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+    from draftsmith.models.target.loading import session_tokens
+
+    length = session_tokens(target, 64)
+    if length < len(PROMPT) + NEW_TOKENS:
+        return f"within {length} tokens"
+    ids = list(PROMPT)
+    for _ in range(NEW_TOKENS):
+        ids.append(int(target(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    said = ids[len(PROMPT) :]
+    with TargetSession(target, length) as session:
+        lookup = PromptLookup("lookup", max_ngram=3, num_tokens=6, match="latest", partial=True)
+        generator = torch.Generator().manual_seed(0)
+        found = generate(session, lookup, PROMPT, Sampling(), NEW_TOKENS, frozenset(), generator).ids
+        # A tree with siblings, where the text is longer than the window.
+        session.prefill(ids[:-1])
+        shape = TreeShape.of((-1, 0, 0, 1, 3))
+        nodes = session.forward_tree(DraftTree([ids[-1], 20, 30, 40, 50], shape)).logits
+    alone = target(input_ids=torch.tensor([[*ids, 20, 40, 50]]), use_cache=False).logits[0, -3:]
+    _refuse_difference(nodes[[1, 3, 4]], alone, "tree")
+    if found != said:
+        raise ValueError(f"lookups give {found}, single steps {said}")
+    return "yes"
+
+
+def _drafter(target: PreTrainedModel) -> str:
+    """Check train = decode of an EAGLE-3 drafter, and that its RoPE is the target's."""
+    from draftsmith.data.tokens.chat_tokens import TokenizedConversation
+    from draftsmith.models.base.registry import load_drafter_class
+    from draftsmith.models.formats.exporting import refusal
+    from draftsmith.train.drafter.parity import TOLERANCE, check_parity
+
+    options = {"feature_layers": [1, 2, 3]}
+    drafter_class = load_drafter_class("eagle3")
+    drafter_class.check_target(target.config, options)
+    config = drafter_class.from_target(target, options).config
+    rows = [TokenizedConversation((PROMPT * 3)[:32], [0] * 8 + [1] * 24)]
+    found = check_parity("eagle3", options, target, rows)
+    if not found.worst.size <= TOLERANCE:
+        raise ValueError(f"training and decoding differ by {found.worst.size}")
+    refused = refusal(config, "vllm")
+    layers = f"{config.layers_of['model_type']} layers"
+    return f"{layers}; vLLM" if refused is None else f"{layers}; no export: {refused}"
+
+
+def _refuse_difference(found: Tensor, expected: Tensor, what: str) -> None:
+    difference = float((found - expected).abs().amax())
+    if not difference <= ROUNDING_FRAC * float(expected.abs().amax()):
+        raise ValueError(f"{what} differ by {difference:.3g}")
+
+
+def sweep(model_types: list[str]) -> tuple[list[Row], list[str]]:
+    """Try these architectures; returns their rows, and those of which no tiny model can be made."""
+    found = {name: tried(name) for name in model_types}
+    return [row for row in found.values() if row is not None], [name for name, row in found.items() if row is None]
+
+
+def main() -> None:
+    """Write the result, or print the rows of the architectures that are named."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    rows, not_built = sweep(sys.argv[1:] or architectures())
+    for row in rows:
+        for defect in row.defects:
+            sys.stderr.write(f"{row.model_type}: {defect}\n")
+    found = {"transformers": transformers.__version__, "not_built": not_built}
+    found["targets"] = {row.model_type: row.cells for row in rows}
+    text = json.dumps(found, indent=1) + "\n"
+    if sys.argv[1:]:
+        sys.stdout.write(text)
+    else:
+        RESULT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The text model of a checkpoint: which class reads it, how its attention is computed, and its text part alone.
+
+Some checkpoints hold text and vision in one (Gemma 3, Mistral 3): the wrapper is read, and its text model goes on by
+itself, with the wrapper's weights, so that everything else sees a causal language model like any other.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from draftsmith.models.target.view import is_wrapper
+from draftsmith.models.target.windows import windows_of
+from draftsmith.recipes.errors import UserError
+
+EAGER, SDPA = "eager", "sdpa"
+# Attributes of attention layers whose terms transformers' `sdpa` drops without a word.
+NOT_IN_SDPA = {"sinks": "attention sinks", "attn_logit_softcapping": "a soft cap of its attention's scores"}
+TRIED_IDS = 6
+TOLERANCE_FRAC = 0.02
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that reads a checkpoint with this config."""
+    if (
+        type(config) not in AutoModelForCausalLM._model_mapping
+        and type(config) in AutoModelForImageTextToText._model_mapping
+    ):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def name_base_model(target: PreTrainedModel) -> None:
+    """Let `base_model` find the layers of a class whose prefix is that of its wrapper, as Llama 4's."""
+    if target.base_model is target and isinstance(getattr(target, "model", None), PreTrainedModel):
+        target.base_model_prefix = "model"
+
+
+def sees_what_comes_after(config: PreTrainedConfig) -> bool:
+    """Whether it is an encoder that could be a decoder and is none, as BERT."""
+    could_be_either = any("is_decoder" in vars(each).get("__annotations__", {}) for each in type(config).__mro__)
+    return could_be_either and not getattr(config, "is_decoder", False)
+
+
+def attention_to_load_with(config: PreTrainedConfig, asked: str) -> str:
+    """Return the attention implementation asked for, or `eager` where the target's class has no other."""
+    mapping = auto_class(config)._model_mapping
+    known = type(config) in mapping
+    return EAGER if asked == SDPA and known and not mapping[type(config)]._supports_sdpa else asked
+
+
+def use_exact_attention(target: PreTrainedModel) -> None:
+    """Take `eager` in place of `sdpa` where that drops a term of this target's attention."""
+    if not dropped_by_sdpa(target):
+        return
+    if str(target.config._attn_implementation) != EAGER:
+        target.set_attn_implementation(EAGER)
+
+
+def dropped_by_sdpa(target: PreTrainedModel) -> list[str]:
+    """List the terms of this target's attention that `sdpa` does not have."""
+    modules = [*target.modules()]
+    return [
+        term
+        for name, term in NOT_IN_SDPA.items()
+        if any(isinstance(getattr(module, name, None), float | int | torch.Tensor) for module in modules)
+    ]
+
+
+def attention_sentence(target: PreTrainedModel) -> str:
+    """Say which implementation computes the target's attention, and why it is not `sdpa`."""
+    name = str(target.config._attn_implementation)
+    terms = dropped_by_sdpa(target)
+    if name == EAGER and terms:
+        return f"{EAGER}, as {SDPA} would drop {' and '.join(terms)}"
+    return EAGER if name == EAGER else SDPA
+
+
+def running_sentence(target: PreTrainedModel) -> str:
+    """Say how the target is run: its attention, and how far back its layers look."""
+    return f"attention by {attention_sentence(target)}; {windows_of(target).sentence()}"
+
+
+def text_alone(model: PreTrainedModel, where: str) -> PreTrainedModel:
+    """Return the text model of a wrapper as a causal language model with the same tensors; others as they are.
+
+    Args:
+        where: The target as the user names it, for messages.
+
+    Raises:
+        UserError: transformers has no class for the text model alone, or it gives other logits than the wrapper.
+    """
+    config = model.config
+    if not is_wrapper(config):
+        return model
+    text = model_without_weights(text_config(config, where), model.config._attn_implementation)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if head is None or type(decoder) is not type(text.base_model):
+        raise _no_text_model(config, where)
+    setattr(text, text.base_model_prefix, decoder)
+    text.set_output_embeddings(head)
+    text.generation_config = model.generation_config
+    text.config.tie_word_embeddings = head.weight is text.get_input_embeddings().weight
+    if any(tensor.is_meta for tensor in (*text.parameters(), *text.buffers())):
+        raise _no_text_model(config, where)
+    _check_same_logits(model.eval(), text.eval(), where)
+    return text
+
+
+def text_config(config: PreTrainedConfig, where: str) -> PreTrainedConfig:
+    """Return the config of the causal language model that a checkpoint's text is.
+
+    Raises:
+        UserError: transformers has no class for the text model alone.
+    """
+    text = config.get_text_config()
+    if is_wrapper(config):
+        if type(text) not in AutoModelForCausalLM._model_mapping:
+            raise _no_text_model(config, where)
+        text.architectures = text.architectures or config.architectures
+        text._name_or_path = config._name_or_path
+        text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
+def model_without_weights(config: PreTrainedConfig, attention: str, **options: Any) -> PreTrainedModel:
+    """Make a causal language model of this config whose tensors have no values and take no memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
+    return model
+
+
+def _no_text_model(config: PreTrainedConfig, where: str) -> UserError:
+    return UserError(
+        f"target.model {where} ({config.model_type}) holds text and more in one model, and transformers has no class "
+        "for its text alone: use a checkpoint of the text model"
+    )
+
+
+@torch.no_grad()
+def _check_same_logits(wrapper: PreTrainedModel, text: PreTrainedModel, where: str) -> None:
+    """
+    Raises:
+        UserError: The wrapper's logits of a few tokens are not the text model's.
+    """
+    vocabulary = text.config.vocab_size
+    ids = torch.arange(1, TRIED_IDS + 1, device=wrapper.device)[None] * (vocabulary // (TRIED_IDS + 1))
+    whole, alone = (model(input_ids=ids, use_cache=False).logits.float() for model in (wrapper, text))
+    if not float((whole - alone).abs().amax()) <= TOLERANCE_FRAC * float(whole.abs().amax()):
+        raise UserError(
+            f"the text model of target.model {where} gives other logits alone than in its {type(wrapper).__name__}: "
+            "use a checkpoint of the text model"
+        )

@@ -1,0 +1,80 @@
+"""One view of a target's config, under the names that the rest of this package reads.
+
+Configs say the same things in several ways: in a wrapper's `text_config`, under names of their time (`n_layer`), as a
+list with a value for each layer, or as RoPE for each type of layer. Whoever needs a number of the target reads it here.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# What each value is called in configs that transformers does not translate itself: old ones, and the models' own code.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("n_embd", "d_model"),
+    "vocab_size": (),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
+}
+# Values that some configs give for each layer; the last layer's is what a drafter is made after.
+BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+# The width of the embedding where it may be another than the layers'.
+EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size", "d_embed")
+FULL_ATTENTION = "full_attention"
+
+
+def target_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a target's config says of its text model, with one value under one name each."""
+    text = config.get_text_config()
+    values = {**text.to_dict(), "model_type": text.model_type}
+    for name in OTHER_NAMES:
+        value = target_value(text, name)
+        if values.get(name) is None and value is not None:
+            values[name] = value
+    for name in BY_LAYER:
+        if isinstance(values.get(name), list | tuple) and values[name]:
+            values[name] = values[name][-1]
+    rope = flat_rope(values)
+    if rope is not None:
+        values["rope_parameters"] = rope
+    if not values.get("architectures"):
+        values["architectures"] = config.architectures
+    return values
+
+
+def target_value(config: PreTrainedConfig, name: str) -> Any:
+    """Return one of `OTHER_NAMES` of a target's text model, whatever its config calls it; None if it has none."""
+    text = config.get_text_config()
+    found = (getattr(text, each, None) for each in (name, *OTHER_NAMES[name]))
+    return next((value for value in found if value is not None), None)
+
+
+def flat_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the RoPE of layers that attend to the whole past, in transformers' form; None if the config has none."""
+    rope = values.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        of_types = {kind: value for kind, value in rope.items() if isinstance(value, Mapping) and "rope_theta" in value}
+        if of_types:
+            whole = [kind for kind in of_types if "sliding" not in kind and "chunked" not in kind]
+            chosen = FULL_ATTENTION if FULL_ATTENTION in of_types else (whole or [*of_types])[0]
+            return copy.deepcopy(dict(of_types[chosen]))
+        return copy.deepcopy(dict(rope))
+    theta = values.get("rope_theta")
+    if theta is None:
+        return None
+    scaling = dict(values.get("rope_scaling") or {})
+    scaling.setdefault("rope_type", scaling.pop("type", "default"))
+    return {"rope_theta": theta, **scaling}
+
+
+def embedding_width(values: Mapping[str, Any]) -> int:
+    """Return the width of the token embedding, by default that of the layers."""
+    return next((values[key] for key in EMBEDDING_WIDTHS if isinstance(values.get(key), int)), values["hidden_size"])
+
+
+def is_wrapper(config: PreTrainedConfig) -> bool:
+    """Whether the model is text and something else, as vision, in one checkpoint."""
+    return config.get_text_config() is not config

@@ -1,0 +1,214 @@
+"""How far back a target's layers look: sliding windows and chunks, which a mask for draft trees has to repeat.
+
+transformers makes these masks itself, but for a 4-D mask, which it takes as it is for every layer. So a mask of our own
+is made for each type of layer: `{"full_attention": ..., "sliding_attention": ...}`, or one where all layers are alike.
+
+Shapes: A rows of a batch, N queries, S tokens that are attended to.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from draftsmith.models.target.view import FULL_ATTENTION, target_value
+
+Masks = Tensor | dict[str, Tensor]
+# Parts of names of layer types that keep a state instead of keys and values, which no tree can share.
+WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
+RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A token sees the last `tokens` tokens, itself included; with `chunked` those of its own chunk of so many."""
+
+    tokens: int
+    chunked: bool = False
+
+    def hides(self, query_n: Tensor, key_s: Tensor) -> Tensor:
+        """[..., N, S] whether a key's position is out of reach of a query's; both [..., n]."""
+        query_n1, key_1s = query_n[..., :, None], key_s[..., None, :]
+        if self.chunked:
+            return key_1s // self.tokens != query_n1 // self.tokens
+        return key_1s <= query_n1 - self.tokens
+
+    def __str__(self) -> str:
+        return f"{'chunks' if self.chunked else 'a window'} of {self.tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a target's layers.
+
+    Args:
+        of_types: By type of layer; those without one are not in it.
+        types: All types of layers, sorted.
+        unknown: The smallest window that some layers have in a form that no mask here repeats.
+    """
+
+    of_types: Mapping[str, Window]
+    types: tuple[str, ...]
+    unknown: int | None = None
+
+    @property
+    def smallest(self) -> int | None:
+        """Return the tokens within which all layers attend to everything; None: always."""
+        sizes = [window.tokens for window in self.of_types.values()]
+        return min([*sizes, *([] if self.unknown is None else [self.unknown])], default=None)
+
+    def reached(self, length_tokens: int) -> bool:
+        """Whether some layer no longer sees all of so many tokens."""
+        return self.smallest is not None and length_tokens > self.smallest
+
+    def masks(self, mask: Tensor, query_n: Tensor, key_s: Tensor) -> Masks:
+        """Make the masks of each type of layer from that of full attention.
+
+        Args:
+            mask: Additive, [B, 1, N, S].
+            query_n: Positions of the queries [N], or [B, 1, N].
+            key_s: Positions of the keys [S], or [B, 1, S].
+        """
+        closed = torch.finfo(mask.dtype).min
+        made = {
+            kind: mask.masked_fill(self.of_types[kind].hides(query_n, key_s), closed) if kind in self.of_types else mask
+            for kind in self.types
+        }
+        return made[self.types[0]] if len(self.types) == 1 else made
+
+    def row_masks(self, seen_as: Tensor, position_a: Tensor, dtype: torch.dtype) -> Masks:
+        """Make the masks of a forward of one token a row, for rows of several lengths.
+
+        Args:
+            seen_as: [A, S] bool, the tokens of each row, which stand at positions 0, 1, ...
+            position_a: [A] that of the new token of each row.
+        """
+        if not self.reached(seen_as.shape[1]):
+            return seen_as
+        mask = torch.zeros(seen_as.shape, dtype=dtype, device=seen_as.device)
+        mask.masked_fill_(~seen_as, torch.finfo(dtype).min)
+        places = torch.arange(seen_as.shape[1], device=seen_as.device)
+        return self.masks(mask[:, None, None], position_a[:, None, None], places)
+
+    def sentence(self) -> str:
+        """Say what the layers see."""
+        if self.smallest is None:
+            return "all layers see the whole text"
+        sizes = sorted({str(window) for window in self.of_types.values()})
+        some = "all" if len(self.types) == 1 and self.unknown is None else "some"
+        return f"{some} layers see {' or '.join(sizes) or f'a window of {self.unknown:,} tokens'}"
+
+
+def windows_of(target: Any) -> Windows:
+    """Return the windows of a target's layers: what its config names, where its class looks at it.
+
+    A target without weights, as in a plan, is taken at its config's word.
+    """
+    windows = _of_config(target.config.get_text_config())
+    if not windows.of_types or not _has_values(target):
+        return windows
+    if target not in _windows:
+        _windows[target] = windows if _are_looked_at(target) else Windows({}, windows.types, windows.unknown)
+    return _windows[target]
+
+
+def _has_values(target: Any) -> bool:
+    weight = target.get_input_embeddings().weight
+    return not (weight.is_meta or isinstance(weight, FakeTensor))
+
+
+@torch.no_grad()
+def _are_looked_at(target: Any) -> bool:
+    """Whether a window of one token changes what the target says: some configs have a key that their class ignores."""
+    text = target.config.get_text_config()
+    kept = {name: getattr(text, name) for name in WINDOW_KEYS if _size(text, name) is not None}
+    ids, found = torch.arange(1, 4, device=target.device)[None], []
+    try:
+        for size in (len(ids[0]) + 1, 1):
+            for name in kept:
+                setattr(text, name, size)
+            found.append(target.base_model(input_ids=ids, use_cache=False)[0])
+    finally:
+        for name, value in kept.items():
+            setattr(text, name, value)
+    return not torch.allclose(*found)
+
+
+def _of_config(text: Any) -> Windows:
+    kinds = getattr(text, "layer_types", None) or []
+    sliding, chunk = (_size(text, name) for name in WINDOW_KEYS)
+    if kinds:
+        found = {}
+        for kind in sorted(set(kinds)):
+            size, chunked = (chunk, True) if "chunked" in kind else (sliding, False)
+            if size is not None and ("chunked" in kind or "sliding" in kind):
+                found[kind] = Window(size, chunked)
+        return Windows(found, tuple(sorted(set(kinds))))
+    if sliding is not None and getattr(text, "use_sliding_window", True):
+        return Windows({"all": Window(sliding)}, ("all",))
+    # GPT-Neo's local layers mask by themselves, by columns.
+    local = "local" in (getattr(text, "attention_layers", None) or [])
+    return Windows({}, (FULL_ATTENTION,), _size(text, "window_size") if local else chunk)
+
+
+def _size(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+_windows: weakref.WeakKeyDictionary[nn.Module, Windows] = weakref.WeakKeyDictionary()
+_taking_masks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def takes_masks(target: Any) -> bool:
+    """Whether masks for each type of layer reach the target's layers, tried once on three tokens."""
+    windows = windows_of(target)
+    if windows.unknown is not None:
+        return False
+    if len(windows.types) == 1 or not windows.of_types or not _has_values(target):
+        return True
+    if target not in _taking_masks:
+        _taking_masks[target] = _tried(target, windows)
+    return _taking_masks[target]
+
+
+@torch.no_grad()
+def _tried(target: Any, windows: Windows) -> bool:
+    ids = torch.arange(1, 4, device=target.device)[None]
+    mask = torch.zeros(1, 1, 3, 3, dtype=target.dtype, device=target.device)
+    mask.masked_fill_(torch.ones_like(mask).triu(1) > 0, torch.finfo(mask.dtype).min)
+    place = torch.arange(3, device=target.device)
+    alone = Windows({kind: Window(1) for kind in windows.of_types}, windows.types)
+
+    def output(masks: Masks) -> Tensor:
+        found: Tensor = target.base_model(input_ids=ids, attention_mask=masks, use_cache=False)[0]
+        return found
+
+    plain = output(mask)
+    try:
+        same, other = (output(each) for each in (dict.fromkeys(windows.types, mask), alone.masks(mask, place, place)))
+    except Exception:  # whatever a model says that expects one mask
+        return False
+    return bool((plain - same).abs().amax() < 0.1 * (plain - other).abs().amax())
+
+
+def positions_of(target: Any) -> int | None:
+    """Return the positions that the target was made for; None if its config names no limit."""
+    value = target_value(target.config, "max_position_embeddings")
+    return value if isinstance(value, int) else None
+
+
+def tokens_within_windows(target: Any) -> int | None:
+    """Return the tokens within which every mask for full attention is right; None if there is no limit."""
+    known = [limit for limit in (positions_of(target), windows_of(target).smallest) if limit is not None]
+    return min(known) if known else None
+
+
+def has_recurrent_layers(target: Any) -> bool:
+    """Whether some layers keep a state instead of keys and values: linear attention, Mamba and the like."""
+    kinds = getattr(target.config.get_text_config(), "layer_types", None) or []
+    return bool(getattr(target, "_is_stateful", False)) or any(part in kind for kind in kinds for part in RECURRENT)

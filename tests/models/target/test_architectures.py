@@ -1,0 +1,36 @@
+"""Every architecture of transformers as a target: nothing is wrong without a word, and the page says what is."""
+
+import json
+
+import pytest
+from generate import targets
+
+FEW = ("llama", "cohere2", "gemma2", "gpt2", "gpt_oss", "olmo3", "opt")
+
+
+@pytest.mark.nightly
+def test_no_architecture_is_silently_wrong() -> None:
+    rows, not_built = targets.sweep(targets.architectures())
+    assert [f"{row.model_type}: {defect}" for row in rows for defect in row.defects] == []
+    page = json.loads(targets.RESULT.read_text(encoding="utf-8"))
+    assert page["targets"] == {row.model_type: row.cells for row in rows}, "python docs/generate/targets.py"
+    assert page["not_built"] == not_built
+
+
+@pytest.mark.parametrize("model_type", FEW)
+def test_what_the_page_says(model_type: str) -> None:
+    row = targets.tried(model_type)
+    assert row is not None
+    assert row.defects == []
+    assert json.loads(targets.RESULT.read_text(encoding="utf-8"))["targets"][model_type] == row.cells
+
+
+def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's logits are compared with a forward of its own, not with what was read off its config."""
+    monkeypatch.setattr("draftsmith.models.target_logits.logit_shape", lambda target: targets_shape)
+    from draftsmith.models.target_logits import LogitShape
+
+    targets_shape = LogitShape(0.5)
+    row = targets.tried("cohere2")
+    assert row is not None
+    assert any(defect.startswith("logits: ValueError: logits differ") for defect in row.defects)

@@ -1,0 +1,301 @@
+"""One view of a target's config, text models out of wrappers, and attention that drops no term."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, random_batch, tiny_target
+from support.tiny_runs import save_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    GenerationConfig,
+    Mistral3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.groups.layers import layers_config, of_kind, rotary_of
+from draftsmith.models.target import text_model
+from draftsmith.models.target.features import decoder_layers, target_features
+from draftsmith.models.target.loading import load_target, load_target_config, target_without_weights
+from draftsmith.models.target.text_model import attention_sentence, running_sentence
+from draftsmith.models.target.view import target_value, target_values
+from draftsmith.models.weights import read_pretrained
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetRecipe
+
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 20, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+
+
+def wrappers() -> dict[str, PreTrainedConfig]:
+    text = {**TEXT, "query_pre_attn_scalar": 8}
+    pixtral = {**VISION, "model_type": "pixtral", "image_size": 28, "head_dim": 8}
+    return {
+        "gemma3": Gemma3Config(text_config=text, vision_config={**VISION, "image_size": 28}, mm_tokens_per_image=4),
+        "mistral3": Mistral3Config(text_config={**TEXT, "model_type": "mistral"}, vision_config=pixtral),
+    }
+
+
+def saved(folder: Path, model: PreTrainedModel) -> TargetRecipe:
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, 20, TEMPLATE)
+    return TargetRecipe(model=str(folder), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("name", wrappers())
+def test_the_text_of_a_wrapper(name: str, tmp_path: Path) -> None:
+    """It has the wrapper's logits, and everything that a target is asked for; vision is not in it."""
+    torch.manual_seed(0)
+    wrapper = AutoModelForImageTextToText.from_config(wrappers()[name]).eval()
+    recipe = saved(tmp_path, wrapper)
+    target, _ = load_target(recipe)
+    ids = torch.randint(3, 20, (1, 9))
+    torch.testing.assert_close(target(input_ids=ids).logits, wrapper(input_ids=ids).logits)
+    assert target.config.get_text_config() is target.config
+    assert (target.config.name_or_path, target.generation_config.eos_token_id) == (str(tmp_path), 2)
+    assert not any("vision" in key for key, _ in target.named_parameters())
+    assert len(decoder_layers(target)) == 2
+    with torch.device("meta"):
+        planned = target_without_weights(recipe)
+    shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (target, planned)]
+    assert shapes[0] == shapes[1]
+    options = {"feature_layers": [0, 1]}
+    load_drafter_class("eagle3").check_target(load_target_config(recipe), options)
+    drafter = load_drafter_class("eagle3").from_target(target, options)
+    assert drafter.config.target_config["model_type"] in ("gemma3_text", "mistral")
+    assert drafter.config.target_config["architectures"]
+    TargetSession(target, 32).close()
+
+
+def test_a_wrapper_whose_text_has_no_class_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = saved(tmp_path, AutoModelForImageTextToText.from_config(wrappers()["gemma3"]))
+    monkeypatch.setattr(text_model.AutoModelForCausalLM, "_model_mapping", {Gemma3Config: object})
+    for load in (target_without_weights, lambda recipe: text_model.text_config(load_target_config(recipe), "x")):
+        with pytest.raises(UserError, match=r"\(gemma3\) holds text and more in one model"):
+            load(recipe)
+
+
+def test_a_text_model_that_is_not_the_wrappers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForImageTextToText.from_config(wrappers()["gemma3"])
+    monkeypatch.setattr(text_model, "TOLERANCE_FRAC", -1.0)
+    with pytest.raises(UserError, match="gives other logits alone than in its Gemma3ForConditionalGeneration"):
+        load_target(saved(tmp_path, model))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "theta"),
+    [
+        ("gemma3_text", {"query_pre_attn_scalar": 8, "num_hidden_layers": 6}, 1_000_000),
+        ("olmo3", {"num_hidden_layers": 4}, 500_000),
+        ("modernbert-decoder", {}, 160_000),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_rope_of_layer_types(model_type: str, values: dict[str, Any], theta: float, kind: str) -> None:
+    """The RoPE of full attention, flat: cos and sin are those that the target's own layers have."""
+    config = AutoConfig.for_model(model_type, **{**TEXT, **values})
+    layers = layers_config(of_kind(kind, target_values(config)), 1)
+    assert layers.rope_parameters["rope_theta"] == theta
+    assert not any(isinstance(value, dict) for value in layers.rope_parameters.values())
+    if model_type != "modernbert-decoder":
+        target = tiny_target(model_type, **values)
+        hidden, positions = torch.zeros(1, 9, 32), torch.arange(9)[None]
+        layers = layers_config(of_kind(kind, target_values(target.config)), 1)
+        ours = rotary_of(kind, target, layers)(hidden, positions)
+        theirs = target.base_model.rotary_emb(hidden, positions, "full_attention")
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_drafter_of_nested_rope_that_was_recorded_as_it_was() -> None:
+    """Earlier versions trained such drafters with RoPE's usual base, and these go on as they were trained."""
+    config = AutoConfig.for_model("olmo3", **TEXT).to_dict()
+    assert isinstance(config["rope_parameters"]["full_attention"], dict)
+    assert layers_config(of_kind("llama", config), 1).rope_parameters["rope_theta"] == 10_000
+
+
+OLD_NAMES = {
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "gptj": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4},
+    "mpt": {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 128},
+    "xglm": {"d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 48},
+    "opt": {
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", OLD_NAMES)
+def test_old_names(model_type: str) -> None:
+    """Inner layers are found and counted, and a drafter trains on them."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES[model_type])
+    target = text_model.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    values = target_values(target.config)
+    assert [values[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")] == [32, 4, 4]
+    assert target_value(target.config, "num_hidden_layers") == 4
+    drafter = load_drafter_class("eagle3").from_target(target, {"feature_layers": [1, 2, 3]})
+    assert len(decoder_layers(target)) == 4
+    loss = drafter(**random_batch(target, drafter=drafter)).loss
+    assert torch.isfinite(loss)
+    with pytest.raises(UserError, match=r"ascending layer numbers from 0 to 3"):
+        load_drafter_class("eagle3").check_target(target.config, {"feature_layers": [1, 2, 4]})
+
+
+def test_values_of_layers_and_partial_rope() -> None:
+    values = target_values(AutoConfig.for_model("gemma3n_text"))
+    assert isinstance(values["intermediate_size"], int)
+    config = AutoConfig.for_model("gpt_neox", **{**TEXT, "rotary_pct": 0.25})
+    assert layers_config(of_kind("llama", target_values(config)), 1).rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 10_000,
+    }
+
+
+def test_a_narrow_embedding_is_refused_before_any_weight_is_loaded() -> None:
+    config = AutoConfig.for_model("opt", hidden_size=64, word_embed_proj_dim=32, num_attention_heads=4)
+    for kind in ("parallel", "medusa", "eagle3"):
+        with pytest.raises(UserError, match=r"embedding is 32 wide and its layers 64 \(opt\)"):
+            load_drafter_class(kind).check_target(config, {})
+
+
+def test_soft_caps_and_sinks_are_run_by_eager(tmp_path: Path) -> None:
+    """The loaded target has the logits of transformers' eager, which has the cap; scores are far beyond it."""
+    torch.manual_seed(0)
+    target = tiny_target("gemma2", vocab_size=20, query_pre_attn_scalar=8, attn_logit_softcapping=1.0)
+    for layer in target.base_model.layers:
+        layer.self_attn.q_proj.weight.mul_(20)
+    recipe, ids = saved(tmp_path, target), torch.randint(3, 20, (1, 9))
+    target.set_attn_implementation("eager")
+    expected = target(input_ids=ids).logits
+    target.set_attn_implementation("sdpa")
+    assert (target(input_ids=ids).logits - expected).abs().max() > 1e-3
+    loaded, _ = load_target(recipe)
+    torch.testing.assert_close(loaded(input_ids=ids).logits, expected)
+    assert attention_sentence(loaded) == "eager, as sdpa would drop a soft cap of its attention's scores"
+    with torch.device("meta"):
+        assert "eager" in running_sentence(target_without_weights(recipe))
+
+
+def test_a_target_without_sdpa_is_loaded_with_eager(tmp_path: Path) -> None:
+    target = tiny_target("gpt_oss", vocab_size=20, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    loaded, _ = load_target(saved(tmp_path, target))
+    assert running_sentence(loaded) == (
+        "attention by eager, as sdpa would drop attention sinks; some layers see a window of 16 tokens"
+    )
+
+
+def test_others_keep_the_attention_that_was_asked_for(tmp_path: Path) -> None:
+    recipe = saved(tmp_path, tiny_target("llama", vocab_size=20))
+    assert running_sentence(load_target(recipe)[0]) == "attention by sdpa; all layers see the whole text"
+    eager = recipe.model_copy(update={"attn_implementation": "eager"})
+    assert attention_sentence(load_target(eager)[0]) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("said", "way_out"),
+    [
+        ("Please pass the argument `trust_remote_code=True`", r"set target\.trust_remote_code=true if you trust it"),
+        (
+            "X does not support an attention by scaled_dot_product_attention yet",
+            r"set target\.attn_implementation=eager",
+        ),
+        ("[Errno 13] Permission denied: '/x/hub'", "set the environment variable HF_HOME to a folder"),
+        ("Unrecognized configuration class CLIPConfig for AutoModelForCausalLM", "use a causal language model"),
+        (
+            "model type `x` but Transformers does not recognize this architecture",
+            "a version of transformers that knows",
+        ),
+        ("Loading a GPTQ model requires `pip install gptqmodel`", "install the package that it names"),
+        ("anything else", "give a folder with a transformers checkpoint"),
+    ],
+)
+def test_the_way_out_fits_the_cause(said: str, way_out: str) -> None:
+    def load() -> None:
+        raise ValueError(said)
+
+    with pytest.raises(UserError, match=way_out):
+        read_pretrained("target.model", "x/y", load)
+    with pytest.raises(UserError, match="give a folder with a transformers checkpoint"):
+        read_pretrained("drafter", "x/y", load)
+
+
+def test_a_model_type_that_transformers_does_not_know(tmp_path: Path) -> None:
+    recipe = saved(tmp_path, tiny_target("llama", vocab_size=20))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "brandnew"}))
+    with pytest.raises(UserError, match="use a version of transformers that knows this model_type"):
+        load_target(recipe)
+
+
+def test_features_of_a_decoder_inside_the_base_model() -> None:
+    """OPT's LM head reads its decoder, which the base model's own forward is not called for."""
+    config = AutoConfig.for_model("opt", vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES["opt"])
+    target = text_model.AutoModelForCausalLM.from_config(config).double().eval()
+    ids = torch.randint(3, VOCABULARY, (1, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(target.lm_head(target_features(target, ids)), target(input_ids=ids).logits)
+    TargetSession(target, 32).close()
+    assert ParallelDrafter.from_target(target, {"num_masks": 2}).attached.target is target
+
+
+def test_a_base_model_under_its_wrappers_name(tmp_path: Path) -> None:
+    """Llama 4's text class says that its layers are under `language_model`, as its wrapper has them."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    target, _ = load_target(saved(tmp_path, tiny_target("llama4_text", vocab_size=20, **sizes)))
+    assert target.base_model is not target
+    assert len(decoder_layers(target)) == 2
+
+
+def test_an_encoder_is_no_target(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    for decoder in (False, True):
+        AutoConfig.for_model("bert", vocab_size=20, is_decoder=decoder, **sizes).save_pretrained(tmp_path)
+        recipe = TargetRecipe(model=str(tmp_path), device="cpu")
+        if decoder:
+            assert load_target_config(recipe).model_type == "bert"
+        else:
+            with pytest.raises(UserError, match=r"is an encoder \(bert, is_decoder: false\)"):
+                load_target_config(recipe)
+
+
+def test_columns_in_place_of_positions_are_refused() -> None:
+    """ALiBi as MPT has it counts columns of the cache, where a tree has several nodes at one position."""
+    config = AutoConfig.for_model("mpt", vocab_size=VOCABULARY, **OLD_NAMES["mpt"])
+    target = text_model.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.* without ALiBi"):
+        TargetSession(target, 32)
+
+
+def test_several_residual_streams_have_no_inner_features() -> None:
+    target = tiny_target(num_hidden_layers=2)
+    target.base_model.layers[0].register_forward_hook(
+        lambda module, inputs, output: output[..., None, :].expand(-1, -1, 4, -1)
+    )
+    with pytest.raises(UserError, match=r"hidden states after layer 1 are of shape \[1, 3, 4, 32\]"):
+        target_features(target, torch.tensor([[4, 5, 6]]), layers=(1,))

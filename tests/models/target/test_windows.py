@@ -1,0 +1,199 @@
+"""Targets whose layers look back so far and no further: trees, shared forwards and distilled rows see what they see."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.data.engines.engine import GenerationSettings, Request
+from draftsmith.data.engines.transformers_engine import TransformersEngine
+from draftsmith.eval.commands.stages import local_target
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.shared_session import SharedSession
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
+from draftsmith.models.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.text_model import name_base_model
+from draftsmith.models.target.windows import (
+    Window,
+    has_recurrent_layers,
+    positions_of,
+    takes_masks,
+    tokens_within_windows,
+    windows_of,
+)
+from draftsmith.recipes.errors import UserError
+
+WINDOW = 6
+MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# All layers alike, mixed ones, soft caps, sinks, chunks.
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "gemma2": ("gemma2", {**MIXED, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**MIXED, "query_pre_attn_scalar": 8}),
+    "olmo3": ("olmo3", MIXED),
+    "cohere2": ("cohere2", MIXED),
+    "gpt_oss": ("gpt_oss", {**MIXED, **EXPERTS}),
+    "llama4": (
+        "llama4_text",
+        {
+            **EXPERTS, "num_hidden_layers": 4, "num_experts_per_tok": 1, "attention_chunk_size": WINDOW,
+            "intermediate_size_mlp": 48, "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+    ),
+}  # fmt: skip
+every_target = pytest.mark.parametrize("name", TARGETS)
+# A chain and a wide tree with a path that is not in order, both deeper than some windows' rest.
+TREES = [
+    (DraftTree([7, 3, 20, 21], TreeShape.of((-1, 0, 1, 2))), [0, 1, 2]),
+    (DraftTree([9, 4, 5, 6, 8, 11], TreeShape.of((-1, 0, 0, 2, 3, 4))), [0, 2, 3, 4]),
+    (root_only(12), [0]),
+    (DraftTree([9, 4, 5, 6, 8, 10, 11, 13, 14], TreeShape.of((-1, 0, 0, 2, 3, 4, 5, 6, 7))), [0, 2, 3, 4, 5, 6, 7]),
+    (DraftTree([19, 4], TreeShape.of((-1, 0))), [0]),
+]
+
+
+def windowed(name: str, **changes: Any) -> PreTrainedModel:
+    """With the attention that it is loaded with."""
+    model_type, values = TARGETS[name]
+    target = tiny_target(model_type, **{**values, "attn_implementation": "eager", **changes})
+    name_base_model(target)
+    if name not in ("gemma2", "gpt_oss"):
+        target.set_attn_implementation("sdpa")
+        use_grouped_sdpa(target)
+    return target
+
+
+@torch.inference_mode()
+def plain(target: Any, ids: list[int]) -> Tensor:
+    logits: Tensor = target(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=1e-4)
+
+
+def check_trees(session: Any, target: Any, prompt: list[int]) -> None:
+    """Every node of every tree has the logits of its own path without a tree."""
+    said = list(prompt)
+    assert_same(session.prefill(prompt).logits[0], plain(target, said)[-1])
+    for tree, path in TREES:
+        step = session.forward_tree(tree)
+        for node in range(len(tree)):
+            own = [tree.tokens[place] for place in tree.shape.path_to(node)]
+            assert_same(step.logits[node], plain(target, said + own)[-1])
+        session.commit(path)
+        said += [tree.tokens[place] for place in path]
+
+
+@every_target
+@pytest.mark.parametrize("length", [3, 17])
+def test_trees_within_and_beyond_the_window(name: str, length: int) -> None:
+    target = windowed(name)
+    assert (positions_of(target), tokens_within_windows(target)) == (128, WINDOW)
+    assert takes_masks(target)
+    assert longest_sequence_tokens(target) == 128
+    with TargetSession(target, 64) as session:
+        check_trees(session, target, list(range(3, 3 + length)))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_compiled_session_goes_on_beyond_the_window(name: str) -> None:
+    target = windowed(name)
+    with CompiledSession(target, 64, backend="eager", static=True) as session:
+        check_trees(session, target, [3, 4])
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss", "llama4"])
+def test_several_at_once(name: str) -> None:
+    """One sequence far beyond the window, one within; both with trees in the same forward."""
+    target = windowed(name)
+    prompts = [list(range(3, 20)), [5, 6]]
+    with SharedSession(target, 64, 2, compiles=False) as session:
+        said = [list(prompt) for prompt in prompts]
+        for number, prompt in enumerate(prompts):
+            session.current = number
+            assert_same(session.prefill(prompt).logits[0], plain(target, prompt)[-1])
+        for tree, path in TREES:
+            steps = session.forward_trees([(0, tree), (1, tree)])
+            for number, step in enumerate(steps):
+                for node in range(len(tree)):
+                    own = [tree.tokens[place] for place in tree.shape.path_to(node)]
+                    assert_same(step.logits[node], plain(target, said[number] + own)[-1])
+                session.commit_of(number, path)
+                said[number] += [tree.tokens[place] for place in path]
+
+
+@every_target
+def test_distillation_is_not_limited_by_the_window(name: str) -> None:
+    """Greedy answers of rows of several lengths are those of plain recomputation, far beyond the window."""
+    target = windowed(name)
+    local = local_target(target)
+    assert local.most_tokens == 128
+    engine = TransformersEngine(local, 3, 60, ())
+    prompts = [[5, 9, 30], list(range(3, 25)), [8], [11, 12, 13, 14, 15, 16, 17]]
+    for key, prompt in enumerate(prompts):
+        engine.submit(Request(str(key), prompt, [], GenerationSettings(max_new_tokens=14), key))
+    outcomes: dict[str, Any] = {}
+    while len(outcomes) < len(prompts):
+        outcomes |= dict(engine.collect())
+    for key, prompt in enumerate(prompts):
+        ids = list(prompt)
+        for _ in range(14):
+            ids.append(int(plain(target, ids)[-1].argmax()))
+        assert outcomes[str(key)].token_ids == ids[len(prompt) :]
+
+
+def test_windows_of_configs() -> None:
+    assert windows_of(windowed("gemma3")).sentence() == "some layers see a window of 6 tokens"
+    assert windows_of(windowed("mistral")).sentence() == "all layers see a window of 6 tokens"
+    assert windows_of(windowed("llama4")).sentence() == "some layers see chunks of 6 tokens"
+    assert windows_of(tiny_target("llama")).sentence() == "all layers see the whole text"
+    unused = tiny_target("qwen2", sliding_window=WINDOW, use_sliding_window=False)
+    assert windows_of(unused).smallest is None
+    ignored = tiny_target("llama", sliding_window=WINDOW)
+    assert (windows_of(ignored).smallest, ignored.config.sliding_window) == (None, WINDOW)
+    assert longest_sequence_tokens(ignored) == 128
+
+
+def test_a_window_by_hand() -> None:
+    query_n, key_s = torch.tensor([4, 5]), torch.arange(6)
+    assert Window(2).hides(query_n, key_s).int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert Window(4, chunked=True).hides(query_n, key_s).int().tolist() == [[1, 1, 1, 1, 0, 0]] * 2
+
+
+def test_a_window_that_no_mask_repeats_limits_the_session() -> None:
+    target = tiny_target(
+        "gpt_neo", num_layers=2, num_heads=4, window_size=WINDOW, attention_types=[[["global", "local"], 1]],
+        num_hidden_layers=2, num_attention_heads=4,
+    )  # fmt: skip
+    assert not takes_masks(target)
+    assert longest_sequence_tokens(target) == WINDOW
+
+
+def test_hybrids_are_told_what_they_can_do() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    target = tiny_target(
+        "qwen3_next", num_hidden_layers=4, shared_expert_intermediate_size=16, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, **experts,
+    )  # fmt: skip
+    assert has_recurrent_layers(target)
+    assert not any(map(has_recurrent_layers, itertools.chain([tiny_target()], map(windowed, TARGETS))))
+    with pytest.raises(
+        UserError, match=r"linear attention .* train and export, but this loop cannot verify their trees"
+    ):
+        TargetSession(target, 64)
+    with pytest.raises(UserError, match=r"linear attention .* set data\.distill\.engine=vllm"):
+        local_target(target)
+
+
+def test_vocabulary_is_large_enough() -> None:
+    assert max(token for tree, _ in TREES for token in tree.tokens) < VOCABULARY

@@ -1,0 +1,198 @@
+"""Targets that scale or cap their logits: teachers and drafters have the target's own distribution."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.formats.exporting import EXPORTERS, refusal
+from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.target.features import target_features
+from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MethodRecipe
+
+SCALED = [
+    ("cohere", {"logit_scale": 0.0625}, LogitShape(0.0625)),
+    ("cohere2", {"logit_scale": 0.25}, LogitShape(0.25)),
+    ("cohere2", {"logit_scale": 0.25, "logits_scaling": 8.0}, LogitShape(0.25)),
+    ("granite", {"logits_scaling": 8.0}, LogitShape(0.125)),
+    ("hyperclovax", {"logits_scaling": 8.0}, LogitShape(8.0)),
+    ("gemma2", {"final_logit_softcapping": 30.0}, LogitShape(1.0, 30.0)),
+    ("gpt2", {}, PLAIN),
+    ("recurrent_gemma", {"logits_soft_cap": 20.0}, LogitShape(1.0, 20.0)),
+    ("nanochat", {"final_logit_softcapping": 15.0}, LogitShape(1.0, 15.0)),
+    ("llama", {}, PLAIN),
+    ("llama", {"logit_scale": 0.5}, PLAIN),  # a key that this class does not look at
+]
+# Kinds that read the target's head in all the ways there are.
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("parallel", {"num_masks": 2}),
+    ("parallel", {"num_masks": 2, "draft_vocab_size": 40, "markov_rank": 5}),
+    ("eagle3", {"feature_layers": [0, 1]}),
+    ("eagle3", {"feature_layers": [0, 1], "draft_vocab_size": 40}),
+    ("medusa", {"loss": "kl", "num_heads": 2}),
+    ("medusa", {"loss": "kl", "num_heads": 2, "lm_heads": "shared"}),
+    ("dflash", {"block_size": 3, "feature_layers": [0, 1], "loss": "kl", "sample_from_anchor": True}),
+]
+
+
+def capped_target() -> PreTrainedModel:
+    """In fp64, with logits far beyond the cap."""
+    sizes = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
+    return tiny_target("gemma2", tie_word_embeddings=False, **sizes).double()
+
+
+@pytest.mark.parametrize(("model_type", "keys", "expected"), SCALED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shape_of_the_logits(model_type: str, keys: dict[str, Any], expected: LogitShape, dtype: torch.dtype) -> None:
+    target = tiny_target(model_type, **keys).to(dtype)
+    assert logit_shape(target) == expected
+    ids = torch.randint(3, VOCABULARY, (1, 9))
+    product = target.get_output_embeddings()(target_features(target, ids))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(expected(product), target(input_ids=ids).logits, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(expected.apply_(product.clone()), expected(product))
+
+
+def test_without_weights_the_config_is_believed() -> None:
+    with torch.device("meta"):
+        assert logit_shape(tiny_target("cohere", logit_scale=0.25)) == LogitShape(0.25)
+
+
+def test_logits_that_cannot_be_expressed_are_refused() -> None:
+    target = tiny_target()
+
+    forward = type(target).forward
+
+    class Strange(type(target)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = forward(self, *args, **kwargs)
+            output.logits = output.logits.sqrt().nan_to_num()
+            return output
+
+    target.__class__ = Strange
+    with pytest.raises(UserError, match="logits of Strange are not its LM head's, scaled or capped by logit_scale"):
+        load_drafter_class("parallel").from_target(target, {})
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_the_teacher_is_the_target(kind: str, options: dict[str, Any]) -> None:
+    """The loss of a batch is the KL from the target's own logits to the drafter's, as decoding reads them."""
+    target = capped_target()
+    drafter = tiny_drafter_of(kind, target, **{"loss": "kl", **options}).double()
+    if "draft_vocab_size" in options:
+        counts_v = torch.zeros(VOCABULARY, dtype=torch.long)
+        counts_v[::2] += 2
+        drafter.choose_draft_tokens(counts_v)
+    drafter.attach(target)
+    batch = random_batch(target, drafter=drafter)
+    ids = batch["input_ids"]
+    q = drafter.group_logits(ids, batch["features"]).log_softmax(-1)
+    whole_p = target(input_ids=ids).logits.softmax(-1)
+    assert whole_p.amax() < 0.5  # else the cap would not be seen
+    p = whole_p if drafter.draft_ids is None else torch.zeros_like(whole_p)
+    mass = torch.ones_like(whole_p[..., 0])
+    if drafter.draft_ids is not None:
+        inside = whole_p[..., drafter.draft_ids]
+        mass = inside.sum(-1)
+        p[..., drafter.draft_ids] = inside / mass[..., None]
+    labels_bgs = depth_labels(ids, batch["loss_mask"], drafter.config.num_depths)
+    expected = torch.zeros((), dtype=torch.float64)
+    for depth, share in enumerate(drafter.config.options.depth_shares()):
+        place_b, place_s = (labels_bgs[:, depth] >= 0).nonzero(as_tuple=True)
+        first = 0 if drafter.reads_first_token else 1
+        place_b, place_s = place_b[place_s >= first], place_s[place_s >= first]
+        at_p, at_q = p[place_b, place_s + depth], q[place_b, depth, place_s]
+        losses = (torch.special.xlogy(at_p, at_p) - torch.where(at_p > 0, at_p * at_q, 0.0)).sum(-1)
+        expected = expected + share * (losses * mass[place_b, place_s + depth]).mean()
+    torch.testing.assert_close(drafter(**batch).loss, expected)
+
+
+def twins() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The same function twice: the head divided by 8, and its product multiplied by 8 again."""
+    one = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 8**-0.5}
+    plain, scaled = (
+        tiny_target("granite", tie_word_embeddings=False, logits_scaling=scale, **one).double()
+        for scale in (1.0, 0.125)
+    )
+    scaled.lm_head.weight.mul_(0.125)
+    return plain, scaled
+
+
+LATTICE = {"block_size": 3, "feature_layers": [0, 1], "lattice_hidden_size": 32, "lattice_heads": 4}
+MORE_KINDS: list[tuple[str, dict[str, Any]]] = [
+    *KINDS,
+    ("dflash2", {"block_size": 3, "feature_layers": [0, 1], "selector_top_k": 4}),
+    ("lilicorr", {**LATTICE, "lattice_top_k": 20}),
+    ("eagle", {}),
+    ("draft_model", {"num_layers": 1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), MORE_KINDS, ids=str)
+def test_a_scaled_target_trains_and_drafts_as_its_unscaled_twin(kind: str, options: dict[str, Any]) -> None:
+    losses, grads, answers = list[Tensor](), list[list[Tensor]](), list[Any]()
+    for target in twins():
+        torch.manual_seed(11)
+        drafter = load_drafter_class(kind).from_target(target, options).double()
+        drafter.attach(target)
+        loss = drafter(**random_batch(target, drafter=drafter)).loss
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append([p.grad for p in drafter.parameters() if p.grad is not None])
+        drafter.freeze()
+        decoder, sampling = drafter.decoder(64), Sampling(1.0)
+        recipe = MethodRecipe(name="x", kind="drafter")
+        generator = torch.Generator().manual_seed(3)
+        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator)
+        with TargetSession(target, 64, drafter.feature_layers) as session:
+            record = generate(session, method, [5, 9, 20, 33], sampling, 24, frozenset(), generator)
+        answers.append((record.ids, record.accept_lengths))
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(grads[0], grads[1])
+    assert answers[0] == answers[1]
+
+
+def test_own_heads_start_as_what_the_target_gives() -> None:
+    plain, scaled = twins()
+    heads = [load_drafter_class("medusa").from_target(target, {}).own_heads[0].weight for target in (plain, scaled)]
+    torch.testing.assert_close(heads[0], heads[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "to", "refused"),
+    [
+        ("eagle3", {"feature_layers": [1, 2, 3]}, "vllm", False),
+        ("eagle3", {"feature_layers": [1, 2, 3]}, "sglang", True),
+        ("eagle3", {"feature_layers": [1, 2, 3], "draft_vocab_size": 40}, "sglang", False),
+        ("dflash", {}, "vllm", True),
+        ("medusa", {}, "vllm", False),
+        ("draft_model", {}, "vllm", True),
+        ("eagle3", {"feature_layers": [1, 2, 3]}, "gguf", True),
+    ],
+    ids=str,
+)
+def test_exports_where_the_reader_has_other_logits(kind: str, options: dict[str, Any], to: str, refused: bool) -> None:
+    target = tiny_target("cohere", num_hidden_layers=4, logit_scale=0.25)
+    drafter = load_drafter_class(kind).from_target(target, options)
+    why = refusal(drafter.config, to)
+    assert (why is not None) == refused, why
+    if why is not None:
+        assert "are scaled by 0.25, and the reader's are not: train with drafter.kind=eagle3" in why
+    elif kind == "eagle3":
+        written = EXPORTERS[kind, to].write(drafter).config
+        assert written.get("logit_scale") == (None if "draft_vocab_size" in options else 0.25)
+
+
+def test_a_capped_head_is_not_exported() -> None:
+    config = load_drafter_class("eagle3").from_target(capped_target(), {"feature_layers": [0, 1]}).config
+    assert config.target_logits == LogitShape(1.0, 2.0)
+    assert not EXPORTERS["eagle3", "vllm"].has_logits_of(config)
