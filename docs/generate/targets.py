@@ -11,6 +11,7 @@ decoding. A cell is a word or the sentence that a user would be given; anything 
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -198,16 +199,19 @@ def sweep(model_types: list[str]) -> tuple[list[Row], list[str]]:
 
 def main() -> None:
     """Write the result, or print the rows of the architectures that are named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("architectures", nargs="*", help="print these rows; by default all are written to targets.json")
+    named = parser.parse_args().architectures
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    rows, not_built = sweep(sys.argv[1:] or architectures())
+    rows, not_built = sweep(named or architectures())
     for row in rows:
         for defect in row.defects:
             sys.stderr.write(f"{row.model_type}: {defect}\n")
     found = {"transformers": transformers.__version__, "not_built": not_built}
     found["targets"] = {row.model_type: row.cells for row in rows}
     text = json.dumps(found, indent=1) + "\n"
-    if sys.argv[1:]:
+    if named:
         sys.stdout.write(text)
     else:
         RESULT.write_text(text, encoding="utf-8")
