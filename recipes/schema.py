@@ -1,6 +1,6 @@
 """The typed recipe. One YAML file drives distil, train and eval; an unknown key is an error, never ignored.
 
-`train:` is handed to `transformers.TrainingArguments`, but for `global_batch_size`, and `drafter.options` to the
+`train:` is handed to `transformers.TrainingArguments`, but for three keys of our own, and `drafter.options` to the
 drafter's own `Options`.
 """
 
@@ -450,8 +450,9 @@ class Recipe(Section):
     drafter: DrafterRecipe = DrafterRecipe()
     train: dict[str, Any] = Field(
         {},
-        description="any argument of `transformers.TrainingArguments`, as it is; and `global_batch_size`, the rows of "
-        "a step of all processes together, of which `per_device_train_batch_size` says how many one computes at once",
+        description="any argument of `transformers.TrainingArguments`, as it is; `global_batch_size`, the rows of a "
+        "step of all processes together, of which `per_device_train_batch_size` says how many one computes at once; "
+        "`optimizer`, `adamw` or `muon` for the matrices of linear layers, with `muon_learning_rate`",
     )
     validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()

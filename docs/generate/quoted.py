@@ -1,6 +1,6 @@
 """Figures in the documents: numbers in the text, and beside it, in docs/quoted/, where each of them comes from.
 
-One writes `[1.87](../results/smollm2/fast_step.json#figures.rows.prompt-lookup@0.tau)` into a page; then
+One writes `[1.87](../results/smollm2/shipped.json#figures.rows.prompt-lookup@0.tau)` into a page; then
 
     make reference
 
