@@ -49,7 +49,9 @@ run, folder = RunFolder(recipe), RunFolder(recipe).drafter
 run_distill(recipe)  # the conversations as token ids; without `engine=none` the target answers them itself
 target, tokenizer = load_target(recipe.target)
 drafter = GatedDrafter.from_target(target, {"num_heads": 3})
-arguments = training_arguments(recipe.train | {"max_steps": steps}, folder / "checkpoints", recipe.seed)
+# The quickstart's rates, but AdamW for all weights: blocks that start at zero take their first steps faster by it.
+values = {"max_steps": steps, "optimizer": "adamw", "muon_learning_rate": None}
+arguments = training_arguments(recipe.train | values, folder / "checkpoints", recipe.seed)
 DrafterTrainer(drafter, target, arguments, load_tokens(run, recipe.name)).train()
 drafter.save_pretrained(folder)
 
