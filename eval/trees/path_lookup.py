@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from typing import NamedTuple
 
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
@@ -51,7 +52,7 @@ class Memory:
 
     def __init__(self, most_ngrams: int = MEMORY_NGRAMS) -> None:
         self._most_ngrams = most_ngrams
-        self._next_of: dict[tuple[int, ...], int] = {}  # in the order in which they were said last
+        self._next_of = OrderedDict[tuple[int, ...], int]()  # in the order in which they were said last
         # What finds were worth, by length: of all conversations, since they say much about each other.
         self.tried = [float(PRIOR_OBSERVATIONS)] * MAX_NGRAM
         self.right = [share * PRIOR_OBSERVATIONS for share in PRIOR]
@@ -67,7 +68,7 @@ class Memory:
                 self._next_of.pop(ngram, None)
                 self._next_of[ngram] = ids[end]
         while len(self._next_of) > self._most_ngrams:
-            del self._next_of[next(iter(self._next_of))]
+            self._next_of.popitem(last=False)  # a plain dict would look for its first item behind all deleted ones
 
     def find(self, last: tuple[int, ...], shortest: int) -> Found | None:
         """What came after the longest known n-gram at the end of `last`, if it has so many tokens."""
