@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
 Masks = Tensor | dict[str, Tensor]
-# Parts of names of layer types that keep a state instead of keys and values, which no tree can share.
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
+# Parts of names of layer types that keep a state instead of keys and values, which no tree can share.
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm")
 
 
