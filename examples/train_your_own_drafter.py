@@ -42,15 +42,13 @@ class GatedDrafter(MedusaDrafter):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=120)
-steps = parser.parse_args().steps
-
 recipe = load_recipe("quickstart", ["name=gated", "data.conversations.limit=400", "data.distill.engine=none"])
 run, folder = RunFolder(recipe), RunFolder(recipe).drafter
 run_distill(recipe)  # the conversations as token ids; without `engine=none` the target answers them itself
 target, tokenizer = load_target(recipe.target)
 drafter = GatedDrafter.from_target(target, {"num_heads": 3})
 # The quickstart's rates, but AdamW for all weights: blocks that start at zero take their first steps faster by it.
-values = {"max_steps": steps, "optimizer": "adamw", "muon_learning_rate": None}
+values = {"max_steps": parser.parse_args().steps, "optimizer": "adamw", "muon_learning_rate": None}
 arguments = training_arguments(recipe.train | values, folder / "checkpoints", recipe.seed)
 DrafterTrainer(drafter, target, arguments, load_tokens(run, recipe.name)).train()
 drafter.save_pretrained(folder)
