@@ -1,4 +1,4 @@
-"""The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and `read`, and how models use them.
+"""The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and others, and how models use them.
 
 They are built once on a machine. The library is stored in draftsmith's cache, named after its source, torch, the
 compiler and the processor. Where there is no compiler, or it refuses, decoding goes on with torch's own operations, and
@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from draftsmith.recipes.run_folder import Machine, cache_root
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+HEADERS = (SOURCE.with_name("cpu_math.h"), SOURCE.with_name("cpu_layers.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
 GROUPED_SDPA = "grouped_sdpa"
@@ -59,6 +60,11 @@ def has_kernels() -> bool:
     return _lanes > 0
 
 
+def vector_lanes() -> int:
+    """Return how many fp32 values a vector of this processor holds; 0 where there are no kernels."""
+    return (_lanes or 0) if has_kernels() else 0
+
+
 def _load() -> bool:
     compiler = cpp_compiler()
     if compiler is None:
@@ -91,8 +97,8 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
         )
         and not torch.is_grad_enabled()
         and has_kernels()
-        and head_size % (_lanes or 1) == 0
-        and head_size <= MOST_VECTORS * (_lanes or 0)
+        and head_size % vector_lanes() == 0
+        and head_size <= MOST_VECTORS * vector_lanes()
     )
 
 
@@ -100,7 +106,8 @@ def _built(compiler: str) -> Path:
     """The library, from the cache or built into it under its name in one step."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     machine = Machine.here()
-    parts = (SOURCE.read_text(encoding="utf-8"), torch.__version__, version, machine.processor, machine.platform)
+    sources = [each.read_text(encoding="utf-8") for each in (SOURCE, *HEADERS)]
+    parts = (*sources, torch.__version__, version, machine.processor, machine.platform)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = cache_root() / "kernels" / f"cpu-{digest}.so"
     if library.is_file():
@@ -196,8 +203,8 @@ class PackedLinear(nn.Linear):
     A layer becomes one in place, by its class (`pack_linears`), so that whoever borrows the module has the packed one.
     """
 
-    _packed: Tensor | None = None
-    _packed_bias: Tensor | None = None  # in fp32
+    packed: Tensor | None = None
+    packed_bias: Tensor | None = None  # in fp32
     _packed_of: tuple[object, ...] = ()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's name
@@ -206,16 +213,16 @@ class PackedLinear(nn.Linear):
         if trains or input.dtype != self.weight.dtype or rows > MOST_PACKED_ROWS or not _can_be_packed(self):
             return super().forward(input)
         if not torch.compiler.is_compiling():  # what is compiled was called before
-            self._pack_again_if_changed()
-        return torch.ops.draftsmith.linear(input, self._packed, self.out_features, self._packed_bias)
+            self.pack()
+        return torch.ops.draftsmith.linear(input, self.packed, self.out_features, self.packed_bias)
 
-    def _pack_again_if_changed(self) -> None:
+    def pack(self) -> None:
         """Pack anew where the weight changed in place, as when an adapter is merged, or is another tensor."""
         weight, bias = self.weight, self.bias
         of = (weight.data_ptr(), weight._version, weight.dtype, bias is not None and (bias.data_ptr(), bias._version))
         if self._packed_of != of:
-            self._packed, self._packed_of = torch.ops.draftsmith.pack(weight.detach()), of
-            self._packed_bias = None if bias is None else bias.detach().float()
+            self.packed, self._packed_of = torch.ops.draftsmith.pack(weight.detach()), of
+            self.packed_bias = None if bias is None else bias.detach().float()
 
 
 def pack_linears(model: nn.Module) -> None:

@@ -36,9 +36,13 @@ def open_session(target: Any, max_length_tokens: int, compiles: bool | None) -> 
     Raises:
         UserError: As `TargetSession`.
     """
+    session = TargetSession(target, max_length_tokens)
+    if session.runs_in_one_call:
+        return session
     if compiles or (compiles is None and compiles_by_default(target.device)):
+        session.close()
         return CompiledSession(target, max_length_tokens, must=bool(compiles))
-    return TargetSession(target, max_length_tokens)
+    return session
 
 
 class CompiledSession(TargetSession):

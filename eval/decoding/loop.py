@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
 from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, first_token, root_only, verify
+from draftsmith.models.cpu_layers import MOST_ROWS, CpuTarget
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     LONGEST_TREE_NODES,
@@ -221,6 +222,8 @@ class TargetSession:
         layers = target.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, self._capacity_tokens(max_length_tokens), self._static_cache)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]
+        # What runs few rows on a CPU; None: the target itself does.
+        self._few_rows = CpuTarget.of(target, self._cache.capacity_tokens)
         # The additive mask [1, 1, N, S], zero where a node may look: at everything committed, and in its tree.
         self._closed = torch.finfo(target.dtype).min
         self._mask = self._closed_mask(MASK_NODES)
@@ -270,13 +273,33 @@ class TargetSession:
     @torch.inference_mode()
     def _run(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
         """ids and positions [1, N] to logits [1, N, V] and features [1, N, F]."""
+        if self._is_one_call(ids, mask, options):
+            cache, start = self._cache, self._cache.get_seq_length()
+            assert self._few_rows is not None
+            assert cache.all_keys is not None
+            assert cache.all_values is not None
+            features, logits = self._few_rows.forward(
+                ids[0], positions[0], cache.all_keys, cache.all_values, start, None if mask is None else mask[0, 0],
+                self._feature_layers, cache.places,
+            )  # fmt: skip
+            return TargetStep(logits[None], features[None])
         return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
+
+    def _is_one_call(self, ids: Tensor, mask: Masks | None, options: dict[str, Any]) -> bool:
+        """Whether `CpuTarget` runs these rows: prompts, many rows and masks for each type of layer it does not."""
+        is_prompt = bool(options) or self._cache.all_keys is None
+        return self._few_rows is not None and not is_prompt and ids.shape[1] <= MOST_ROWS and not isinstance(mask, dict)
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Give other features from now on; called before a sequence, for the method that will decode it."""
         if feature_layers != self._feature_layers:
             self._tap.close()
             self._feature_layers, self._tap = feature_layers, FeatureTap(self._target, feature_layers)
+
+    @property
+    def runs_in_one_call(self) -> bool:
+        """Whether a draft tree is one call of `CpuTarget`."""
+        return self._few_rows is not None
 
     @property
     def length_tokens(self) -> int:
@@ -288,6 +311,8 @@ class TargetSession:
         """Forget the last sequence and read a prompt."""
         self.check_room(prompt_ids)
         self._cache.reset()
+        if self._few_rows is not None:
+            self._few_rows.refresh()
         self._mask.fill_(self._closed)
         self._mask_columns = (0, 0)
         prompt_length = len(prompt_ids)

@@ -25,6 +25,7 @@ from draftsmith.models.base.drafter import (
     DrafterOptions,
     ascending_layers,
 )
+from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import (
     DrafterDecoder,
     MarkovDecoder,
@@ -246,6 +247,14 @@ class GroupWiseDrafter(Drafter):
         return self._rotary(hidden, position_ids)
 
     # ---- decoding ----
+
+    def few_rows(self) -> CpuLayers | None:
+        """Return its layers as one call on a CPU, or None where that does not compute them."""
+        ours = type(self)
+        if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
+            return None
+        head = self.head_linear() if self.head_shape.is_plain else None
+        return CpuLayers.of(list(self.layers), self.norm, head, self.layers_config)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """Draft all depths in one forward of the masks; kinds without masks grow a tree, `draft_depth` levels deep."""

@@ -23,6 +23,8 @@ from transformers import PreTrainedConfig
 
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.cpu_kernels import can_attend
+from draftsmith.models.cpu_layers import MOST_ROWS, CpuLayers, has_static_rope
+from draftsmith.models.target.features import FINAL_FEATURES
 
 LONGEST_TREE_NODES = 256
 SMALL_STEP_TOKENS = 16  # pending tokens up to this many use masks that were made beforehand
@@ -158,9 +160,6 @@ class Compilable(Protocol):
 
 # ---- the decoders made of cached decoder layers ----
 
-# RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 
 def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
     """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers keep of B sequences."""
@@ -219,6 +218,7 @@ class CachedAttention:
         self._mask: Tensor | None = None
         self._window, self._first = window, 0  # the first column that the current step sees
         self._open = False  # whether a step without a mask sees everything
+        self._causal = False  # whether the mask is that of causal order alone
         self._places: Tensor | None = None
 
     def hold_still(self) -> None:
@@ -250,9 +250,9 @@ class CachedAttention:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
         self._begin = self.length
         end = self.length + num_rows
-        self._open, self._first = not causal, 0
+        self._open, self._causal, self._first = not causal, causal, 0
         if self._window is not None and end > self._window:
-            self._first = max(self.length + 1 - self._window, 0)
+            self._causal, self._first = False, max(self.length + 1 - self._window, 0)
             columns = torch.arange(self._first, end, device=self._keys_values.device)
             hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
             mask = open_mask(*hidden.shape, dtype=self._keys_values.dtype, device=hidden.device)
@@ -275,11 +275,30 @@ class CachedAttention:
         The last R of the M nodes are the step's own; all real tokens are seen by every node.
         """
         num_rows, num_nodes = ancestors.shape
-        self._begin, self._open = self.length + num_nodes - num_rows, False
+        self._begin, self._open, self._causal = self.length + num_nodes - num_rows, False, False
         keys_values = self._keys_values
         mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
         self._mask = mask
+
+    def run(
+        self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run the current step's rows through all layers in one call.
+
+        Returns:
+            Hidden states [R, 2 D] before and after the final norm, and fp32 logits [k, V'] of the rows from
+            `first_kept` on.
+        """
+        keys, values = self._keys_values.transpose(0, 1).narrow(4, self._first, self.capacity - self._first)
+        mask = None if self._causal else self._mask
+        if mask is None and self._open:
+            mask = self._keys_values.new_zeros(len(inputs_re), self._begin + len(inputs_re) - self._first)
+        cos, sin = (part[0] for part in rotary)
+        return layers.forward(
+            inputs_re, (cos, sin), keys, values, self._begin - self._first, mask, (layers.num_layers, FINAL_FEATURES),
+            first_kept=first_kept, with_logits=with_logits, wide=True,
+        )  # fmt: skip
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
@@ -326,6 +345,8 @@ class CachedDecoder:
         self._extra_rows, self._window = extra_rows, window
         self._cache = self._make_cache(max_length_tokens + extra_rows)
         self._static: StaticLayers | None = None
+        few_rows = getattr(drafter, "few_rows", None)
+        self._few_rows: CpuLayers | None = None if few_rows is None else few_rows()
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._position_offset = 0
         self._rotary_table: tuple[Tensor, Tensor] | None = None
@@ -349,6 +370,8 @@ class CachedDecoder:
             previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
             self._pending, skipped = [(prompt_ids, previous)], 0
         self._position_offset = position_offset + skipped
+        if self._few_rows is not None:
+            self._few_rows.refresh()
         self._rotary_table = self._make_rotary_table()
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
@@ -375,16 +398,29 @@ class CachedDecoder:
         if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
             return self._static.causal(inputs_re, first_kept, self._rotary_of)
         begin, num_rows = self._cache.length, len(inputs_re)
-        hidden = inputs_re.unsqueeze(0)
         self._cache.begin_step(num_rows)
-        rotary = self._rotary_of(hidden, slice(begin, begin + num_rows))
-        kept = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0][first_kept:]
-        return kept, self._drafter.logits_of(kept).float()
+        return self._run_rows(inputs_re, self._rotary_of(inputs_re, slice(begin, begin + num_rows)), first_kept)
+
+    def _run_rows(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int = 0) -> tuple[Tensor, Tensor]:
+        """Run the rows of the cache's current step; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
+        drafter, layers = self._drafter, self._few_rows
+        if layers is None or len(inputs_re) > MOST_ROWS:
+            kept = self._hidden_of(inputs_re, rotary)[first_kept:]
+            return kept, drafter.logits_of(kept).float()
+        features, logits = self._cache.run(layers, inputs_re, rotary, first_kept, layers.has_head)
+        kept, normed = features[first_kept:].chunk(2, dim=-1)
+        return kept, logits if layers.has_head else drafter.head_logits(normed).float()
+
+    def _hidden_of(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """[R, D] of the rows of the cache's current step, before the final norm."""
+        if self._few_rows is None or len(inputs_re) > MOST_ROWS:
+            return self._drafter.run_layers(inputs_re.unsqueeze(0), rotary, cached_attention=self._cache)[0]
+        features, _ = self._cache.run(self._few_rows, inputs_re, rotary, 0, False)
+        return features.chunk(2, dim=-1)[0]
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
         """cos and sin of all positions, where they depend on the position only."""
-        rope = getattr(self._drafter.layers_config, "rope_parameters", None) or {}
-        if rope.get("rope_type", "default") not in STATIC_ROPE_TYPES:
+        if not has_static_rope(self._drafter.layers_config):
             return None
         positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._position_offset
         return self._drafter.rotary_of(torch.empty(0, device=self._device, dtype=self._drafter.dtype), positions)
@@ -587,15 +623,13 @@ class TreeDecoder(CachedDecoder):
         """fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         ids, parents_w, depths, seen = self._tree.add(tokens, parents)
         above = self._feedback_md.index_select(0, parents_w)
-        hidden = self._drafter.drafted_inputs(ids, above).unsqueeze(0)
+        inputs_we = self._drafter.drafted_inputs(ids, above)
         places = depths + (self._cache.length - 1)
         if self._static is not None and len(tokens) <= LONGEST_STATIC_ROWS:
-            hidden_wd, logits_wv = self._static.tree(hidden[0], places, seen, self._rotary_of)
+            hidden_wd, logits_wv = self._static.tree(inputs_we, places, seen, self._rotary_of)
         else:
             self._cache.begin_tree_step(seen)
-            rotary = self._rotary_of(hidden, places)
-            hidden_wd = self._drafter.run_layers(hidden, rotary, cached_attention=self._cache)[0]
-            logits_wv = self._drafter.logits_of(hidden_wd).float()
+            hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
         self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv
 

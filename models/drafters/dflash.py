@@ -335,6 +335,8 @@ class BlockDecoder(CachedDecoder):
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._cache.length = 0
         self._pending, self._position_offset = [(prompt_ids, features[:-1])], position_offset
+        if self._few_rows is not None:
+            self._few_rows.refresh()
         self._rotary_table = self._make_rotary_table()
 
     @torch.inference_mode()
@@ -359,8 +361,7 @@ class BlockDecoder(CachedDecoder):
             newest = block.new_zeros(block.shape[-1])
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
-        hidden = self._drafter.run_layers(block, rotary, cached_attention=self._cache)
-        return self._drafter.block_outputs(hidden[0, self._first_row :], newest)
+        return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :], newest)
 
     def _static_outputs(self, features: Tensor, block: Tensor) -> tuple[Tensor, ...]:
         new, rows, begin = len(features), block.shape[1], self._cache.length

@@ -122,17 +122,20 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
         """[1, N, E] = [e(x_t); g_{t-1}] to [1, N, D]."""
-        embedded, residual = hidden.chunk(2, dim=-1)
-        normed = self.hidden_norm(residual)
-        wide = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        if self.norm_before_residual:
-            residual = normed
+        residual, wide = self.attention_input(hidden)
         attended = self.self_attn(wide, position_embeddings=position_embeddings, attention_mask=None, **attention)[0]
         if self.post_feedforward_layernorm is not None:
             hidden = residual + self.post_attention_layernorm(attended)
             return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
         hidden = residual + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def attention_input(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., E] to the residual stream [..., D] and the normed input [..., E] of the projections."""
+        embedded, residual = hidden.chunk(2, dim=-1)
+        normed = self.hidden_norm(residual)
+        wide = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return normed if self.norm_before_residual else residual, wide
 
     @torch.no_grad()
     def start_from(self, source: Any) -> None:

@@ -1,0 +1,437 @@
+// Decoder layers of few rows in one call: Llama's, Mistral's, Qwen 2's and Qwen 3's.
+//
+//   for each layer:  q, k, v = rope(norm(W_qkv n(x)));  x += W_o attention(q, K, V);  x += W_down(silu(W_gate n(x)) * W_up n(x))
+//   then:            logits = W_head n(x)
+//
+// All of it is one parallel region: between two phases the threads wait for each other, and nothing else happens. A
+// thread has the same outputs of a weight in every step.
+//
+// Shapes as in cpu_math.h, and: L layers, E width of the rows that come in, D hidden, I intermediate, A angles of RoPE,
+// V vocabulary.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+
+#include <numeric>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "cpu_math.h"
+
+namespace {
+
+constexpr int64_t padded(int64_t count) { return (count + BLOCK - 1) / BLOCK * BLOCK; }
+
+inline void wait_for_all() {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+}
+
+// The part [first, second) of `count` that is a thread's.
+inline std::pair<int64_t, int64_t> part_of(int64_t count, int64_t thread, int64_t threads) {
+  return {thread * count / threads, (thread + 1) * count / threads};
+}
+
+// x / (1 + 2 ** (-x log2 e)), with powers of numbers below zero only.
+inline Floats silu(Floats x) {
+  const Floats magnitude = x < 0.0f ? -x : x;
+  const Floats power = power_of_two(magnitude * -1.4426950408889634f);
+  return (x < 0.0f ? x * power : x) / (power + 1.0f);
+}
+
+// to = x / rms(x) * weight over D values, rounded where transformers rounds.
+template <class Dtype>
+void rms_norm(
+    const typename Dtype::Element* from, const typename Dtype::Element* weight, int64_t size, float eps,
+    typename Dtype::Element* to) {
+  Floats squares[4] = {};
+  int64_t n = 0;
+  for (int64_t i = 0; n + LANES <= size; n += LANES, i = (i + 1) % 4) {
+    const Floats x = Dtype::load(from + n);
+    squares[i] += x * x;
+  }
+  float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  for (int64_t rest = n; rest < size; ++rest) total += Dtype::widen(from[rest]) * Dtype::widen(from[rest]);
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+  typename Dtype::Element rounded[LANES], factors[LANES] = {}, values[LANES] = {};
+  for (n = 0; n < size; n += LANES) {
+    const int64_t count = std::min(LANES, size - n);
+    const auto* x = from + n;
+    const auto* w = weight + n;
+    if (count < LANES) {
+      std::copy(from + n, from + size, values);
+      std::copy(weight + n, weight + size, factors);
+      x = values, w = factors;
+    }
+    Dtype::store(rounded, Dtype::load(x) * scale);
+    store_first<Dtype>(to + n, Dtype::load(rounded) * Dtype::load(w), count);
+  }
+}
+
+// Turns the first A of a head's values, of which the first half and the second are pairs; cos and sin [A].
+template <class Dtype>
+void rotate(
+    typename Dtype::Element* head, const typename Dtype::Element* cos, const typename Dtype::Element* sin, int64_t angles) {
+  const int64_t half = angles / 2;
+  int64_t n = 0;
+  for (; n + LANES <= half; n += LANES) {
+    const Floats a = Dtype::load(head + n), b = Dtype::load(head + half + n);
+    Dtype::store(head + n, a * Dtype::load(cos + n) - b * Dtype::load(sin + n));
+    Dtype::store(head + half + n, b * Dtype::load(cos + half + n) + a * Dtype::load(sin + half + n));
+  }
+  for (; n < half; ++n) {
+    const float a = Dtype::widen(head[n]), b = Dtype::widen(head[half + n]);
+    store_first<Dtype>(head + n, broadcast(a * Dtype::widen(cos[n]) - b * Dtype::widen(sin[n])), 1);
+    store_first<Dtype>(
+        head + half + n, broadcast(b * Dtype::widen(cos[half + n]) + a * Dtype::widen(sin[half + n])), 1);
+  }
+}
+
+struct Projection {
+  at::Tensor packed, bias;  // bias in fp32, or not there
+  int64_t outputs = 0, inputs = 0;
+
+  template <class Dtype>
+  Weight<Dtype> weight() const {
+    return {
+        static_cast<const typename Dtype::Element*>(packed.const_data_ptr()),
+        bias.defined() ? bias.const_data_ptr<float>() : nullptr, outputs, inputs};
+  }
+};
+
+enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, NUM_PROJECTIONS };
+enum { INPUT_NORM, MLP_NORM, QUERY_NORM, KEY_NORM, NUM_NORMS };
+
+struct Layer {
+  Projection projections[NUM_PROJECTIONS];
+  at::Tensor norms[NUM_NORMS];  // weights; those that a layer has not are undefined
+};
+
+// What one forward works on.
+template <class Dtype>
+struct Forward {
+  using Element = typename Dtype::Element;
+
+  const std::vector<Layer>& layers;
+  int64_t rows, heads, kv_heads, head_size, width, hidden_size, mlp_size, angles, columns, first_kept;
+  float eps, scale;
+  const Element *cos, *sin, *mask, *first_input;
+  int64_t mask_stride, cos_stride, sin_stride, input_width;
+  const int64_t* places;  // of the rows, in the cache
+  int64_t start;          // the first of them, where there are no `places`
+  Element *keys, *values;
+  int64_t key_layer, value_layer, key_head, value_head, key_stride, value_stride;
+  const std::vector<int64_t>& taps;
+  Element* features;
+  const Element* final_norm;
+  Weight<Dtype> head;
+  Element* logits;
+  float* wide_logits;
+  // Of this forward alone. Rows are as far apart as blocks are wide: [R, padded(...)].
+  Element *stream, *queries, *fresh, *attended, *activated, *finals;
+  int32_t* seen;
+  int64_t* counts;
+
+  int64_t place(int64_t row) const { return places ? places[row] : start + row; }
+
+  void run(int64_t thread, int64_t threads) {
+    std::vector<Element> normed(rows * padded(std::max(hidden_size, input_width)));
+    std::vector<float> scores(MOST_HEADS * (columns + LANES)), gates(rows * BLOCK);
+    const auto [first_row, end_row] = part_of(rows, thread, threads);
+    for (int64_t row = first_row; row < end_row; ++row) see(row);
+    for (size_t index = 0; index < layers.size(); ++index) {
+      const Layer& layer = layers[index];
+      catch_features(static_cast<int64_t>(index), first_row, end_row);
+      const bool given = index == 0 && first_input;
+      if (!given) norm_all(layer.norms[INPUT_NORM], normed.data());
+      project_heads(layer, index, given ? first_input : normed.data(), given ? input_width : width, thread, threads);
+      wait_for_all();
+      attend_some(index, scores.data(), thread, threads);
+      wait_for_all();
+      add_product(layer.projections[OUTPUT], attended, padded(heads * head_size), thread, threads);
+      wait_for_all();
+      norm_all(layer.norms[MLP_NORM], normed.data());
+      activate(layer, normed.data(), gates.data(), thread, threads);
+      wait_for_all();
+      add_product(layer.projections[DOWN], activated, padded(mlp_size), thread, threads);
+      wait_for_all();
+    }
+    catch_features(static_cast<int64_t>(layers.size()), first_row, end_row);
+    if (!final_norm) return;
+    for (int64_t row = first_row; row < end_row; ++row)
+      rms_norm<Dtype>(stream + row * width, final_norm, hidden_size, eps, finals + row * width);
+    catch_finals(first_row, end_row);
+    if (!head.packed) return;
+    wait_for_all();
+    const auto [begin, end] = part_of(head.blocks(), thread, threads);
+    for (int64_t block = begin; block < end; ++block)
+      multiply_block(
+          finals + first_kept * width, rows - first_kept, width, head, block, [&](int64_t row, int v, Floats values) {
+            const int64_t n = block * BLOCK + v * LANES, to = row * head.outputs + n;
+            if (wide_logits)
+              store_first<Float32>(wide_logits + to, values, head.outputs - n);
+            else
+              store_first<Dtype>(logits + to, values, head.outputs - n);
+          });
+  }
+
+  void see(int64_t row) {
+    int32_t* to = seen + row * columns;
+    if (mask) {
+      counts[row] = find_seen<Dtype>(mask + row * mask_stride, columns, to);
+    } else {
+      counts[row] = start + row + 1;
+      std::iota(to, to + counts[row], 0);
+    }
+  }
+
+  const Element* weights_of(const at::Tensor& norm) const { return static_cast<const Element*>(norm.const_data_ptr()); }
+
+  // Of all rows, by every thread for itself: less than waiting once more.
+  void norm_all(const at::Tensor& norm, Element* to) const {
+    for (int64_t row = 0; row < rows; ++row)
+      rms_norm<Dtype>(stream + row * width, weights_of(norm), hidden_size, eps, to + row * width);
+  }
+
+  // Queries, keys and values of whole heads; keys and values go into the cache.
+  void project_heads(
+      const Layer& layer, size_t index, const Element* input, int64_t stride, int64_t thread, int64_t threads) {
+    // As many heads as end where a block does.
+    const int64_t unit = std::lcm(head_size, BLOCK);
+    int64_t units[3], total = 0;
+    for (int kind : {QUERY, KEY, VALUE}) total += units[kind] = (layer.projections[kind].outputs + unit - 1) / unit;
+    auto [begin, end] = part_of(total, thread, threads);
+    for (int kind : {QUERY, KEY, VALUE}) {
+      const Weight<Dtype> weight = layer.projections[kind].template weight<Dtype>();
+      const int64_t padded_outputs = padded(weight.outputs);
+      Element* to = kind == QUERY ? queries : fresh + (kind == VALUE ? rows * padded_outputs : 0);
+      for (; begin < end && units[kind] > 0 && begin < total; ++begin) {
+        const int64_t number = begin - (kind == QUERY ? 0 : units[QUERY]) - (kind == VALUE ? units[KEY] : 0);
+        if (number >= units[kind]) break;
+        const int64_t first_block = number * unit / BLOCK;
+        for (int64_t block = first_block; block < std::min(weight.blocks(), first_block + unit / BLOCK); ++block)
+          multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
+            Dtype::store(to + row * padded_outputs + block * BLOCK + v * LANES, values);
+          });
+        const int64_t first_head = number * unit / head_size;
+        for (int64_t head = first_head; head < std::min(weight.outputs, (number + 1) * unit) / head_size; ++head)
+          for (int64_t row = 0; row < rows; ++row)
+            finish_head(layer, kind, index, head, row, to + row * padded_outputs + head * head_size);
+      }
+    }
+  }
+
+  void finish_head(const Layer& layer, int kind, size_t index, int64_t head, int64_t row, Element* from) const {
+    if (kind != VALUE) {
+      const at::Tensor& norm = layer.norms[kind == QUERY ? QUERY_NORM : KEY_NORM];
+      if (norm.defined()) rms_norm<Dtype>(from, weights_of(norm), head_size, eps, from);
+      rotate<Dtype>(from, cos + row * cos_stride, sin + row * sin_stride, angles);
+    }
+    if (kind == QUERY) return;
+    Element* to = kind == KEY ? keys + index * key_layer + head * key_head + place(row) * key_stride
+                              : values + index * value_layer + head * value_head + place(row) * value_stride;
+    std::copy(from, from + head_size, to);
+  }
+
+  void attend_some(size_t index, float* scores, int64_t thread, int64_t threads) const {
+    const int64_t shared = heads / kv_heads, tiles = (shared + MOST_HEADS - 1) / MOST_HEADS;
+    const int64_t out_stride = padded(heads * head_size);
+    const auto [begin, end] = part_of(kv_heads * tiles * rows, thread, threads);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t key_head_number = task / (rows * tiles), tile = task / rows % tiles, row = task % rows;
+      const int64_t from = tile * shared / tiles, head = key_head_number * shared + from;
+      attend_parts<Dtype, MOST_PARTS>(
+          head_size / LANES, (tile + 1) * shared / tiles - from,
+          static_cast<const Element*>(queries + row * out_stride + head * head_size), head_size,
+          static_cast<const Element*>(keys + index * key_layer + key_head_number * key_head),
+          static_cast<const Element*>(values + index * value_layer + key_head_number * value_head), key_stride,
+          value_stride, static_cast<const int32_t*>(seen + row * columns), counts[row], scale, scores, columns + LANES,
+          attended + row * out_stride + head * head_size);
+    }
+  }
+
+  void add_product(const Projection& projection, const Element* input, int64_t stride, int64_t thread, int64_t threads) {
+    const Weight<Dtype> weight = projection.weight<Dtype>();
+    const auto [begin, end] = part_of(weight.blocks(), thread, threads);
+    for (int64_t block = begin; block < end; ++block)
+      multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
+        Element* to = stream + row * width + block * BLOCK + v * LANES;
+        Dtype::store(to, Dtype::load(to) + values);
+      });
+  }
+
+  void activate(const Layer& layer, const Element* input, float* gates, int64_t thread, int64_t threads) {
+    const Weight<Dtype> gate = layer.projections[GATE].weight<Dtype>(), up = layer.projections[UP].weight<Dtype>();
+    const auto [begin, end] = part_of(gate.blocks(), thread, threads);
+    for (int64_t block = begin; block < end; ++block) {
+      multiply_block(input, rows, width, gate, block, [&](int64_t row, int v, Floats values) {
+        Float32::store(gates + row * BLOCK + v * LANES, silu(values));
+      });
+      multiply_block(input, rows, width, up, block, [&](int64_t row, int v, Floats values) {
+        const Floats gated = Float32::load(gates + row * BLOCK + v * LANES) * values;
+        Dtype::store(activated + row * padded(mlp_size) + block * BLOCK + v * LANES, gated);
+      });
+    }
+  }
+
+  // Features [R, taps * D]: the residual stream before layer `index`, or after the final norm (-1).
+  void catch_features(int64_t index, int64_t first_row, int64_t end_row) const { copy_tap(index, stream, first_row, end_row); }
+  void catch_finals(int64_t first_row, int64_t end_row) const { copy_tap(-1, finals, first_row, end_row); }
+  void copy_tap(int64_t wanted, const Element* from, int64_t first_row, int64_t end_row) const {
+    for (size_t tap = 0; tap < taps.size(); ++tap)
+      if (taps[tap] == wanted)
+        for (int64_t row = first_row; row < end_row; ++row)
+          std::copy(
+              from + row * width, from + row * width + hidden_size, features + (row * taps.size() + tap) * hidden_size);
+  }
+};
+
+// Decoder layers, final norm and LM head, with packed weights (`pack`).
+struct DecoderLayers : torch::CustomClassHolder {
+  int64_t heads, kv_heads, head_size, hidden_size;
+  double eps, scale;
+  std::vector<Layer> layers;
+  at::Tensor final_norm;
+  Projection head;
+
+  DecoderLayers(int64_t heads, int64_t kv_heads, int64_t head_size, int64_t hidden_size, double eps, double scale)
+      : heads(heads), kv_heads(kv_heads), head_size(head_size), hidden_size(hidden_size), eps(eps), scale(scale) {
+    TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of key-value heads");
+    TORCH_CHECK(
+        head_size % LANES == 0 && head_size / LANES <= MOST_PARTS, "head size must be a multiple of ", LANES,
+        ", at most ", MOST_PARTS * LANES);
+  }
+
+  static Projection projection(const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs) {
+    const int64_t together = packed.scalar_type() == at::kBFloat16 ? 2 : 1;
+    TORCH_CHECK(
+        packed.dim() == 4 && packed.size(0) == (outputs + BLOCK - 1) / BLOCK && packed.is_contiguous() &&
+            packed.size(1) == (inputs + together - 1) / together && packed.size(2) == BLOCK && packed.size(3) == together,
+        "a packed weight has another size than ", outputs, " x ", inputs);
+    TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->numel() == outputs), "a bias must be [outputs] in fp32");
+    return {packed, bias ? bias->contiguous() : at::Tensor(), outputs, inputs};
+  }
+
+  // Seven projections (q, k, v, o, gate, up, down), and the norms before attention and MLP, of queries and of keys.
+  void add_layer(
+      const std::vector<at::Tensor>& packed, const std::vector<std::optional<at::Tensor>>& biases,
+      const std::vector<std::optional<at::Tensor>>& norms, int64_t input_size, int64_t mlp_size) {
+    TORCH_CHECK(packed.size() == NUM_PROJECTIONS && biases.size() == NUM_PROJECTIONS && norms.size() == NUM_NORMS, "a part is missing");
+    const int64_t of_heads = heads * head_size, of_kv_heads = kv_heads * head_size;
+    const int64_t sizes[NUM_PROJECTIONS][2] = {
+        {of_heads, input_size}, {of_kv_heads, input_size}, {of_kv_heads, input_size}, {hidden_size, of_heads},
+        {mlp_size, hidden_size}, {mlp_size, hidden_size}, {hidden_size, mlp_size}};
+    Layer layer;
+    for (int i = 0; i < NUM_PROJECTIONS; ++i) layer.projections[i] = projection(packed[i], biases[i], sizes[i][0], sizes[i][1]);
+    for (int i = 0; i < NUM_NORMS; ++i)
+      if (norms[i]) {
+        TORCH_CHECK(norms[i]->scalar_type() == packed[0].scalar_type(), "a norm has another dtype than its layer");
+        TORCH_CHECK(norms[i]->numel() == (i < QUERY_NORM ? hidden_size : head_size), "a norm has another size");
+        layer.norms[i] = norms[i]->contiguous();
+      }
+    TORCH_CHECK(layer.norms[MLP_NORM].defined(), "a layer needs the norm before its MLP");
+    layers.push_back(layer);
+  }
+
+  void set_head(const at::Tensor& norm, const std::optional<at::Tensor>& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+    TORCH_CHECK(norm.numel() == hidden_size, "the final norm has another size");
+    final_norm = norm.contiguous();
+    if (packed) head = projection(*packed, bias, outputs, hidden_size);
+  }
+
+  // inputs [R, D] in the weights' dtype, cos and sin [R, A]; keys and values [L, 1, G, S', D of a head], into which the
+  // rows are written at `places` [R], or from `start` on. Row r sees the columns where its mask [R, S] is zero; without
+  // a mask all before it and itself. `first_normed` [R, E]: what the first layer's q, k and v read, in place of norm(x).
+  // Returns features [R, taps * D] and, of the rows from `first_kept` on, logits [R', V], in fp32 if `wide`.
+  std::tuple<at::Tensor, at::Tensor> forward(
+      const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
+      const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
+      const std::optional<at::Tensor>& mask, const std::optional<at::Tensor>& first_normed,
+      const std::vector<int64_t>& taps, int64_t first_kept, bool with_logits, bool wide) {
+    TORCH_CHECK(!layers.empty(), "there is no layer");
+    const auto dtype = layers[0].projections[0].packed.scalar_type();
+    const int64_t rows = inputs.size(0), columns = mask ? mask->size(1) : start + rows;
+    TORCH_CHECK(inputs.dim() == 2 && inputs.size(1) == hidden_size, "rows must be [R, hidden size]");
+    TORCH_CHECK(rows > 0 && first_kept >= 0 && first_kept <= rows, "no such rows");
+    TORCH_CHECK(inputs.is_contiguous(), "rows must be contiguous");
+    TORCH_CHECK(
+        cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == rows && cos.size(1) <= head_size &&
+            cos.size(1) % 2 == 0 && cos.stride(1) == 1 && sin.stride(1) == 1,
+        "cos and sin must be [R, at most the head size]");
+    for (const auto* cache : {&keys, &values}) {
+      TORCH_CHECK(
+          cache->dim() == 5 && cache->size(0) == static_cast<int64_t>(layers.size()) && cache->size(1) == 1 &&
+              cache->size(2) == kv_heads && cache->size(4) == head_size && cache->stride(4) == 1,
+          "keys and values must be [layers, 1, key-value heads, columns, head size]");
+      TORCH_CHECK(columns <= cache->size(3) && start >= 0 && (places || start + rows <= cache->size(3)), "the cache is full");
+    }
+    TORCH_CHECK(!places || (mask && places->numel() == rows && places->scalar_type() == at::kLong && places->is_contiguous()), "places must be [R] int64, with a mask");
+    TORCH_CHECK(!mask || (mask->dim() == 2 && mask->size(0) == rows && mask->stride(1) == 1), "mask must be [R, S]");
+    for (const auto* each : {&inputs, &cos, &sin, &keys, &values}) TORCH_CHECK(each->scalar_type() == dtype, "rows, angles, cache and weights differ in dtype");
+    TORCH_CHECK(!mask || mask->scalar_type() == dtype, "the mask has another dtype");
+    TORCH_CHECK(!first_normed || (first_normed->dim() == 2 && first_normed->size(0) == rows && first_normed->is_contiguous() && first_normed->scalar_type() == dtype && first_normed->size(1) == layers[0].projections[QUERY].inputs), "the first layer's input has another size");
+    TORCH_CHECK(first_normed || (layers[0].norms[INPUT_NORM].defined() && layers[0].projections[QUERY].inputs == hidden_size), "the first layer has no norm");
+    TORCH_CHECK(!with_logits || head.packed.defined(), "there is no head");
+    if (places) {
+      const auto* of = places->const_data_ptr<int64_t>();
+      for (int64_t row = 0; row < rows; ++row) TORCH_CHECK(of[row] >= 0 && of[row] < keys.size(3), "the cache is full");
+    }
+    auto features = at::empty({rows, static_cast<int64_t>(taps.size()) * hidden_size}, inputs.options());
+    auto logits = at::empty(
+        {with_logits ? rows - first_kept : 0, with_logits ? head.outputs : 0},
+        inputs.options().dtype(wide ? at::kFloat : dtype));
+    const auto run = [&](auto of) {
+      using Dtype = decltype(of);
+      using Element = typename Dtype::Element;
+      const auto at_of = [](const at::Tensor& tensor) { return static_cast<const Element*>(tensor.const_data_ptr()); };
+      const auto into = [](const at::Tensor& tensor) { return static_cast<Element*>(tensor.mutable_data_ptr()); };
+      const int64_t width = padded(hidden_size), of_heads = padded(heads * head_size), of_kv = padded(kv_heads * head_size);
+      int64_t mlp_size = 0;
+      for (const Layer& layer : layers) mlp_size = std::max(mlp_size, layer.projections[GATE].outputs);
+      const auto scratch = at::empty({rows * (2 * width + 2 * of_heads + 2 * of_kv + padded(mlp_size))}, inputs.options());
+      Element* stream = into(scratch);
+      Element* queries = stream + rows * width;
+      Element* fresh = queries + rows * of_heads;
+      Element* attended = fresh + 2 * rows * of_kv;
+      Element* activated = attended + rows * of_heads;
+      Element* finals = activated + rows * padded(mlp_size);
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto* from = at_of(inputs) + row * hidden_size;
+        std::copy(from, from + hidden_size, stream + row * width);
+        std::fill(stream + row * width + hidden_size, stream + (row + 1) * width, Element{});
+      }
+      std::vector<int32_t> seen(rows * columns);
+      std::vector<int64_t> counts(rows);
+      Forward<Dtype> forward{
+          layers, rows, heads, kv_heads, head_size, width, hidden_size, mlp_size, cos.size(1), columns, first_kept,
+          static_cast<float>(eps), static_cast<float>(scale), at_of(cos), at_of(sin), mask ? at_of(*mask) : nullptr,
+          first_normed ? at_of(*first_normed) : nullptr, mask ? mask->stride(0) : 0, cos.stride(0), sin.stride(0),
+          first_normed ? first_normed->size(1) : 0, places ? places->const_data_ptr<int64_t>() : nullptr, start,
+          into(keys), into(values), keys.stride(0), values.stride(0), keys.stride(2), values.stride(2), keys.stride(3),
+          values.stride(3), taps, into(features), final_norm.defined() ? at_of(final_norm) : nullptr,
+          with_logits ? head.weight<Dtype>() : Weight<Dtype>{}, wide ? nullptr : into(logits),
+          wide && with_logits ? logits.mutable_data_ptr<float>() : nullptr, stream, queries, fresh, attended, activated,
+          finals, seen.data(), counts.data()};
+#ifdef _OPENMP
+#pragma omp parallel
+      forward.run(omp_get_thread_num(), omp_get_num_threads());
+#else
+      forward.run(0, 1);
+#endif
+    };
+    dtype == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+    return {features, logits};
+  }
+};
+
+}  // namespace

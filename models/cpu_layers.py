@@ -1,0 +1,232 @@
+"""Decoder layers of few rows in one call on a CPU, for targets and drafters: `DecoderLayers` of `cpu_layers.h`.
+
+A step of decoding is some hundred small operations, whose calls take longer than their arithmetic. For the layers of
+Llama, Mistral, Qwen 2 and Qwen 3, packed by `pack_linears`, one call runs them all, with final norm and LM head.
+Other layers, other dtypes and more rows run as they are.
+
+Shapes: R rows, R' of them that logits are wanted of, E width that comes in, D hidden, L layers, G key-value heads, S
+columns of the cache, H head size, A angles of RoPE, T taps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.models.cpu_kernels import MOST_ROWS, MOST_VECTORS, PackedLinear, vector_lanes
+from draftsmith.models.target.features import FINAL_FEATURES, decoder_of
+
+# transformers' classes that `cpu_layers.h` computes, by their model type.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def has_static_rope(config: Any) -> bool:
+    """Whether the angles of a config's RoPE depend on the position only."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default") in STATIC_ROPE_TYPES
+
+
+class CpuLayers:
+    """Layers, final norm and LM head; made by `of`.
+
+    Args:
+        layers: Decoder layers. The first may have a method `attention_input`, see `forward`.
+        norm: The final norm.
+        head: The LM head, packed; None: there are no logits.
+        config: That of the layers.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:
+        self._layers, self._norm, self._head, self._config = layers, norm, head, config
+        self.has_head, self.num_layers = head is not None, len(layers)
+        self._native: Any = None
+        self._made_of: tuple[int, ...] = ()
+        self._first_input = getattr(layers[0], "attention_input", None)
+        self.refresh()
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None, config: Any) -> CpuLayers | None:
+        """Return the layers, or None where `cpu_layers.h` does not compute them.
+
+        Args:
+            head: Left out if it is not packed, or of another dtype.
+        """
+        if not layers or not all(_is_covered(layer, config) for layer in layers) or not _is_of_family(norm, "RMSNorm"):
+            return None
+        linears = [linear for layer in layers for linear in _linears(layer)]
+        dtype, lanes = linears[0].weight.dtype, vector_lanes()
+        head_size = _head_size(config)
+        one_dtype = all(each.weight.dtype == dtype for each in (*linears, norm))
+        if not lanes or head_size % lanes or head_size > MOST_VECTORS * lanes or not one_dtype:
+            return None
+        fits = isinstance(head, PackedLinear) and head.weight.dtype == dtype
+        return cls(layers, norm, head if fits else None, config)
+
+    def refresh(self) -> None:
+        """Read the weights again if they changed; called before a sequence."""
+        made_of = []
+        for linear in self._all_linears():
+            linear.pack()
+            made_of.append(id(linear.packed))
+        made_of += [norm.weight.data_ptr() for norm in self._all_norms()]
+        if tuple(made_of) != self._made_of:
+            self._made_of, self._native = tuple(made_of), self._build()
+
+    def forward(
+        self,
+        inputs: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        mask: Tensor | None,
+        taps: Sequence[int],
+        places: Tensor | None = None,
+        first_kept: int = 0,
+        with_logits: bool = True,
+        wide: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Run rows, whose keys and values are written into the cache.
+
+        Args:
+            inputs: [R, E] in the layers' dtype. Where the first layer has a method `attention_input`, it is given them
+                and returns the residual stream [R, D] and what its projections read.
+            rotary: cos and sin [R, A].
+            keys, values: [L, 1, G, S, H].
+            start: Where the first row is written; the others follow it.
+            mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
+            taps: Which features are wanted, as of `FeatureTap`.
+            places: [R] where the rows are written, in place of `start`; they need a mask.
+            first_kept: The first row that logits are wanted of.
+            wide: Whether logits are fp32, whatever the layers' dtype is.
+
+        Returns:
+            Features [R, T * D] and logits [R', V], which are empty without `with_logits`.
+        """
+        read = None
+        if self._first_input is not None:
+            inputs, read = self._first_input(inputs)
+        features, logits = self._native.forward(
+            inputs.contiguous(), *rotary, keys, values, start, places, mask, read, list(taps), first_kept, with_logits,
+            wide,
+        )  # fmt: skip
+        return features, logits
+
+    def _build(self) -> Any:
+        config, head_size = self._config, _head_size(self._config)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        attention: Any = self._layers[0].self_attn
+        native = torch.classes.draftsmith.DecoderLayers(
+            heads, kv_heads, head_size, config.hidden_size, config.rms_norm_eps, float(attention.scaling)
+        )
+        for layer in self._layers:
+            linears, norms = _linears(layer), [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
+            native.add_layer(
+                [linear.packed for linear in linears],
+                [linear.packed_bias for linear in linears],
+                norms,
+                linears[0].in_features,
+                linears[PROJECTIONS.index("gate_proj")].out_features,
+            )
+        head = self._head
+        packed, bias, outputs = (None, None, 0) if head is None else (head.packed, head.packed_bias, head.out_features)
+        native.set_head(self._norm.weight.detach(), packed, bias, outputs)
+        return native
+
+    def _all_linears(self) -> list[PackedLinear]:
+        found = [linear for layer in self._layers for linear in _linears(layer)]
+        return found if self._head is None else [*found, self._head]
+
+    def _all_norms(self) -> list[Any]:
+        return [self._norm, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
+
+
+class CpuTarget:
+    """A causal language model whose forwards of few rows are one call; made by `of`.
+
+    Args:
+        layers: Its layers, final norm and LM head.
+        decoder: The module with its embedding and RoPE.
+        positions: How many positions there are angles for.
+    """
+
+    def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
+        self._layers, self._embedding = layers, decoder.embed_tokens
+        like = self._embedding.weight
+        with torch.no_grad():
+            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
+        self._cos, self._sin = (part[0].to(like.dtype) for part in angles)
+        self.refresh = layers.refresh
+
+    @classmethod
+    def of(cls, target: Any, positions: int) -> CpuTarget | None:
+        """Return it, or None where `cpu_layers.h` does not compute this target, or its layers are not packed."""
+        decoder: Any = decoder_of(target)
+        known = _is_of_family(target, "ForCausalLM") and _is_of_family(decoder, "Model")
+        if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
+            return None
+        layers = CpuLayers.of(decoder.layers, decoder.norm, target.lm_head, target.config)
+        is_whole = layers is not None and layers.has_head
+        return cls(layers, decoder, positions) if layers is not None and is_whole else None
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        mask: Tensor | None,
+        taps: Sequence[int] = (FINAL_FEATURES,),
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return features [R, T * D] and logits [R, V] of tokens [R] at positions [R]; else as `CpuLayers.forward`."""
+        rotary = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self._layers.forward(self._embedding(ids), rotary, keys, values, start, mask, taps, places)
+
+
+def _is_covered(layer: Any, config: Any) -> bool:
+    """Whether `cpu_layers.h` computes a layer: its class, its activation, and whether it is packed."""
+    is_known = _is_of_family(layer, "DecoderLayer") or hasattr(layer, "attention_input")
+    if not is_known or getattr(config, "hidden_act", None) != "silu":
+        return False
+    known_parts = _is_of_family(layer.self_attn, "Attention") and _is_of_family(layer.mlp, "MLP")
+    return known_parts and all(isinstance(linear, PackedLinear) for linear in _linears(layer))
+
+
+def _is_of_family(module: Any, part: str) -> bool:
+    """Whether a module is this part of one of the families, and no class derived from it."""
+    kind = type(module)
+    return any(
+        kind.__name__ == name + part and kind.__module__ == f"transformers.models.{family}.modeling_{family}"
+        for family, name in FAMILIES.items()
+    )
+
+
+def _linears(layer: Any) -> list[Any]:
+    modules = itertools.chain(layer.self_attn.named_children(), layer.mlp.named_children())
+    found = dict(modules)
+    return [found.get(name) for name in PROJECTIONS]
+
+
+def _norms(layer: Any) -> list[Any]:
+    """Return the norms before attention and MLP, of queries and of keys; None for those that it has not."""
+    attention, is_first = layer.self_attn, hasattr(layer, "attention_input")
+    before = None if is_first else layer.input_layernorm
+    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return [before, layer.post_attention_layernorm, *norms]
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+__all__ = ["MOST_ROWS", "CpuLayers", "CpuTarget", "has_static_rope"]
