@@ -231,13 +231,9 @@ def _teachers_mass(drafter: Any, batch: Batch) -> Tensor | None:
         return None
     if not options.teacher_mass:
         return None
-    labelled_bgs = batch.labels_bgs != IGNORED_LABEL
-    wanted_bs = labelled_bgs[:, 0].clone()
-    for j in range(1, labelled_bgs.shape[1]):  # h_{t+j} is what depth j+1 of the group at t is compared with
-        wanted_bs[:, j:] |= labelled_bgs[:, j, :-j]
-    return mass_inside(
-        batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_bs.flatten(), drafter.attached.shape
-    )
+    # A deeper depth's label is also the label of depth 1 of a later group.
+    wanted_p = (batch.labels_bgs[:, 0] != IGNORED_LABEL).flatten()
+    return mass_inside(batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_p, drafter.attached.shape)
 
 
 def _losses_of(
