@@ -134,8 +134,6 @@ ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl,lk_alpha,lk_lambda --name losses
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.dpace_alpha=null,0.5 --name dpace
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.until_first_error=false,true --name until
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.first_error_weight=0.5,1.0 --name first
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.chain_weight=0.5,1.0 --name chain
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.dpace_alpha=0.5 --name dflash2_dpace
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.loss=kl,lk_lambda --name dflash2_losses
 	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name fc_norm

@@ -224,23 +224,13 @@ class DepthOptions(DrafterOptions):
         description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
         "smoothed with this alpha (the paper's is 0.5); see `models/base/draft_head.py`",
     )
-
-    first_error_weight: float = Field(
-        0.0,
-        ge=0,
-        description="weight of a further loss at the first row of a group whose most likely token is wrong: what ends "
-        "a draft (2606.11552); this and the next two in `models/base/draft_head.py`",
-    )
-    chain_weight: float = Field(
-        0.0, ge=0, description="weight of a further loss, minus the share of its depths that a group has accepted"
-    )
     until_first_error: bool = Field(
-        False, description="no loss behind the first row of a group whose most likely token is wrong (2607.01893)"
+        False, description="no loss after the first row of a group whose most likely token is wrong (2607.01893)"
     )
 
     @property
     def credit(self) -> Credit | None:
-        credit = Credit(self.dpace_alpha, self.first_error_weight, self.chain_weight, self.until_first_error)
+        credit = Credit(self.dpace_alpha, self.until_first_error)
         return None if credit == Credit() else credit
 
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:

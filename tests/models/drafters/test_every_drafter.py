@@ -475,12 +475,6 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
         if alpha is not None:  # D-PACE, eq. 7 to 9
             products = [math.prod((1 - alpha) * each + alpha for each in q[: m + 1]) for m in range(len(q))]
             total = total + sum((sum(products[j:]) * row for j, row in enumerate(rows)), torch.zeros(()))
-        if credit is not None and not all(right):
-            total = total + credit.first_error * rows[right.index(False)]
-        if credit is not None and credit.chain:
-            products = [math.prod(q[: m + 1]) for m in range(len(q))]
-            for j, row in enumerate(rows):
-                total = total + credit.chain * sum(products[j:]) / len(q) * row
         groups += bool(rows)
     total = total / groups
     if alpha is not None:
@@ -501,10 +495,9 @@ BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
     ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
     ("parallel", {"until_first_error": True, "loss": "kl"}),
-    ("dflash", {"first_error_weight": 0.7, "chain_weight": 0.4}),
-    ("medusa", {"first_error_weight": 0.7, "until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
-    ("eagle3", {"chain_weight": 2.0, "dpace_alpha": 0.5, "first_error_weight": 0.3}),
-    ("dflash2", {"until_first_error": True, "chain_weight": 0.5, "selector_rank": 6, "selector_top_k": 5}),
+    ("dflash", {"until_first_error": True}),
+    ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
+    ("dflash2", {"until_first_error": True, "selector_rank": 6, "selector_top_k": 5}),
 ]
 
 
