@@ -255,10 +255,6 @@ def serve(
         float, typer.Option(min=0.1, help="Of a training, at a lower priority, before its drafter is weighed.")
     ] = 5.0,
     learn_answers: Annotated[int, typer.Option(min=100, help="So many of the newest answers are kept on disk.")] = 4000,
-    remember: Annotated[
-        bool,
-        typer.Option("--remember", help="Lookups see what other clients were told, in memory: who asks may notice."),
-    ] = False,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="With --learn: begin with the drafter that served before the last one.")
     ] = False,
@@ -270,15 +266,9 @@ def serve(
         from draftsmith.eval.serving.protection import key_in
         from draftsmith.eval.serving.server import Worker
         from draftsmith.eval.serving.server import run as run_server
-        from draftsmith.eval.trees.path_lookup import Memory
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _talking(recipe, overrides, drafter)
-    memory = Memory() if remember else None
-    if remember:  # lookups go with a best-first tree, where none was tuned one of few nodes
-        method = loaded.eval.methods[0]
-        update = {"lookup": True} | ({} if method.best_first else {"tree": "best_first", "nodes": 6, "branch": 3})
-        loaded = _with_method(loaded, method.model_copy(update=update))
     api_key = None if api_key_env is None else key_in(api_key_env)
     heading("serve", loaded.target.model)
     if learn:
@@ -301,11 +291,10 @@ def serve(
             waiting,
             lambda finished: learned.add(finished.prompt_ids, finished.record),
             newer,
-            memory,
             at_once,
         )
     else:
-        worker = Worker(loaded, waiting, memory=memory, at_once=at_once)
+        worker = Worker(loaded, waiting, at_once=at_once)
     console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
 
