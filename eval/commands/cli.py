@@ -564,30 +564,6 @@ def search(
         show_search(found[-1])
 
 
-@app.command()
-def adopt(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="The published drafter: a folder, or `user/repo` of the Hub.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Of each of the two trainings.")] = 5.0,
-    legs: Annotated[int, typer.Option(min=1, help="Of each training, which is weighed after every one.")] = 4,
-    rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that tau is measured on.")] = 48,
-) -> None:
-    """What a published drafter is worth beside a changed target, and what minutes of training would bring."""
-    loaded = load_recipe(recipe, overrides)
-    if drafter is None:
-        raise UserError("adopt needs a drafter: --drafter FOLDER, or --drafter user/repo")
-    from draftsmith.eval.commands.adopt import adopt as adopt_drafter
-    from draftsmith.eval.commands.adopt import show_adoption
-
-    heading("adopt", f"{drafter} for {loaded.target.model}")
-    found = adopt_drafter(loaded, drafter, minutes, legs, rows)
-    tell(asdict(found))
-    show_adoption(found, RunFolder(loaded).root)
-
-
 def _recipes_and_overrides(arguments: list[str], example: str) -> tuple[list[str], list[str]]:
     """Tell recipes from `section.key=value`."""
     files = [argument for argument in arguments if "=" not in argument]
