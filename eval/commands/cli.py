@@ -520,7 +520,10 @@ def compare(
         tell(found)
         show_runs(found)
         return
-    files, overrides = _recipes_and_overrides(recipes, "compare embedded-medusa embedded-eagle")
+    files = [argument for argument in recipes if "=" not in argument]
+    overrides = [argument for argument in recipes if "=" in argument]
+    if not files:
+        raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
     if vary is not None and len(files) != 1:
         raise UserError(f"--vary needs exactly one recipe, not {len(files)}")
     try:
@@ -539,37 +542,6 @@ def compare(
     rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
     tell(rows)
     _where_to_go_next(*measured)
-
-
-@app.command()
-def search(
-    recipes: Annotated[
-        list[str],
-        typer.Argument(metavar="RECIPE ... [section.key=value ...]", help="Recipes, and values for all."),
-    ],
-    trials: Annotated[int, typer.Option(min=1, help="Of each recipe; the first is the recipe as it is.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Of each trial, a whole schedule of its own.")] = 200,
-    rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that a trial is scored on.")] = 32,
-) -> None:
-    """Tune loss weights and learning rate of each recipe on the same small budget; nothing finished is run again."""
-    files, overrides = _recipes_and_overrides(recipes, "search embedded-parallel embedded-eagle")
-    loaded = [load_recipe(file, overrides) for file in files]
-    from draftsmith.eval.commands.search import SearchBudget, search_recipe, show_search
-
-    found = []
-    for recipe in loaded:
-        heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
-        found.append(search_recipe(recipe, SearchBudget(trials, steps, rows), loaded))
-        tell([asdict(each) for each in found])
-        show_search(found[-1])
-
-
-def _recipes_and_overrides(arguments: list[str], example: str) -> tuple[list[str], list[str]]:
-    """Tell recipes from `section.key=value`."""
-    files = [argument for argument in arguments if "=" not in argument]
-    if not files:
-        raise UserError(f"{example.split()[0]} needs recipes: for example `draftsmith {example}`")
-    return files, [argument for argument in arguments if "=" in argument]
 
 
 def _where_to_go_next(*measured: Recipe) -> None:

@@ -7,7 +7,7 @@ import torch
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.eval.commands.search import accepted_lengths
+from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.target.features import target_features
