@@ -66,7 +66,7 @@ help:
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make docs         the documents as a site, in site/ (open site/index.html)"
-	@echo "make reference    the README's picture from docs/results/, and the sources of figures to docs/quoted/"
+	@echo "make reference    the README's pictures and its table of engines"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then what a training step and a draft tree cost, into docs/results/"
@@ -195,10 +195,10 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
-# The README's pictures and its table of engines; and where the documents' figures come from, moved to docs/quoted/.
+# The README's pictures, from docs/results/, and its table of engines, from the exporters.
 reference: $(READY)
 	cd docs && "$(abspath $(BIN))/python" -m generate.picture
-	cd docs && "$(abspath $(BIN))/python" -m generate.reference && "$(abspath $(BIN))/python" -m generate.quoted
+	cd docs && "$(abspath $(BIN))/python" -m generate.reference
 
 target: $(READY)
 	$(BIN)/python embedded_target/train.py --compile

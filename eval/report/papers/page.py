@@ -86,7 +86,7 @@ def page_text(results: Path) -> str:
     )
 
     def figure(name: str, path: str, form: str = "{:.2f}") -> str:
-        return _of_smollm2(results, name).quoted(path, form)
+        return _of_smollm2(results, name).text(path, form)
 
     def over(above: str, below: str, path: str) -> str:
         return ratio(_of_smollm2(results, above), _of_smollm2(results, below), path, "{:.2f}")
