@@ -53,8 +53,8 @@ help:
 	@echo "make smollm2-bench  after both: transformers' and llama.cpp's decoding beside ours, and tau against the amount of data"
 	@echo "make llamacpp-env   llama.cpp for that, in $(LLAMACPP) (built from PyPI's source, 10 minutes)"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
-	@echo "make ablations    the number of masks, distilled against original answers, what DFlash, DSpark, D-PACE and EAGLE-3.1"
-	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
+	@echo "make ablations    the number of masks, distilled against original answers, what losses, D-PACE and EAGLE-3.1 add:"
+	@echo "                  runs/masks, runs/answers, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
@@ -130,7 +130,6 @@ table: $(READY)
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
-	$(BIN)/python benchmarks/ideas.py
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl,lk_alpha,lk_lambda --name losses
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.dpace_alpha=null,0.5 --name dpace
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.until_first_error=false,true --name until
@@ -147,7 +146,6 @@ paper: $(READY)
 	cp runs/table/eval/result.json docs/results/table.json
 	cp runs/masks/eval/result.json docs/results/masks.json
 	cp runs/answers/eval/result.json docs/results/answers.json
-	cp runs/ideas/eval/result.json docs/results/drafters/ideas.json
 	cp runs/losses/eval/result.json docs/results/drafters/losses.json
 	cp runs/norms/eval/result.json docs/results/drafters/norms.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
@@ -208,7 +206,6 @@ bench: $(READY)
 	$(BIN)/python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
 	$(BIN)/python benchmarks/training_step.py step --json docs/results/machinery/training_step.json
 	$(BIN)/python benchmarks/training_step.py offline --lengths 128 256 512 1024 --json docs/results/machinery/offline_features.json
-	$(BIN)/python benchmarks/tokenise.py --json docs/results/machinery/tokenise.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
 gpu: $(READY)
