@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from support.places import ROOT
-
-from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
-from draftsmith.eval.report.papers.page import page_text
-from draftsmith.eval.report.papers.pictures import DRAFTED, draw_answer, pieces
-from draftsmith.eval.report.papers.tables import (
+from generate.papers.page import page_text
+from generate.papers.pictures import DRAFTED, draw_answer, pieces
+from generate.papers.tables import (
     Place,
     operations_and_speed,
     place,
     ratio,
 )
+from support.places import ROOT
+
+from draftsmith.eval.bench.traced import TracedAnswer, TracedRound
 
 
 def row(speedup: float, tau: float) -> dict[str, Any]:
@@ -76,6 +76,6 @@ def test_an_answer_shows_who_made_its_tokens(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_the_files_say() -> None:
-    """`python -m draftsmith.eval.report.papers docs` writes the page again."""
+    """`cd docs && python -m generate.papers` writes the page again."""
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     assert page.split() == page_text(ROOT / "docs" / "results").split()
