@@ -53,8 +53,8 @@ help:
 	@echo "make smollm2-bench  after both: transformers' and llama.cpp's decoding beside ours, and tau against the amount of data"
 	@echo "make llamacpp-env   llama.cpp for that, in $(LLAMACPP) (built from PyPI's source, 10 minutes)"
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
-	@echo "make ablations    the number of masks, distilled against original answers, what DFlash, DSpark, D-PACE and EAGLE-3.1"
-	@echo "                  add: runs/masks, runs/answers, runs/ideas, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
+	@echo "make ablations    the number of masks, distilled against original answers, what losses, D-PACE and EAGLE-3.1 add:"
+	@echo "                  runs/masks, runs/answers, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
 	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
@@ -66,7 +66,7 @@ help:
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make docs         the documents as a site, in site/ (open site/index.html)"
-	@echo "make reference    the README's picture from docs/results/, and the sources of figures to docs/quoted/"
+	@echo "make reference    the README's pictures and its table of engines"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: the tests that need a GPU, then what a training step and a draft tree cost, into docs/results/"
@@ -130,12 +130,9 @@ table: $(READY)
 ablations: $(READY)
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.num_masks=1,2,3,4,5,6 --name masks
 	$(BIN)/draftsmith compare quickstart --vary data.distill.engine=transformers,none --name answers
-	$(BIN)/python benchmarks/ideas.py
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.loss=ce,kl,lk_alpha,lk_lambda --name losses
 	$(BIN)/draftsmith compare quickstart --vary drafter.options.dpace_alpha=null,0.5 --name dpace
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.until_first_error=false,true --name until
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.first_error_weight=0.5,1.0 --name first
-	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.chain_weight=0.5,1.0 --name chain
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.dpace_alpha=0.5 --name dflash2_dpace
 	$(BIN)/draftsmith compare embedded-dflash2 --vary drafter.options.loss=kl,lk_lambda --name dflash2_losses
 	$(BIN)/draftsmith compare embedded-eagle3 --vary drafter.options.fc_norm=false,true --name fc_norm
@@ -149,12 +146,11 @@ paper: $(READY)
 	cp runs/table/eval/result.json docs/results/table.json
 	cp runs/masks/eval/result.json docs/results/masks.json
 	cp runs/answers/eval/result.json docs/results/answers.json
-	cp runs/ideas/eval/result.json docs/results/drafters/ideas.json
 	cp runs/losses/eval/result.json docs/results/drafters/losses.json
 	cp runs/norms/eval/result.json docs/results/drafters/norms.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
-	$(BIN)/python -m draftsmith.eval.report.papers docs runs/smollm2-table/eval/traced.json
+	cd docs && "$(abspath $(BIN))/python" -m generate.papers "$(abspath runs/smollm2-table/eval/traced.json)"
 
 # worksteal: a worker that has nothing left to do takes half of what another one still has.
 test: lint
@@ -197,10 +193,10 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
-# The README's pictures and its table of engines; and where the documents' figures come from, moved to docs/quoted/.
+# The README's pictures, from docs/results/, and its table of engines, from the exporters.
 reference: $(READY)
 	cd docs && "$(abspath $(BIN))/python" -m generate.picture
-	cd docs && "$(abspath $(BIN))/python" -m generate.reference && "$(abspath $(BIN))/python" -m generate.quoted
+	cd docs && "$(abspath $(BIN))/python" -m generate.reference
 
 target: $(READY)
 	$(BIN)/python embedded_target/train.py --compile
@@ -210,7 +206,6 @@ bench: $(READY)
 	$(BIN)/python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
 	$(BIN)/python benchmarks/training_step.py step --json docs/results/machinery/training_step.json
 	$(BIN)/python benchmarks/training_step.py offline --lengths 128 256 512 1024 --json docs/results/machinery/offline_features.json
-	$(BIN)/python benchmarks/tokenise.py --json docs/results/machinery/tokenise.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
 gpu: $(READY)

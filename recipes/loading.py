@@ -204,8 +204,7 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
         first = load_recipe(init)
     except UserError as error:
         raise UserError(f"key `drafter.init`: {error}") from None
-    same = {key: getattr(recipe, key) for key in ("runs_dir", "seed", "target")}
-    same["data"] = recipe.data.model_copy(update={"on_policy": first.data.on_policy})
+    same = {key: getattr(recipe, key) for key in ("runs_dir", "seed", "target", "data")}
     train, number = first.train, 0
     seed = recipe.train.get("seed")
     if isinstance(seed, int):

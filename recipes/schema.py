@@ -273,11 +273,6 @@ class DataRecipe(Section):
     packing: bool = Field(
         False, description="train on rows of several conversations, together at most max_length_tokens long"
     )
-    on_policy: bool = Field(
-        False,
-        description="train on what the drafter comes to by itself along the answers: of each round of a greedy chain "
-        "the tokens that are accepted and the first that is not; for a second training, from `drafter.init`",
-    )
     eval_rows_frac: float = Field(
         0.0,
         ge=0,

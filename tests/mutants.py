@@ -128,13 +128,6 @@ MUTANTS = (
     ),
     # ---- training ----
     Mutant(
-        "the teacher's mass only where groups begin",
-        DRAFT_HEAD,
-        "wanted_bs[:, j:] |= labelled_bgs[:, j, :-j]",
-        "pass",
-        "tests/models/drafters/test_every_drafter.py -k loss_and_its",
-    ),
-    Mutant(
         "a round ends before the target's own token",
         "train/drafter/rows.py",
         "newest += min(right_s[newest], depth) + 1",

@@ -255,10 +255,6 @@ def serve(
         float, typer.Option(min=0.1, help="Of a training, at a lower priority, before its drafter is weighed.")
     ] = 5.0,
     learn_answers: Annotated[int, typer.Option(min=100, help="So many of the newest answers are kept on disk.")] = 4000,
-    remember: Annotated[
-        bool,
-        typer.Option("--remember", help="Lookups see what other clients were told, in memory: who asks may notice."),
-    ] = False,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="With --learn: begin with the drafter that served before the last one.")
     ] = False,
@@ -270,15 +266,9 @@ def serve(
         from draftsmith.eval.serving.protection import key_in
         from draftsmith.eval.serving.server import Worker
         from draftsmith.eval.serving.server import run as run_server
-        from draftsmith.eval.trees.path_lookup import Memory
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _talking(recipe, overrides, drafter)
-    memory = Memory() if remember else None
-    if remember:  # lookups go with a best-first tree, where none was tuned one of few nodes
-        method = loaded.eval.methods[0]
-        update = {"lookup": True} | ({} if method.best_first else {"tree": "best_first", "nodes": 6, "branch": 3})
-        loaded = _with_method(loaded, method.model_copy(update=update))
     api_key = None if api_key_env is None else key_in(api_key_env)
     heading("serve", loaded.target.model)
     if learn:
@@ -301,11 +291,10 @@ def serve(
             waiting,
             lambda finished: learned.add(finished.prompt_ids, finished.record),
             newer,
-            memory,
             at_once,
         )
     else:
-        worker = Worker(loaded, waiting, memory=memory, at_once=at_once)
+        worker = Worker(loaded, waiting, at_once=at_once)
     console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
 
@@ -531,7 +520,10 @@ def compare(
         tell(found)
         show_runs(found)
         return
-    files, overrides = _recipes_and_overrides(recipes, "compare embedded-medusa embedded-eagle")
+    files = [argument for argument in recipes if "=" not in argument]
+    overrides = [argument for argument in recipes if "=" in argument]
+    if not files:
+        raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
     if vary is not None and len(files) != 1:
         raise UserError(f"--vary needs exactly one recipe, not {len(files)}")
     try:
@@ -550,61 +542,6 @@ def compare(
     rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
     tell(rows)
     _where_to_go_next(*measured)
-
-
-@app.command()
-def search(
-    recipes: Annotated[
-        list[str],
-        typer.Argument(metavar="RECIPE ... [section.key=value ...]", help="Recipes, and values for all."),
-    ],
-    trials: Annotated[int, typer.Option(min=1, help="Of each recipe; the first is the recipe as it is.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Of each trial, a whole schedule of its own.")] = 200,
-    rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that a trial is scored on.")] = 32,
-) -> None:
-    """Tune loss weights and learning rate of each recipe on the same small budget; nothing finished is run again."""
-    files, overrides = _recipes_and_overrides(recipes, "search embedded-parallel embedded-eagle")
-    loaded = [load_recipe(file, overrides) for file in files]
-    from draftsmith.eval.commands.search import SearchBudget, search_recipe, show_search
-
-    found = []
-    for recipe in loaded:
-        heading("search", f"{recipe.name}: {trials} trials of {steps} steps")
-        found.append(search_recipe(recipe, SearchBudget(trials, steps, rows), loaded))
-        tell([asdict(each) for each in found])
-        show_search(found[-1])
-
-
-@app.command()
-def adopt(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="The published drafter: a folder, or `user/repo` of the Hub.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Of each of the two trainings.")] = 5.0,
-    legs: Annotated[int, typer.Option(min=1, help="Of each training, which is weighed after every one.")] = 4,
-    rows: Annotated[int, typer.Option(min=1, help="Rows kept out of training that tau is measured on.")] = 48,
-) -> None:
-    """What a published drafter is worth beside a changed target, and what minutes of training would bring."""
-    loaded = load_recipe(recipe, overrides)
-    if drafter is None:
-        raise UserError("adopt needs a drafter: --drafter FOLDER, or --drafter user/repo")
-    from draftsmith.eval.commands.adopt import adopt as adopt_drafter
-    from draftsmith.eval.commands.adopt import show_adoption
-
-    heading("adopt", f"{drafter} for {loaded.target.model}")
-    found = adopt_drafter(loaded, drafter, minutes, legs, rows)
-    tell(asdict(found))
-    show_adoption(found, RunFolder(loaded).root)
-
-
-def _recipes_and_overrides(arguments: list[str], example: str) -> tuple[list[str], list[str]]:
-    """Tell recipes from `section.key=value`."""
-    files = [argument for argument in arguments if "=" not in argument]
-    if not files:
-        raise UserError(f"{example.split()[0]} needs recipes: for example `draftsmith {example}`")
-    return files, [argument for argument in arguments if "=" in argument]
 
 
 def _where_to_go_next(*measured: Recipe) -> None:

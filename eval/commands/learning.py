@@ -50,7 +50,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
 from draftsmith.eval.bench.measured_methods import drafter_folders
-from draftsmith.eval.commands.search import replay
+from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import drafter_method

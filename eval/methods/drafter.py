@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.path_lookup import Memory, PathLookup, with_lookups
+from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, draw, drawn, largest, race
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
@@ -41,16 +41,9 @@ from draftsmith.recipes.schema import MethodRecipe
 
 
 def drafter_method(
-    recipe: MethodRecipe,
-    decoder: SequenceDecoder,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-    memory: Memory | None = None,
+    recipe: MethodRecipe, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
 ) -> DrafterMethod:
     """A drafter's method with the tree that a recipe asks for.
-
-    Args:
-        memory: Of earlier conversations, for a tree with lookups.
 
     Raises:
         UserError: The static paths are no tree.
@@ -58,7 +51,7 @@ def drafter_method(
     adaptive = AdaptiveTree() if recipe.tree == "adaptive" else None
     builder = tree_builder(recipe, decoder, adaptive)
     lookup_nodes = recipe.nodes if recipe.lookup else 0
-    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive, memory)
+    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
 
 
 class DrafterMethod:
@@ -72,7 +65,6 @@ class DrafterMethod:
         generator: for sampled trees.
         lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; 0: no lookups.
         adaptive: What cuts best-first trees to the size that pays; None: they stay whole.
-        memory: Where lookups look besides the conversation.
     """
 
     def __init__(
@@ -84,21 +76,20 @@ class DrafterMethod:
         generator: torch.Generator | None = None,
         lookup_nodes: int = 0,
         adaptive: AdaptiveTree | None = None,
-        memory: Memory | None = None,
     ) -> None:
         self.name = name
         self.sequential = isinstance(decoder, StepwiseDecoder) and not isinstance(decoder, OneForward)
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
-        self._lookup = PathLookup(sampling.temperature, memory) if lookup_nodes else None
-        self._lookup_nodes, self._memory = lookup_nodes, memory
+        self._lookup = PathLookup(sampling.temperature) if lookup_nodes else None
+        self._lookup_nodes = lookup_nodes
         self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
 
     def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
         """The same method over another decoder of the same kind."""
-        settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive, self._memory)
+        settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive)
         return DrafterMethod(self.name, decoder, *settings)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:

@@ -1,5 +1,5 @@
 """From records to figures, tables, pictures and the report.
 
 Read `summary` (every figure), then `report` (what is said of them); `charts` draws pictures, `page/` writes `report.md`
-and `report.html`, `papers/` the papers' page. May import `eval.bench` and what is before it.
+and `report.html`. May import `eval.bench` and what is before it.
 """

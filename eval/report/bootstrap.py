@@ -3,7 +3,7 @@
 A figure is a ratio of sums over questions. It is taken in the logarithm, where its error by the delta method is known
 for every resample too; the interval is made of the quantiles of (resampled figure - figure) / resampled error. The
 percentile bootstrap, which is narrower, holds the truth in 83 of 100 cases at 5 questions, 90 at 13, and 88 at ten of
-each of six tasks; this one in 93, 94 and 93 (`benchmarks/interval_coverage.py`).
+each of six tasks; this one in 93, 94 and 93 (`docs/results/machinery/interval_coverage.json`).
 
 Two methods that answered the same questions are compared with the same draws.
 

@@ -46,7 +46,6 @@ from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopS
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.serving.protection import Guard, TimedRequests, error, page_response
 from draftsmith.eval.serving.requests import Asked, ChatAsked, CompletionAsked, TooLong, ids_of_text, ids_of_turns
-from draftsmith.eval.trees.path_lookup import Memory
 from draftsmith.eval.trees.verify import Sampling, root_only
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
@@ -155,7 +154,6 @@ class Worker:
         waiting: Jobs that may wait.
         on_answer: Told of every whole answer.
         newer: Asked before every answer for the folder of another drafter that is to serve from then on.
-        memory: Of all conversations, for a tree with lookups; it is in this process alone.
         at_once: Answers under way, each with its place in the cache.
 
     Raises:
@@ -168,10 +166,9 @@ class Worker:
         waiting: int,
         on_answer: Callable[[Finished], None] | None = None,
         newer: Callable[[], Path | None] = lambda: None,
-        memory: Memory | None = None,
         at_once: int = 1,
     ) -> None:
-        self.recipe, self.on_answer, self._newer, self.memory = recipe, on_answer, newer, memory
+        self.recipe, self.on_answer, self._newer = recipe, on_answer, newer
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, self.drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
@@ -368,7 +365,7 @@ class Worker:
             return None
         if running.method is None:
             recipe, job = self.recipe.eval.methods[0], running.job
-            method = drafter_method(recipe, self._decoder, job.sampling, running.generator, self.memory)
+            method = drafter_method(recipe, self._decoder, job.sampling, running.generator)
             self._costs.give(method)  # measured before
             features = torch.cat(running.features)
             running.features = [features]
@@ -383,8 +380,6 @@ class Worker:
         ended = record.text is not None or record.ids[-1] in self.end_ids
         running.say(running.pieces.rest(record))
         finished = Finished(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
-        if self.memory is not None:
-            self.memory.add([*job.prompt_ids, *record.ids])
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
         self._keep(finished)

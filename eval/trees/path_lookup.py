@@ -6,16 +6,12 @@ them: here that knowledge comes from the text itself, at no forward.
 
 Two estimates of a path's probability meet: the drafter's q, and how often a lookup has been right after so many
 matching tokens. That share is learnt while decoding, from `PRIOR` on.
-
-`Memory` is the same over all conversations of a server (suffix decoding, 2411.04975, has a tree of suffixes for it):
-what followed the last tokens in an earlier one, where this one says nothing or less.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from typing import NamedTuple
 
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
@@ -29,54 +25,11 @@ PRIOR_SAMPLED = (0.13, 0.35, 0.40, 0.45, 0.50, 0.55, 0.60, 0.70)
 PRIOR_OBSERVATIONS = 8
 
 
-MEMORY_MIN_NGRAM = 3  # shorter ones say too little across conversations
-MEMORY_NGRAMS = 600_000  # by default: of 100,000 tokens
-
-
 class Found(NamedTuple):
-    """The token after the latest occurrence of the longest known n-gram, and that one's length.
-
-    length: `MAX_NGRAM` more where it is of other conversations.
-    """
+    """The token after the latest occurrence of the longest known n-gram, and the n-gram's length."""
 
     token: int
     length: int
-
-
-class Memory:
-    """What came after the n-grams of earlier conversations, the newest of them.
-
-    Args:
-        most_ngrams: The ones that were not said for longest are forgotten.
-    """
-
-    def __init__(self, most_ngrams: int = MEMORY_NGRAMS) -> None:
-        self._most_ngrams = most_ngrams
-        self._next_of = OrderedDict[tuple[int, ...], int]()  # in the order in which they were said last
-        # What finds were worth, by length: of all conversations, since they say much about each other.
-        self.tried = [float(PRIOR_OBSERVATIONS)] * MAX_NGRAM
-        self.right = [share * PRIOR_OBSERVATIONS for share in PRIOR]
-
-    def __len__(self) -> int:
-        return len(self._next_of)
-
-    def add(self, ids: list[int]) -> None:
-        """Remember a sequence, a prompt with its answer."""
-        for end in range(MEMORY_MIN_NGRAM, len(ids)):
-            for length in range(MEMORY_MIN_NGRAM, min(MAX_NGRAM, end) + 1):
-                ngram = tuple(ids[end - length : end])
-                self._next_of.pop(ngram, None)
-                self._next_of[ngram] = ids[end]
-        while len(self._next_of) > self._most_ngrams:
-            self._next_of.popitem(last=False)  # a plain dict would look for its first item behind all deleted ones
-
-    def find(self, last: tuple[int, ...], shortest: int) -> Found | None:
-        """What came after the longest known n-gram at the end of `last`, if it has so many tokens."""
-        for length in range(len(last), max(shortest, MEMORY_MIN_NGRAM) - 1, -1):
-            token = self._next_of.get(last[len(last) - length :])
-            if token is not None:
-                return Found(token, MAX_NGRAM + length)
-        return None
 
 
 class PathLookup:
@@ -84,11 +37,9 @@ class PathLookup:
 
     Args:
         temperature: Of the target; from 1 on lookups are held for worth what they are at 1.
-        memory: Of other conversations.
     """
 
-    def __init__(self, temperature: float = 0.0, memory: Memory | None = None) -> None:
-        self._memory = memory
+    def __init__(self, temperature: float = 0.0) -> None:
         sampled = min(temperature, 1.0)
         self._prior = [
             (1 - sampled) * greedy + sampled * other for greedy, other in zip(PRIOR, PRIOR_SAMPLED, strict=True)
@@ -109,34 +60,23 @@ class PathLookup:
         for token in committed_ids:
             found = self.find([])
             if found is not None:
-                tried, right, place = self._worth(found.length)
-                tried[place] += 1
-                right[place] += found.token == token
+                self._tried[found.length - 1] += 1
+                self._right[found.length - 1] += found.token == token
             self._append(token)
 
     def find(self, path: list[int]) -> Found | None:
         """Look up what would follow the sequence and these tokens; None where the last of them is new."""
         last = (*self._last, *path)[-MAX_NGRAM:]
-        own = None
         for begin in range(len(last)):
             token = self._next_of.get(last[begin:])
             if token is not None:
-                own = Found(token, len(last) - begin)
-                break
-        if self._memory is None:
-            return own
-        return self._memory.find(last, 0 if own is None else own.length + 1) or own
+                return Found(token, len(last) - begin)
+        return None
 
     def log_probability(self, length: int) -> float:
-        """The log probability that a lookup is right, after an n-gram of that length."""
-        tried, right, place = self._worth(length)
-        return math.log(right[place] / (tried[place] + 1))  # one more wrong one, so that no path is certain
-
-    def _worth(self, length: int) -> tuple[list[float], list[float], int]:
-        """The counts, of this conversation or of all, and the place of that length in them."""
-        if length <= MAX_NGRAM or self._memory is None:
-            return self._tried, self._right, length - 1
-        return self._memory.tried, self._memory.right, length - MAX_NGRAM - 1
+        """Return the log probability that a lookup after an n-gram of this length is right."""
+        # One more wrong lookup is counted, so that no path is certain.
+        return math.log(self._right[length - 1] / (self._tried[length - 1] + 1))
 
     def _append(self, token: int) -> None:
         last = self._last

@@ -32,14 +32,9 @@ w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull 
 being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row that a conditional
 drop leaves out ends its group.
 
-Three more ways to credit rows by what their own group does, in place of or beside `depth_weights` and D-PACE. A draft
-is accepted up to its first wrong row: j* is the first of a group whose most likely token is not the label.
-
-* `first_error_weight` adds so much of the mean over groups of the loss at j* ("first-error focal loss", 2606.11552).
-* `chain_weight` adds so much of -1/J sum_{k<=J} prod_{i<=k} q_i, the share of its J depths that a group is expected to
-  have accepted ("chain loss", ibid.). Its gradient is that of sum_j w_j log q_j / J with D-PACE's w at alpha = 0, and
-  that is how it is computed, for whatever the row's loss is.
-* `until_first_error` leaves out what stands behind j* (accept-until-fail training, 2607.01893).
+`until_first_error`, with `depth_weights` or with D-PACE, leaves out the losses after the first wrong row of a group
+(accept-until-fail training, 2607.01893): a draft is accepted up to its first row whose most likely token is not the
+label.
 
 Shapes: B batch, S sequence, P = B*S tokens = groups, G depths, N labelled rows, D hidden, V the target's vocabulary, V'
 drafted tokens, r rank.
@@ -231,13 +226,9 @@ def _teachers_mass(drafter: Any, batch: Batch) -> Tensor | None:
         return None
     if not options.teacher_mass:
         return None
-    labelled_bgs = batch.labels_bgs != IGNORED_LABEL
-    wanted_bs = labelled_bgs[:, 0].clone()
-    for j in range(1, labelled_bgs.shape[1]):  # h_{t+j} is what depth j+1 of the group at t is compared with
-        wanted_bs[:, j:] |= labelled_bgs[:, j, :-j]
-    return mass_inside(
-        batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_bs.flatten(), drafter.attached.shape
-    )
+    # A deeper depth's label is also the label of depth 1 of a later group.
+    wanted_p = (batch.labels_bgs[:, 0] != IGNORED_LABEL).flatten()
+    return mass_inside(batch.teacher_features.flatten(0, 1), head, drafter.t2d, wanted_p, drafter.attached.shape)
 
 
 def _losses_of(
@@ -305,8 +296,6 @@ class Credit:
     """What the rows of a group count by what the group does, beside their depth; see the module's docstring."""
 
     dpace_alpha: float | None = None
-    first_error: float = 0.0
-    chain: float = 0.0
     until_first_error: bool = False
 
 
@@ -336,17 +325,12 @@ def _by_groups(credit: Credit, batch: Batch, credited: list[_Credited]) -> list[
         return values_n.new_zeros(num_groups * num_depths).index_copy(0, place_n, values_n).view(num_groups, -1)
 
     there_pg = by_group(torch.ones_like(nats_n))
-    groups = (there_pg[:, 0].sum() if batch.counts_2g is None else batch.counts_2g[0, 0]).to(there_pg.dtype)
     # Rows that all rows before them in their group are right for: up to the first wrong one, that included.
     right_pg = by_group(right_n.to(there_pg.dtype))
     reached_pg = there_pg * torch.cat([torch.ones_like(right_pg[:, :1]), right_pg[:, :-1]], dim=1).cumprod(1)
-    further_pg = credit.first_error * reached_pg * (1.0 - right_pg)
-    if credit.chain:
-        chain_pg = group_lengths(0.0, nats_n, place_n, num_groups, num_depths)
-        further_pg = further_pg + credit.chain * chain_pg / one_for_none(there_pg.sum(1, keepdim=True))
-    further_pg = further_pg / one_for_none(groups)
     dpace_pg = None
     if credit.dpace_alpha is not None:
+        groups = (there_pg[:, 0].sum() if batch.counts_2g is None else batch.counts_2g[0, 0]).to(there_pg.dtype)
         dpace_pg = group_lengths(credit.dpace_alpha, nats_n, place_n, num_groups, num_depths) / one_for_none(groups)
     totals = []
     for part, losses_n, weights_n in credited:
@@ -355,7 +339,7 @@ def _by_groups(credit: Credit, batch: Batch, credited: list[_Credited]) -> list[
             weights_n = dpace_pg.flatten()[there_n]
         if credit.until_first_error:
             weights_n = weights_n * reached_pg.flatten()[there_n]
-        totals.append((losses_n * (weights_n + further_pg.flatten()[there_n])).sum())
+        totals.append((losses_n * weights_n).sum())
     return totals
 
 

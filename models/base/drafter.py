@@ -224,23 +224,13 @@ class DepthOptions(DrafterOptions):
         description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
         "smoothed with this alpha (the paper's is 0.5); see `models/base/draft_head.py`",
     )
-
-    first_error_weight: float = Field(
-        0.0,
-        ge=0,
-        description="weight of a further loss at the first row of a group whose most likely token is wrong: what ends "
-        "a draft (2606.11552); this and the next two in `models/base/draft_head.py`",
-    )
-    chain_weight: float = Field(
-        0.0, ge=0, description="weight of a further loss, minus the share of its depths that a group has accepted"
-    )
     until_first_error: bool = Field(
-        False, description="no loss behind the first row of a group whose most likely token is wrong (2607.01893)"
+        False, description="no loss after the first row of a group whose most likely token is wrong (2607.01893)"
     )
 
     @property
     def credit(self) -> Credit | None:
-        credit = Credit(self.dpace_alpha, self.first_error_weight, self.chain_weight, self.until_first_error)
+        credit = Credit(self.dpace_alpha, self.until_first_error)
         return None if credit == Credit() else credit
 
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
@@ -445,13 +435,6 @@ class Drafter(PreTrainedModel):
         return False
 
     @property
-    def on_policy_obstacle(self) -> str | None:
-        """Say why it cannot be trained on its own rounds (`data.on_policy`), for the user; None if it can."""
-        if self.config.num_depths == 1:
-            return "is trained on one depth, so that a training step knows nothing of its rounds"
-        return None if self.target_change is None else "changes the target, and its rounds with it"
-
-    @property
     def target_change(self) -> str | None:
         """Say for the report in a sentence, if attaching this drafter changes what the target says."""
         return None
@@ -639,7 +622,6 @@ class Drafter(PreTrainedModel):
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
         label_counts: Tensor | None = None,
-        trained_bgs: Tensor | None = None,
     ) -> DrafterOutput:
         """Return the training loss of all groups of a batch.
 
@@ -653,12 +635,9 @@ class Drafter(PreTrainedModel):
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
                 to its loss. By default these rows are all of it.
-            trained_bgs: [B, G, S] bool, which labels are trained on, with a depth all above it; by default all.
         """
-        labels_bgs = self._labels(input_ids, loss_mask, trained_bgs)
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         rows = self.active_rows(labels_bgs, position_ids)
-        if label_counts is None and trained_bgs is not None:
-            label_counts = self.label_counts(input_ids, loss_mask, position_ids, trained_bgs)
         if teacher_features is None and has_teacher(self.config.loss):
             if self.feature_layers != (FINAL_FEATURES,):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
@@ -679,25 +658,14 @@ class Drafter(PreTrainedModel):
         """Compute the rows; give those with a label, those of each head together."""
         raise NotImplementedError
 
-    def _labels(self, input_ids: Tensor, loss_mask: Tensor, trained_bgs: Tensor | None) -> Tensor:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        return labels_bgs if trained_bgs is None else labels_bgs.masked_fill(~trained_bgs, IGNORED_LABEL)
-
-    def label_counts(
-        self,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor | None = None,
-        trained_bgs: Tensor | None = None,
-    ) -> Tensor:
+    def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """[2, G] what the loss of a batch is divided by: labels of each depth, and those that the loss
         through the head reads.
 
         They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
-        number expected, which all parts can know before the first of them is computed. Of chosen labels
-        (`trained_bgs`) it is that of the first depth for all: a group counts as far as it goes.
+        number expected, which all parts can know before the first of them is computed.
         """
-        labels_bgs = self._labels(input_ids, loss_mask, trained_bgs)
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         labelled_bgs = labels_bgs != IGNORED_LABEL
         if not self.reads_first_token:
             if position_ids is None:
@@ -707,8 +675,6 @@ class Drafter(PreTrainedModel):
         if self._reduced and not has_teacher(self.config.loss):
             read_bgs = labelled_bgs & self.t2d[labels_bgs.clamp(min=0)]
         counts_2g = torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
-        if trained_bgs is not None:
-            counts_2g = counts_2g[:, :1].expand_as(counts_2g)
         shares = self.config.options.kept_shares if self.training else None
         return counts_2g if shares is None else counts_2g * numbers_beside(counts_2g, shares)
 

@@ -224,7 +224,7 @@ def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         "draftsmith train mine.yaml train.learning_rat=1",
         "draftsmith train mine.yaml drafter.options.num_mask=1",
         "make smollm2 SET=eval.run=1",
-        "python benchmarks/tokenise.py --conversatons 5",
+        "python benchmarks/serving.py --questons 5",
         "accelerate launch train/train_parallel.py mine.yaml eval.run=2",
     ],
 )

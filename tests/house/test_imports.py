@@ -17,15 +17,7 @@ ORDER = [
     *["models/formats"],
     *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
-    *[
-        "eval/trees",
-        "eval/decoding",
-        "eval/methods",
-        "eval/bench",
-        "eval/report",
-        "eval/report/page",
-        "eval/report/papers",
-    ],
+    *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/page"],
     *["eval/serving", "eval/commands", "eval"],
 ]
 # These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).

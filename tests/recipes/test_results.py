@@ -27,10 +27,10 @@ def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_script_is_named_as_from_the_folder_it_is_called_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["benchmarks/ideas.py", "eval.runs=3"])
+    monkeypatch.setattr("sys.argv", ["benchmarks/serving.py", "eval.runs=3"])
     write_result(tmp_path / "a.json", {"tau": 2.5})
     command = json.loads((tmp_path / "a.json").read_text())["command"]
-    assert command == "python benchmarks/ideas.py eval.runs=3"
+    assert command == "python benchmarks/serving.py eval.runs=3"
 
 
 def test_figures_of_another_process(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ Shapes: B batch, S sequence, D hidden, G depths.
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -209,33 +209,17 @@ def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[li
         for first, last in answers_in(mask_s):
             for j in range(depths):
                 tokens[j] += last - first
-                rounds[j] += sum(1 for _ in _round_begins(right_s, first, last, j + 1))
+                rounds[j] += _count_rounds(right_s, first, last, j + 1)
     return [tokens, rounds]
 
 
-def rows_of_rounds(correct_bgs: Tensor, loss_mask_bs: Tensor) -> Tensor:
-    """[B, G, S] bool: what greedy chains of G tokens come to: of each round the accepted rows, and the one after them.
-
-    Args:
-        correct_bgs: As for `replayed_chains`.
-        loss_mask_bs: 1 at the tokens of answers.
-    """
-    right_bs = correct_bgs.long().cumprod(1).sum(1)
-    depths, right = correct_bgs.shape[1], right_bs.tolist()
-    begins_bs = torch.zeros_like(loss_mask_bs, dtype=torch.bool, device="cpu")
-    for begins_s, right_s, mask_s in zip(begins_bs, right, loss_mask_bs.tolist(), strict=True):
-        newest = [token for first, last in answers_in(mask_s) for token in _round_begins(right_s, first, last, depths)]
-        begins_s[newest] = True
-    depth_g = torch.arange(depths, device=right_bs.device)[:, None]
-    return begins_bs.to(right_bs.device)[:, None] & (depth_g <= right_bs[:, None])
-
-
-def _round_begins(right_s: list[int], first: int, last: int, depth: int) -> Iterator[int]:
-    """Yield the newest token of each round of a chain of so many tokens, in the answer from `first` to `last`."""
-    newest = first
+def _count_rounds(right_s: list[int], first: int, last: int, depth: int) -> int:
+    """Count the rounds of chains of `depth` tokens in the answer from token `first` to token `last`."""
+    newest, rounds = first, 0
     while newest < last:
-        yield newest
         newest += min(right_s[newest], depth) + 1
+        rounds += 1
+    return rounds
 
 
 def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:

@@ -105,11 +105,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
     cache = open_features(recipe, settings["data (its tokens)"], drafter) if offline else None
     stop = StopOnInterrupt()
-    if recipe.data.on_policy and drafter.on_policy_obstacle is not None:
-        raise UserError(f"key `data.on_policy`: {recipe.drafter.kind} {drafter.on_policy_obstacle}: leave it out")
-    trainer = DrafterTrainer(
-        drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast, recipe.data.on_policy
-    )
+    trainer = DrafterTrainer(drafter, target, args, rows, cache, to_eval, recipe.data.features.autocast)
     trainer.add_callback(stop)
     if recipe.validation.patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.validation.patience))
@@ -248,8 +244,6 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         settings["data.eval_rows_frac"] = recipe.data.eval_rows_frac
     if recipe.data.train_answer_tokens is not None:
         settings["data.train_answer_tokens"] = recipe.data.train_answer_tokens
-    if recipe.data.on_policy:
-        settings["data.on_policy"] = True
     if recipe.data.packing:
         settings["data.packing, rows of"] = recipe.data.max_length_tokens
     return settings

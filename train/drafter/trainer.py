@@ -41,13 +41,12 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
-from draftsmith.models.target.features import target_features
 from draftsmith.recipes.errors import Terminated, UserError
 from draftsmith.recipes.progress import is_quiet
 from draftsmith.recipes.run_folder import share_as_usual
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
-from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums, rows_of_rounds
+from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums
 from draftsmith.train.drafter.shown import ShownTraining
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
@@ -197,14 +196,6 @@ class DrafterTrainer(Trainer):
     `dataset` is that of the tokens, or its `PackedRows`. With a cache the features come from there, row by row of the
     tokens, and the target does not run.
 
-    With `on_policy` only what the drafter comes to by itself is trained on, after Draft-OPD (arXiv 2605.29343): of the
-    rounds of a greedy chain along the answers, each from where the one before ended, the rows that are accepted and the
-    first that is not. Answers are the target's own and drafting does not change them, so the rounds are read off one
-    forward without gradients, by the weights of this step. The loss is the recipe's (the paper's is `kl`), and a round
-    counts as far as it goes. Where we differ: the paper also trains what was rejected, by the reverse KL to the target
-    after the draft itself, times 0.8 a depth (bingyang-lei/Draft-OPD, verl/verl/trainer/distillation/losses.py). Tried
-    beside this in a prototype, it lowered tau.
-
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
     """
 
@@ -220,7 +211,6 @@ class DrafterTrainer(Trainer):
         cache: FeatureCache | None = None,
         eval_dataset: Dataset | None = None,
         autocast_target: bool = False,
-        on_policy: bool = False,
         **kwargs: Any,
     ) -> None:
         collator: Any = collate_right_padded
@@ -233,7 +223,6 @@ class DrafterTrainer(Trainer):
         self._launch = launch_of(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
-        self._on_policy = on_policy
         # Rows: loss sum, correct, labels of each depth; of this process, since processes last added them up.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
@@ -284,13 +273,8 @@ class DrafterTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
-        if self._on_policy:
-            batches = [self._with_rounds(self._prepare_inputs(batch)) for batch in batches]
         self._drafter.train()  # as in the forward
-        counts = [
-            self._drafter.label_counts(b["input_ids"], b["loss_mask"], b.get("position_ids"), b.get("trained"))
-            for b in batches
-        ]
+        counts = [self._drafter.label_counts(b["input_ids"], b["loss_mask"], b.get("position_ids")) for b in batches]
         counts_2g = torch.stack(counts).sum(0).to(device)
         if self.args.average_tokens_across_devices:
             counts_2g = self.accelerator.reduce(counts_2g, reduction="sum") / self.get_tp_size()
@@ -319,25 +303,6 @@ class DrafterTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return even_out(super().get_eval_dataloader(eval_dataset))
 
-    @torch.no_grad()
-    def _with_rounds(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch, with the target's features and what of it is trained on, `trained` [B, G, S]."""
-        with self._target_context(inputs["input_ids"].device):
-            features = inputs.get("features")
-            if features is None:
-                layers, positions = self._drafter.layers_read, inputs.get("position_ids")
-                features = target_features(self._target, inputs["input_ids"], None, positions, layers)
-        inputs = {**inputs, "features": features}
-        self.model_wrapped.eval()
-        with torch.random.fork_rng(), self.accelerator.autocast():
-            correct_bgs = self._output(self.model_wrapped, inputs).correct_bgs
-        self.model_wrapped.train()
-        return {**inputs, "trained": rows_of_rounds(cast(Tensor, correct_bgs), inputs["loss_mask"])}
-
-    def _target_context(self, device: torch.device) -> Any:
-        half = self._autocast_target and self.args.bf16
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=half)
-
     def _output(
         self, model: nn.Module, inputs: dict[str, Tensor], label_counts: Tensor | int | None = None
     ) -> DrafterOutput:
@@ -345,7 +310,8 @@ class DrafterTrainer(Trainer):
         ids = inputs["input_ids"]
         self._drafter.training_step = self.state.global_step
         self._drafter.training_progress_frac = self.state.global_step / max(1, self.state.max_steps)
-        with self._target_context(ids.device):
+        half = self._autocast_target and self.args.bf16
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
             positions = inputs.get("position_ids")
             if "features" in inputs:
@@ -362,7 +328,6 @@ class DrafterTrainer(Trainer):
                 position_ids=positions,
                 teacher_features=teacher_features,
                 label_counts=label_counts,
-                trained_bgs=inputs.get("trained"),
             )
 
     @torch.no_grad()

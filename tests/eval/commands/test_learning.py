@@ -38,7 +38,6 @@ from draftsmith.eval.commands.learning import (
 )
 from draftsmith.eval.serving import server
 from draftsmith.eval.serving.server import Finished, Job, Worker
-from draftsmith.eval.trees.path_lookup import Memory
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.loading import load_target
@@ -312,11 +311,9 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     begun: list[Any] = []
     monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
     workers: list[Any] = []
-    memories: list[Any] = []
 
-    def noted(*given: Any, memory: Any = None, at_once: int = 1) -> Any:
+    def noted(*given: Any, at_once: int = 1) -> Any:
         workers.append(given[:4])
-        memories.append(given[4] if len(given) > 4 else memory)
         return SimpleNamespace()
 
     monkeypatch.setattr(server, "Worker", noted)
@@ -346,12 +343,6 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     assert workers[2][0].eval.methods[0].drafter == str(RunFolder(again).drafter)
     alone = CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--rollback"])
     assert (alone.exit_code, alone.stderr.count("\n")) == (2, 1)
-    assert memories == [None] * 3
-    for options in (["--remember"], ["--remember", "--learn"]):
-        found = CliRunner().invoke(cli.app, ["serve", recipe_file(again), *options])
-        assert found.exit_code == 0, found.output
-        assert isinstance(memories[-1], Memory)
-        assert workers[-1][0].eval.methods[0].lookup
 
 
 def test_a_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: Any) -> None:

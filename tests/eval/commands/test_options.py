@@ -109,9 +109,9 @@ def test_every_command_tells_its_figures(finished: FinishedRun, command: str) ->
 
 
 def test_every_command_is_tried() -> None:
-    """Compare, search and adopt by their files, export and import beside what they write; the last three talk."""
+    """Compare by its files, export and import beside what they write; the last three talk."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
-    assert names == {*FIGURES, "compare", "search", "adopt", "export", "import", "demo", "chat", "serve"}
+    assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve"}
 
 
 def test_a_table_in_a_file_is_as_wide_as_it_needs(

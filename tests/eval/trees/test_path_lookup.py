@@ -12,7 +12,7 @@ from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method, tree_builder
 from draftsmith.eval.trees.adaptive import AdaptiveTree
-from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, Memory, PathLookup, with_lookups
+from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -55,42 +55,6 @@ def test_what_it_is_worth_is_learnt_by_length() -> None:
     assert math.exp(lookup.log_probability(2)) == pytest.approx(before[1])
     for temperature, share in ((0.5, 0.455), (1.0, 0.35), (1.7, 0.35)):
         assert math.exp(PathLookup(temperature).log_probability(2)) == pytest.approx(share * 8 / 9)
-
-
-def test_a_memory_says_what_came_after_longer_ngrams_elsewhere() -> None:
-    memory = Memory()
-    memory.add([1, 2, 3, 4, 5, 9, 9])
-    memory.add([7, 3, 4, 5, 8])  # later, of (3, 4, 5)
-    lookup = PathLookup(memory=memory)
-    lookup.start([0, 3, 4, 5, 6, 0, 3, 4, 5])
-    assert lookup.find([]) == (6, 4)  # its own (0, 3, 4, 5), as no memory has a longer one
-    assert lookup.find([8, 1, 2, 3, 4]) == (5, MAX_NGRAM + 4)  # (1, 2, 3, 4), of which it has (3, 4)
-    lookup.start([4, 5])
-    assert lookup.find([]) is None  # two tokens are too few
-    lookup.start([3, 4, 5])
-    assert lookup.find([]) == (8, MAX_NGRAM + 3)
-    assert lookup.find([7]) is None
-    # What it is worth is counted for all conversations, and what its own lookups are is not touched.
-    worth = PRIOR[2] * PRIOR_OBSERVATIONS
-    assert math.exp(lookup.log_probability(MAX_NGRAM + 3)) == pytest.approx(worth / 9)
-    lookup.observe([8])
-    lookup.start([1, 3, 4, 5])
-    assert math.exp(lookup.log_probability(MAX_NGRAM + 3)) == pytest.approx((worth + 1) / 10)
-    assert math.exp(lookup.log_probability(3)) == pytest.approx(worth / 9)
-
-
-def test_a_memory_forgets_what_was_not_said_for_longest() -> None:
-    memory = Memory(most_ngrams=3)
-    memory.add([1, 2, 3, 4])
-    memory.add([5, 6, 7, 8])
-    memory.add([1, 2, 3, 4])  # once more
-    memory.add([9, 8, 7, 6])
-    assert len(memory) == 3
-    memory.add([4, 4, 4, 0])
-    assert memory.find((5, 6, 7), 0) is None
-    assert memory.find((1, 2, 3), 0) == (4, MAX_NGRAM + 3)
-    memory.add([2, 2, 2, 0])
-    assert memory.find((1, 2, 3), 0) is None
 
 
 def best_by_force(tree: DraftTree, lookup: PathLookup, nodes: int) -> list[float]:
@@ -148,23 +112,6 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
     assert both.rounds < 0.8 * plain.rounds
     assert max(both.draft_lengths) == 6  # deeper than the drafter reaches
     assert both.outside_tokens is None
-
-
-def test_no_token_changes_with_a_memory_and_the_second_time_more_are_accepted() -> None:
-    target = tiny_target().double()  # that does not repeat itself
-    drafter = tiny_drafter_of("parallel", target).double()
-    recipe = MethodRecipe(name="x", tree="best_first", nodes=6, branch=3, lookup=True)
-    memory = Memory()
-    with TargetSession(target, 96, drafter.feature_layers) as session:
-        wanted = generate(session, Autoregressive(), PROMPT, Sampling(), 60).ids
-        rounds = []
-        for _ in range(2):
-            method = drafter_method(recipe, drafter.decoder(96), Sampling(), memory=memory)
-            answer = generate(session, method, PROMPT, Sampling(), 60)
-            assert answer.ids == wanted
-            memory.add([*PROMPT, *answer.ids])
-            rounds.append(answer.rounds)
-    assert rounds[1] < 0.4 * rounds[0]
 
 
 def test_of_which_trees() -> None:

@@ -19,7 +19,6 @@ from draftsmith.train.drafter.rows import (
     heldout_metrics,
     heldout_sums,
     replayed_chains,
-    rows_of_rounds,
     split_rows,
 )
 from draftsmith.train.drafter.stage import train_drafter
@@ -42,21 +41,6 @@ def test_replayed_chains_by_hand() -> None:
     assert replayed_chains(correct_bgs, mask_bs) == [[5.0, 5.0], [3.0, 2.0]]
     two_answers = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1]])
     assert replayed_chains(torch.zeros_like(correct_bgs), two_answers) == [[3.0, 3.0], [3.0, 3.0]]
-
-
-def test_rows_of_rounds_by_hand() -> None:
-    """As above: the round at 2 has one right row and the wrong one after it, that at 4 two right ones and no other.
-
-    The group at 3 begins no round, that at 5 neither. With nothing right every token begins one, of one row.
-    """
-    correct_bgs = torch.zeros(1, 2, 8, dtype=torch.bool)
-    correct_bgs[0, 0, [2, 3, 4]] = True
-    correct_bgs[0, 1, [3, 4, 5]] = True
-    mask_bs = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-    found = [[0, 0, 1, 0, 1, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0, 0]]
-    assert rows_of_rounds(correct_bgs, mask_bs).int().tolist() == [found]
-    nothing = [[0, 0, 1, 1, 1, 1, 1, 0], [0] * 8]
-    assert rows_of_rounds(torch.zeros_like(correct_bgs), mask_bs).int().tolist() == [nothing]
 
 
 def test_figures_add_up_over_batches() -> None:

@@ -253,10 +253,6 @@ def test_the_first_stage_is_on_the_second_ones_data() -> None:
     of_seed = first_stage(recipe.model_copy(update={"name": "two-seed-2", "train": {"seed": 5}}))
     assert of_seed is not None
     assert (of_seed.name, of_seed.train["seed"]) == ("embedded-eagle-seed-2", 5)
-    on_policy = recipe.model_copy(update={"data": recipe.data.model_copy(update={"on_policy": True})})
-    first = first_stage(on_policy)
-    assert first is not None
-    assert first.data == recipe.data  # its own rounds are what the second stage is trained on
 
 
 def test_a_circle_of_recipes(tmp_path: Path) -> None:

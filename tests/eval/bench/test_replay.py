@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_target
 
-from draftsmith.eval.commands.search import accepted_lengths, replay
+from draftsmith.eval.bench.replay import accepted_lengths, replay
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling

@@ -13,10 +13,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from generate.papers.tables import Place
 
 from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.report.charts import COLOURS
-from draftsmith.eval.report.papers.tables import Place
 from draftsmith.recipes.run_folder import write_atomically
 
 COLUMNS, CHARACTER, LINE, MARGIN, FONT_SIZE = 92, 7.8, 20, 14, 13  # all but the first in SVG units

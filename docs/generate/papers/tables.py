@@ -1,4 +1,4 @@
-"""The papers' tables, made of result files (`recipes/results.py`): each figure is a link to where it was measured.
+"""The papers' tables, made from result files (`recipes/results.py`).
 
 ParallelSpec's (arXiv 2410.05589) flavours beside what they replace and its number of masks; Leviathan et al.'s (arXiv
 2211.17192) tables from the formulas, of n-gram drafters, expected and measured.
@@ -65,12 +65,10 @@ class Place:
                 found = found.get(key)
         return found
 
-    def quoted(self, path: str, form: str = "{:.2f}") -> str:
-        """The figure as a link, `[2.78](results/name.json#figures.rows.key.path)`, or a dash."""
+    def text(self, path: str, form: str = "{:.2f}") -> str:
+        """Return the figure as text, or a dash where it was not measured."""
         value = self.value(path)
-        if value is None:
-            return NOT_MEASURED
-        return f"[{form.format(value)}]({self.folder.name}/{self.file}.json#figures.rows.{self.key}.{path})"
+        return NOT_MEASURED if value is None else form.format(value)
 
 
 def place(results: Path, file: str, method: str, temperature: float) -> Place:
@@ -163,14 +161,14 @@ def main_table(results: Path, target: Target, temperature: float) -> str:
 
     def figures(found: Place) -> list[str]:
         return [
-            *(found.quoted(path, TIMES) for path in tasks),
-            found.quoted(over_tasks[0], TIMES),
+            *(found.text(path, TIMES) for path in tasks),
+            found.text(over_tasks[0], TIMES),
             found.interval("over_tasks.speedup_interval"),
-            found.quoted(over_tasks[1]),
-            found.quoted("speedup_mean", TIMES),
+            found.text(over_tasks[1]),
+            found.text("speedup_mean", TIMES),
             found.interval("speedup_interval"),
-            found.quoted("tau"),
-            found.quoted("timing.cost_ratio"),
+            found.text("tau"),
+            found.text("timing.cost_ratio"),
         ]
 
     rows: list[list[str]] = []
@@ -198,8 +196,8 @@ def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
     for count in counts:
         names = ("parallel-chain", "parallel-tree")
         chain, tree = (Place(results, file, f"quickstart-num_masks-{count}/{method}@0") for method in names)
-        figures = [cell for each in (chain, tree) for cell in (each.quoted("tau"), each.quoted("speedup_mean", TIMES))]
-        rows.append([str(count), *figures, chain.quoted("timing.cost_ratio")])
+        figures = [cell for each in (chain, tree) for cell in (each.text("tau"), each.text("speedup_mean", TIMES))]
+        rows.append([str(count), *figures, chain.text("timing.cost_ratio")])
     return table(["K", "tau, chain", "speedup, chain", "tau, tree", "speedup, tree", "draft / step"], rows)
 
 
@@ -223,7 +221,7 @@ def ngram_alphas(results: Path, rows_of: list[tuple[str, str, str, float]]) -> s
     """
     rows = []
     for target, file, before, temperature in rows_of:
-        alphas = (place(results, file, before + name, temperature).quoted("timing.alpha") for name in NGRAMS)
+        alphas = (place(results, file, before + name, temperature).text("timing.alpha") for name in NGRAMS)
         rows.append([target, f"{temperature:g}", *alphas])
     return table(["target", "T", *NGRAMS], rows, labels=2)
 
@@ -239,6 +237,6 @@ def expected_and_measured(results: Path, rows_of: list[tuple[str, str, str, floa
     rows = []
     for name, file, method, temperature in rows_of:
         found = place(results, file, method, temperature)
-        figures = (found.quoted(f"timing.{key}", form) for key, form in columns.items())
+        figures = (found.text(f"timing.{key}", form) for key, form in columns.items())
         rows.append([name, f"{temperature:g}", *figures])
     return table(["drafter", "T", "gamma", "alpha", "c", "expected", "measured"], rows, labels=2)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import jinja2
-
-from draftsmith.eval.report.charts import draw_theory
-from draftsmith.eval.report.papers.pictures import draw_rounds
-from draftsmith.eval.report.papers.tables import (
+from generate.papers.pictures import draw_rounds
+from generate.papers.tables import (
     EMBEDDED,
     SMOLLM2,
     Place,
@@ -20,6 +18,8 @@ from draftsmith.eval.report.papers.tables import (
     place,
     ratio,
 )
+
+from draftsmith.eval.report.charts import draw_theory
 from draftsmith.recipes.run_folder import write_atomically
 
 PICTURES = "pictures"  # beside the page
@@ -86,7 +86,7 @@ def page_text(results: Path) -> str:
     )
 
     def figure(name: str, path: str, form: str = "{:.2f}") -> str:
-        return _of_smollm2(results, name).quoted(path, form)
+        return _of_smollm2(results, name).text(path, form)
 
     def over(above: str, below: str, path: str) -> str:
         return ratio(_of_smollm2(results, above), _of_smollm2(results, below), path, "{:.2f}")

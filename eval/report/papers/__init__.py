@@ -1,5 +1,0 @@
-"""The papers' tables and figures from measured results, beside what the papers have: one page, two kinds of picture.
-
-Read `tables` (a figure and the link to where it was measured; which figures stand in which table), `pictures`, then
-`page`.
-"""
