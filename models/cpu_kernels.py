@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,22 @@ class FastNorm(nn.RMSNorm):
         if trains or x.dtype != self.weight.dtype or x.numel() > MOST_PACKED_ROWS * self.weight.numel():
             return super().forward(x)
         return torch.ops.draftsmith.norm(x, self.weight, self.eps or 0.0, False)
+
+
+def can_fuse(linear: nn.Linear, rows: Tensor) -> bool:
+    """Whether `fused` takes this linear layer with these rows [R, ...] of one sequence."""
+    known = isinstance(linear, PackedLinear) and rows.dtype == linear.weight.dtype and not torch.is_grad_enabled()
+    return known and rows.dim() == 2 and len(rows) <= MOST_ROWS
+
+
+def fused(parts: Sequence[Tensor], norms: Sequence[nn.RMSNorm], linear: nn.Linear) -> Tensor:
+    """Return [R, N] of a packed linear layer over parts [R, D] next to each other, each through its norm first."""
+    assert isinstance(linear, PackedLinear)
+    linear.pack()
+    weights = [norm.weight for norm in norms]
+    return torch.ops.draftsmith.fused(
+        parts, weights, norms[0].eps, linear.packed, linear.out_features, linear.packed_bias
+    )
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
