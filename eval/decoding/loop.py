@@ -329,11 +329,13 @@ class TargetSession:
             raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
         columns = self._columns_of(end)
         ids, positions = to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)
-        # One token looks at the whole cache: without a mask the fastest attention kernels apply.
+        # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
+        # transformers makes a mask itself, and `CpuTarget` does not.
         mask: Masks | None = None
-        if len(tree) > 1 or columns != end:
+        slides = self._windows.reached(end)
+        if len(tree) > 1 or columns != end or (slides and self._few_rows is not None):
             mask = self._tree_mask(tree.shape, columns)
-            if self._windows.reached(end):  # what columns of nodes hold stands at the nodes' own depths
+            if slides:  # what columns of nodes hold stands at the nodes' own depths
                 mask = self._windows.masks(mask, positions, torch.cat([self._positions[0, :start], positions]))
         step = self._run(ids[None], positions[None], mask)
         return TargetStep(step.logits[0], step.features[0])
