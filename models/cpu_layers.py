@@ -63,7 +63,8 @@ class CpuLayers:
         linears = [linear for layer in layers for linear in _linears(layer)]
         dtype, lanes = linears[0].weight.dtype, vector_lanes()
         head_size = _head_size(config)
-        one_dtype = all(each.weight.dtype == dtype for each in (*linears, norm))
+        norms = [each for layer in layers for each in _norms(layer) if each is not None]
+        one_dtype = all(each.weight.dtype == dtype for each in (*linears, *norms, norm))
         if not lanes or head_size % lanes or head_size > MOST_VECTORS * lanes or not one_dtype:
             return None
         fits = isinstance(head, PackedLinear) and head.weight.dtype == dtype
@@ -174,8 +175,9 @@ class CpuTarget:
         if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
             return None
         layers = CpuLayers.of(decoder.layers, decoder.norm, target.lm_head, target.config)
-        is_whole = layers is not None and layers.has_head
-        return cls(layers, decoder, positions) if layers is not None and is_whole else None
+        if layers is None or not layers.has_head or decoder.embed_tokens.weight.dtype != target.lm_head.weight.dtype:
+            return None
+        return cls(layers, decoder, positions)
 
     def forward(
         self,
