@@ -128,6 +128,96 @@ at::Tensor attention(
   return out;
 }
 
+// rows [..., D] / rms(rows) * weight [D]; in bf16 rounded twice, as transformers' own norms, if `rounds_twice`.
+at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bool rounds_twice) {
+  const auto from = rows.contiguous();
+  const int64_t size = from.size(-1), count = from.numel() / std::max<int64_t>(size, 1);
+  TORCH_CHECK(weight.numel() == size && weight.dtype() == rows.dtype() && weight.is_contiguous(), "rows and norm differ");
+  auto out = at::empty(rows.sizes(), rows.options());
+  const auto run = [&](auto dtype) {
+    using Dtype = decltype(dtype);
+    using Element = typename Dtype::Element;
+    for (int64_t row = 0; row < count; ++row)
+      rms_norm<Dtype>(
+          static_cast<const Element*>(from.const_data_ptr()) + row * size,
+          static_cast<const Element*>(weight.const_data_ptr()), size, static_cast<float>(eps),
+          static_cast<Element*>(out.data_ptr()) + row * size, rounds_twice);
+  };
+  rows.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  return out;
+}
+
+// The `count` largest of each row [R, V] of logits, the first of equals first: their columns, and the logarithms of
+// their shares of all. Both in fp64, in which columns are exact: [2, R, count].
+at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
+  TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.stride(1) == 1, "logits must be [R, V] in fp32");
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  TORCH_CHECK(count > 0 && count <= columns, "there are not as many columns");
+  auto out = at::empty({2, rows, count}, logits.options().dtype(at::kDouble));
+  auto* to = out.mutable_data_ptr<double>();
+  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    std::vector<std::pair<float, int64_t>> best(count);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* of = logits.const_data_ptr<float>() + row * logits.stride(0);
+      int64_t known = 0;
+      float least = -INFINITY;
+      for (int64_t first = 0; first < columns; first += LANES) {
+        const int64_t last = std::min(columns, first + LANES);
+        if (known == count && last - first == LANES && !any_above(Float32::load(of + first), least)) continue;
+        for (int64_t column = first; column < last; ++column) {
+          if (known == count && !(of[column] > least)) continue;
+          int64_t place = known < count ? known++ : count - 1;
+          for (; place > 0 && of[column] > best[place - 1].first; --place) best[place] = best[place - 1];
+          best[place] = {of[column], column};
+          least = best[known - 1].first;
+        }
+      }
+      const float largest = best[0].first;
+      Floats sums = {};
+      float rest = 0;
+      int64_t column = 0;
+      for (; column + LANES <= columns; column += LANES)
+        sums += power_of_two((Float32::load(of + column) - largest) * LOG2_E);
+      for (; column < columns; ++column) rest += std::exp(of[column] - largest);
+      const double all = std::log(static_cast<double>(sum(sums)) + rest);
+      for (int64_t place = 0; place < count; ++place) {
+        to[row * count + place] = static_cast<double>(best[place].second);
+        to[(rows + row) * count + place] = static_cast<double>(best[place].first) - largest - all;
+      }
+    }
+  });
+  return out;
+}
+
+// The first largest of each row [R, V]: [R] int64.
+at::Tensor largest(const at::Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0, "logits must be [R, V]");
+  const int64_t rows = logits.size(0), columns = logits.size(1), whole = columns / LANES * LANES;
+  auto out = at::empty({rows}, logits.options().dtype(at::kLong));
+  auto* to = out.mutable_data_ptr<int64_t>();
+  const auto run = [&](auto dtype) {
+    using Dtype = decltype(dtype);
+    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const auto* of = static_cast<const typename Dtype::Element*>(logits.const_data_ptr()) + row * logits.stride(0);
+        Floats most = broadcast(-INFINITY);
+        for (int64_t column = 0; column < whole; column += LANES) {
+          const Floats next = Dtype::load(of + column);
+          most = most > next ? most : next;
+        }
+        float best = most[0];
+        for (int64_t lane = 1; lane < LANES; ++lane) best = std::max(best, most[lane]);
+        for (int64_t column = whole; column < columns; ++column) best = std::max(best, Dtype::widen(of[column]));
+        int64_t place = 0;
+        while (place < columns - 1 && Dtype::widen(of[place]) != best) ++place;
+        to[row] = place;
+      }
+    });
+  };
+  logits.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  return out;
+}
+
 // Reads every byte once, as fast as the memory gives them; what it returns keeps the compiler from leaving that out.
 int64_t read_all(const at::Tensor& data) {
   TORCH_CHECK(data.is_contiguous(), "what is read must be contiguous");
@@ -154,11 +244,16 @@ TORCH_LIBRARY(draftsmith, library) {
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, double>())
       .def("add_layer", &DecoderLayers::add_layer)
       .def("set_head", &DecoderLayers::set_head)
-      .def("forward", &DecoderLayers::forward);
+      .def("set_tokens", &DecoderLayers::set_tokens)
+      .def("forward", &DecoderLayers::forward)
+      .def("forward_tokens", &DecoderLayers::forward_tokens);
   library.def("lanes() -> int", [] { return LANES; });
   library.def("read(Tensor data) -> int");
   library.def("pack(Tensor weight) -> Tensor");
   library.def("linear(Tensor rows, Tensor packed, int outputs, Tensor? bias) -> Tensor");
+  library.def("norm(Tensor rows, Tensor weight, float eps, bool rounds_twice) -> Tensor");
+  library.def("most_likely(Tensor logits, int count) -> Tensor");
+  library.def("largest(Tensor logits) -> Tensor");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
 
@@ -166,5 +261,8 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("read", read_all);
   library.impl("pack", pack);
   library.impl("linear", linear);
+  library.impl("norm", norm);
+  library.impl("most_likely", most_likely);
+  library.impl("largest", largest);
   library.impl("attention", attention);
 }

@@ -225,14 +225,46 @@ class PackedLinear(nn.Linear):
             self.packed_bias = None if bias is None else bias.detach().float()
 
 
+class FastNorm(nn.RMSNorm):
+    """A frozen norm whose few rows are one operation; torch's takes 60 us for a row. One becomes it in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        if trains or x.dtype != self.weight.dtype or x.numel() > MOST_PACKED_ROWS * self.weight.numel():
+            return super().forward(x)
+        return torch.ops.draftsmith.norm(x, self.weight, self.eps or 0.0, False)
+
+
+def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the columns [R, count] of the largest of each row of logits [R, V], and their log probabilities."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels():
+        columns, log_q = torch.ops.draftsmith.most_likely(logits, count).tolist()
+    else:
+        top = logits.topk(count, dim=-1)
+        # Columns are exact in double precision: one copy for both.
+        log_q = top.values - logits.logsumexp(-1, keepdim=True)
+        columns, log_q = torch.stack([top.indices.double(), log_q.double()]).tolist()
+    return [[int(column) for column in row] for row in columns], log_q
+
+
+def largest(logits: Tensor) -> Tensor:
+    """[..., V] to [...] the first largest. On a CPU `max` finds it in a half of `argmax`'s time, in bf16 in a fifth."""
+    known = logits.device.type == "cpu" and logits.dtype in DTYPES
+    if known and logits.dim() == 2 and logits.stride(-1) == 1 and has_kernels():
+        return torch.ops.draftsmith.largest(logits)
+    return logits.max(-1).indices
+
+
 def pack_linears(model: nn.Module) -> None:
-    """Pack the frozen linear layers in place, each when it is first called.
+    """Pack the frozen linear layers in place, each when it is first called; frozen `nn.RMSNorm`s become `FastNorm`.
 
     Nothing happens elsewhere than in fp32 and bf16 on a CPU, or where there is no compiler to build the products with.
     """
     for module in model.modules():
         if type(module) is nn.Linear and not _trains(module) and _can_be_packed(module) and has_kernels():
             module.__class__ = PackedLinear
+        elif type(module) is nn.RMSNorm and _is_plain_norm(module) and has_kernels():
+            module.__class__ = FastNorm
 
 
 def packable_bytes(model: nn.Module) -> int:
@@ -247,6 +279,11 @@ def packable_bytes(model: nn.Module) -> int:
 
 def _trains(linear: nn.Linear) -> bool:
     return linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
+
+
+def _is_plain_norm(norm: nn.RMSNorm) -> bool:
+    weight = norm.weight
+    return weight is not None and weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:

@@ -45,15 +45,15 @@ inline std::pair<int64_t, int64_t> part_of(int64_t count, int64_t thread, int64_
 // x / (1 + 2 ** (-x log2 e)), with powers of numbers below zero only.
 inline Floats silu(Floats x) {
   const Floats magnitude = x < 0.0f ? -x : x;
-  const Floats power = power_of_two(magnitude * -1.4426950408889634f);
+  const Floats power = power_of_two(magnitude * -LOG2_E);
   return (x < 0.0f ? x * power : x) / (power + 1.0f);
 }
 
-// to = x / rms(x) * weight over D values, rounded where transformers rounds.
+// to = x / rms(x) * weight over D values; in bf16 rounded before the weight too, as transformers does, or once.
 template <class Dtype>
 void rms_norm(
     const typename Dtype::Element* from, const typename Dtype::Element* weight, int64_t size, float eps,
-    typename Dtype::Element* to) {
+    typename Dtype::Element* to, bool rounds_twice = true) {
   Floats squares[4] = {};
   int64_t n = 0;
   for (int64_t i = 0; n + LANES <= size; n += LANES, i = (i + 1) % 4) {
@@ -73,8 +73,12 @@ void rms_norm(
       std::copy(weight + n, weight + size, factors);
       x = values, w = factors;
     }
-    Dtype::store(rounded, Dtype::load(x) * scale);
-    store_first<Dtype>(to + n, Dtype::load(rounded) * Dtype::load(w), count);
+    Floats normed = Dtype::load(x) * scale;
+    if (rounds_twice) {
+      Dtype::store(rounded, normed);
+      normed = Dtype::load(rounded);
+    }
+    store_first<Dtype>(to + n, normed * Dtype::load(w), count);
   }
 }
 
@@ -125,8 +129,11 @@ struct Forward {
   const std::vector<Layer>& layers;
   int64_t rows, heads, kv_heads, head_size, width, hidden_size, mlp_size, angles, columns, first_kept;
   float eps, scale;
-  const Element *cos, *sin, *mask, *first_input;
+  const Element *cos, *sin;       // row `angle_rows[r]` of them is row r's, row r itself where there are none
+  const int64_t* angle_rows;
+  const Element *mask, *first_input;
   int64_t mask_stride, cos_stride, sin_stride, input_width;
+  const std::vector<int64_t>* parents;  // of the nodes of a tree, of which the rows are the last
   const int64_t* places;  // of the rows, in the cache
   int64_t start;          // the first of them, where there are no `places`
   Element *keys, *values;
@@ -189,6 +196,13 @@ struct Forward {
     int32_t* to = seen + row * columns;
     if (mask) {
       counts[row] = find_seen<Dtype>(mask + row * mask_stride, columns, to);
+    } else if (parents) {
+      const int64_t earlier = static_cast<int64_t>(parents->size()) - rows, first = start - earlier;
+      std::iota(to, to + first, 0);
+      int64_t count = first;
+      for (int64_t node = earlier + row; node >= 0; node = (*parents)[node]) to[count++] = static_cast<int32_t>(first + node);
+      std::reverse(to + first, to + count);
+      counts[row] = count;
     } else {
       counts[row] = start + row + 1;
       std::iota(to, to + counts[row], 0);
@@ -235,7 +249,8 @@ struct Forward {
     if (kind != VALUE) {
       const at::Tensor& norm = layer.norms[kind == QUERY ? QUERY_NORM : KEY_NORM];
       if (norm.defined()) rms_norm<Dtype>(from, weights_of(norm), head_size, eps, from);
-      rotate<Dtype>(from, cos + row * cos_stride, sin + row * sin_stride, angles);
+      const int64_t angle = angle_rows ? angle_rows[row] : row;
+      rotate<Dtype>(from, cos + angle * cos_stride, sin + angle * sin_stride, angles);
     }
     if (kind == QUERY) return;
     Element* to = kind == KEY ? keys + index * key_layer + head * key_head + place(row) * key_stride
@@ -301,7 +316,7 @@ struct DecoderLayers : torch::CustomClassHolder {
   int64_t heads, kv_heads, head_size, hidden_size;
   double eps, scale;
   std::vector<Layer> layers;
-  at::Tensor final_norm;
+  at::Tensor final_norm, embedding, cos_table, sin_table;
   Projection head;
 
   DecoderLayers(int64_t heads, int64_t kv_heads, int64_t head_size, int64_t hidden_size, double eps, double scale)
@@ -357,15 +372,58 @@ struct DecoderLayers : torch::CustomClassHolder {
     if (packed) head = projection(*packed, bias, outputs, hidden_size);
   }
 
+  // The embedding [V, D] of `forward_tokens`, and RoPE's cos and sin [positions, A].
+  void set_tokens(const at::Tensor& weight, const at::Tensor& all_cos, const at::Tensor& all_sin) {
+    TORCH_CHECK(weight.dim() == 2 && weight.size(1) == hidden_size && weight.is_contiguous(), "the embedding has another size");
+    embedding = weight, cos_table = all_cos, sin_table = all_sin;
+  }
+
+  // As `forward`, of tokens at these positions.
+  std::tuple<at::Tensor, at::Tensor> forward_tokens(
+      const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions, const at::Tensor& keys,
+      const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
+      const std::optional<at::Tensor>& mask, const std::optional<std::vector<int64_t>>& parents,
+      const std::vector<int64_t>& taps) const {
+    TORCH_CHECK(embedding.defined(), "there is no embedding");
+    TORCH_CHECK(tokens.size() == positions.size(), "every token needs a position");
+    for (size_t row = 0; row < tokens.size(); ++row) {
+      TORCH_CHECK(tokens[row] >= 0 && tokens[row] < embedding.size(0), "token ", tokens[row], " is not in the vocabulary");
+      TORCH_CHECK(positions[row] >= 0 && positions[row] < cos_table.size(0), "position ", positions[row], " has no angles");
+    }
+    const int64_t rows = static_cast<int64_t>(tokens.size()), bytes = hidden_size * embedding.element_size();
+    const auto inputs = at::empty({rows, hidden_size}, embedding.options());
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(
+          static_cast<char*>(inputs.data_ptr()) + row * bytes,
+          static_cast<const char*>(embedding.const_data_ptr()) + tokens[row] * bytes, bytes);
+    return run_rows(
+        inputs, cos_table, sin_table, positions.data(), keys, values, start, places, mask, parents, std::nullopt, taps, 0,
+        true, false);
+  }
+
   // inputs [R, D] in the weights' dtype, cos and sin [R, A]; keys and values [L, 1, G, S', D of a head], into which the
-  // rows are written at `places` [R], or from `start` on. Row r sees the columns where its mask [R, S] is zero; without
-  // a mask all before it and itself. `first_normed` [R, E]: what the first layer's q, k and v read, in place of norm(x).
+  // rows are written at `places` [R], or from `start` on. Row r sees the columns where its mask [R, S] is zero; or, with
+  // the parents of the nodes of a tree whose last R they are, all before the tree and its ancestors; or all before it;
+  // and always itself. `first_normed` [R, E]: what the first layer's q, k and v read, in place of norm(x).
   // Returns features [R, taps * D] and, of the rows from `first_kept` on, logits [R', V], in fp32 if `wide`.
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
       const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
-      const std::optional<at::Tensor>& mask, const std::optional<at::Tensor>& first_normed,
-      const std::vector<int64_t>& taps, int64_t first_kept, bool with_logits, bool wide) {
+      const std::optional<at::Tensor>& mask, const std::optional<std::vector<int64_t>>& parents,
+      const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept,
+      bool with_logits, bool wide) const {
+    TORCH_CHECK(cos.dim() == 2 && cos.size(0) == inputs.size(0), "cos and sin must be [R, at most the head size]");
+    return run_rows(
+        inputs, cos, sin, nullptr, keys, values, start, places, mask, parents, first_normed, taps, first_kept,
+        with_logits, wide);
+  }
+
+  std::tuple<at::Tensor, at::Tensor> run_rows(
+      const at::Tensor& inputs, const at::Tensor& cos, const at::Tensor& sin, const int64_t* angle_rows,
+      const at::Tensor& keys, const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
+      const std::optional<at::Tensor>& mask, const std::optional<std::vector<int64_t>>& parents,
+      const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept,
+      bool with_logits, bool wide) const {
     TORCH_CHECK(!layers.empty(), "there is no layer");
     const auto dtype = layers[0].projections[0].packed.scalar_type();
     const int64_t rows = inputs.size(0), columns = mask ? mask->size(1) : start + rows;
@@ -373,27 +431,44 @@ struct DecoderLayers : torch::CustomClassHolder {
     TORCH_CHECK(rows > 0 && first_kept >= 0 && first_kept <= rows, "no such rows");
     TORCH_CHECK(inputs.is_contiguous(), "rows must be contiguous");
     TORCH_CHECK(
-        cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(0) == rows && cos.size(1) <= head_size &&
-            cos.size(1) % 2 == 0 && cos.stride(1) == 1 && sin.stride(1) == 1,
+        cos.dim() == 2 && cos.sizes() == sin.sizes() && cos.size(1) <= head_size && cos.size(1) % 2 == 0 &&
+            cos.stride(1) == 1 && sin.stride(1) == 1,
         "cos and sin must be [R, at most the head size]");
     for (const auto* cache : {&keys, &values}) {
       TORCH_CHECK(
           cache->dim() == 5 && cache->size(0) == static_cast<int64_t>(layers.size()) && cache->size(1) == 1 &&
               cache->size(2) == kv_heads && cache->size(4) == head_size && cache->stride(4) == 1,
           "keys and values must be [layers, 1, key-value heads, columns, head size]");
-      TORCH_CHECK(columns <= cache->size(3) && start >= 0 && (places || start + rows <= cache->size(3)), "the cache is full");
+      TORCH_CHECK(
+          columns <= cache->size(3) && start >= 0 && (places || start + rows <= cache->size(3)), "the cache is full");
     }
-    TORCH_CHECK(!places || (mask && places->numel() == rows && places->scalar_type() == at::kLong && places->is_contiguous()), "places must be [R] int64, with a mask");
+    TORCH_CHECK(
+        !places || (mask && places->numel() == rows && places->scalar_type() == at::kLong && places->is_contiguous()),
+        "places must be [R] int64, with a mask");
     TORCH_CHECK(!mask || (mask->dim() == 2 && mask->size(0) == rows && mask->size(1) > 0 && mask->stride(1) == 1), "mask must be [R, S]");
-    for (const auto* each : {&inputs, &cos, &sin, &keys, &values}) TORCH_CHECK(each->scalar_type() == dtype, "rows, angles, cache and weights differ in dtype");
+    for (const auto* each : {&inputs, &cos, &sin, &keys, &values})
+      TORCH_CHECK(each->scalar_type() == dtype, "rows, angles, cache and weights differ in dtype");
     TORCH_CHECK(!mask || mask->scalar_type() == dtype, "the mask has another dtype");
-    TORCH_CHECK(!first_normed || (first_normed->dim() == 2 && first_normed->size(0) == rows && first_normed->is_contiguous() && first_normed->scalar_type() == dtype && first_normed->size(1) == layers[0].projections[QUERY].inputs), "the first layer's input has another size");
-    TORCH_CHECK(first_normed || (layers[0].norms[INPUT_NORM].defined() && layers[0].projections[QUERY].inputs == hidden_size), "the first layer has no norm");
+    TORCH_CHECK(
+        !first_normed || (first_normed->dim() == 2 && first_normed->size(0) == rows && first_normed->is_contiguous() &&
+                          first_normed->scalar_type() == dtype &&
+                          first_normed->size(1) == layers[0].projections[QUERY].inputs),
+        "the first layer's input has another size");
+    TORCH_CHECK(
+        first_normed || (layers[0].norms[INPUT_NORM].defined() && layers[0].projections[QUERY].inputs == hidden_size),
+        "the first layer has no norm");
     TORCH_CHECK(!with_logits || head.packed.defined(), "there is no head");
     for (const int64_t tap : taps) TORCH_CHECK(tap >= -1 && tap <= static_cast<int64_t>(layers.size()), "there is no such layer to read features of");
+    if (parents) {
+      const int64_t nodes = static_cast<int64_t>(parents->size());
+      TORCH_CHECK(!mask && nodes >= rows && start >= nodes - rows, "a tree needs a parent for each row, and no mask");
+      for (int64_t node = 0; node < nodes; ++node)
+        TORCH_CHECK((*parents)[node] < node, "a node of a tree comes before its parent");
+    }
     if (places) {
       const auto* of = places->const_data_ptr<int64_t>();
-      for (int64_t row = 0; row < rows; ++row) TORCH_CHECK(of[row] >= 0 && of[row] < keys.size(3), "the cache is full");
+      for (int64_t row = 0; row < rows; ++row)
+        TORCH_CHECK(of[row] >= 0 && of[row] < keys.size(3), "the cache is full");
     }
     auto features = at::empty({rows, static_cast<int64_t>(taps.size()) * hidden_size}, inputs.options());
     auto logits = at::empty(
@@ -423,9 +498,9 @@ struct DecoderLayers : torch::CustomClassHolder {
       std::vector<int32_t> seen(rows * columns);
       Forward<Dtype> forward{
           layers, rows, heads, kv_heads, head_size, width, hidden_size, mlp_size, cos.size(1), columns, first_kept,
-          static_cast<float>(eps), static_cast<float>(scale), at_of(cos), at_of(sin), mask ? at_of(*mask) : nullptr,
-          first_normed ? at_of(*first_normed) : nullptr, mask ? mask->stride(0) : 0, cos.stride(0), sin.stride(0),
-          first_normed ? first_normed->size(1) : 0, places ? places->const_data_ptr<int64_t>() : nullptr, start,
+          static_cast<float>(eps), static_cast<float>(scale), at_of(cos), at_of(sin), angle_rows,
+          mask ? at_of(*mask) : nullptr, first_normed ? at_of(*first_normed) : nullptr, mask ? mask->stride(0) : 0,
+          cos.stride(0), sin.stride(0), first_normed ? first_normed->size(1) : 0, parents ? &*parents : nullptr, places ? places->const_data_ptr<int64_t>() : nullptr, start,
           into(keys), into(values), keys.stride(0), values.stride(0), keys.stride(2), values.stride(2), keys.stride(3),
           values.stride(3), taps, into(features), final_norm.defined() ? at_of(final_norm) : nullptr,
           with_logits ? head.weight<Dtype>() : Weight<Dtype>{}, wide ? nullptr : into(logits),

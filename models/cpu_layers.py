@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.cpu_kernels import MOST_ROWS, MOST_VECTORS, PackedLinear, vector_lanes
-from draftsmith.models.target.features import FINAL_FEATURES, decoder_of
+from draftsmith.models.target.features import decoder_of
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -46,7 +46,7 @@ class CpuLayers:
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:
         self._layers, self._norm, self._head, self._config = layers, norm, head, config
         self.has_head, self.num_layers = head is not None, len(layers)
-        self._native: Any = None
+        self.native: Any = None
         self._made_of: tuple[int, ...] = ()
         self._first_input = getattr(layers[0], "attention_input", None)
         self.refresh()
@@ -70,15 +70,22 @@ class CpuLayers:
         fits = isinstance(head, PackedLinear) and head.weight.dtype == dtype
         return cls(layers, norm, head if fits else None, config)
 
-    def refresh(self) -> None:
-        """Read the weights again if they changed; called before a sequence."""
+    def refresh(self, tokens: tuple[Tensor, ...] = ()) -> None:
+        """Read the weights again if they changed; called before a sequence.
+
+        Args:
+            tokens: Embedding [V, D], and cos and sin of all positions, for `forward_tokens`.
+        """
         made_of = []
         for linear in self._all_linears():
             linear.pack()
             made_of.append(id(linear.packed))
         made_of += [norm.weight.data_ptr() for norm in self._all_norms()]
+        made_of += [tokens[0].data_ptr()] if tokens else []
         if tuple(made_of) != self._made_of:
-            self._made_of, self._native = tuple(made_of), self._build()
+            self._made_of, self.native = tuple(made_of), self._build()
+            if tokens:
+                self.native.set_tokens(*tokens)
 
     def forward(
         self,
@@ -89,7 +96,7 @@ class CpuLayers:
         start: int,
         mask: Tensor | None,
         taps: Sequence[int],
-        places: Tensor | None = None,
+        parents: list[int] | None = None,
         first_kept: int = 0,
         with_logits: bool = True,
         wide: bool = False,
@@ -104,7 +111,8 @@ class CpuLayers:
             start: Where the first row is written; the others follow it.
             mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
             taps: Which features are wanted, as of `FeatureTap`.
-            places: [R] where the rows are written, in place of `start`; they need a mask.
+            parents: In place of a mask: of the nodes of a draft tree, -1 for none, whose last R are the rows. A row
+                sees all columns before the tree, its ancestors and itself.
             first_kept: The first row that logits are wanted of.
             wide: Whether logits are fp32, whatever the layers' dtype is.
 
@@ -114,9 +122,9 @@ class CpuLayers:
         read = None
         if self._first_input is not None:
             inputs, read = self._first_input(inputs)
-        features, logits = self._native.forward(
-            inputs.contiguous(), *rotary, keys, values, start, places, mask, read, list(taps), first_kept, with_logits,
-            wide,
+        features, logits = self.native.forward(
+            inputs.contiguous(), *rotary, keys, values, start, None, mask, parents, read, list(taps), first_kept,
+            with_logits, wide,
         )  # fmt: skip
         return features, logits
 
@@ -160,12 +168,16 @@ class CpuTarget:
     """
 
     def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
-        self._layers, self._embedding = layers, decoder.embed_tokens
-        like = self._embedding.weight
+        embedding = decoder.embed_tokens.weight
         with torch.no_grad():
-            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
-        self._cos, self._sin = (part[0].to(like.dtype) for part in angles)
-        self.refresh = layers.refresh
+            angles = decoder.rotary_emb(embedding.new_empty(0), torch.arange(positions)[None])
+        self._layers = layers
+        self._tokens = (embedding.detach(), *(part[0].to(embedding.dtype).contiguous() for part in angles))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the weights again if they changed; called before a sequence."""
+        self._layers.refresh(self._tokens)
 
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:
@@ -181,18 +193,29 @@ class CpuTarget:
 
     def forward(
         self,
-        ids: Tensor,
-        positions: Tensor,
+        tokens: Sequence[int],
+        positions: Sequence[int],
         keys: Tensor,
         values: Tensor,
         start: int,
-        mask: Tensor | None,
-        taps: Sequence[int] = (FINAL_FEATURES,),
+        taps: Sequence[int],
+        mask: Tensor | None = None,
+        parents: Sequence[int] | None = None,
         places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return features [R, T * D] and logits [R, V] of tokens [R] at positions [R]; else as `CpuLayers.forward`."""
-        rotary = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        return self._layers.forward(self._embedding(ids), rotary, keys, values, start, mask, taps, places)
+        """Run R tokens at these positions; else as `CpuLayers.forward`.
+
+        Args:
+            places: [R] where the rows are written, in place of `start`; they need a mask.
+
+        Returns:
+            Features [R, T * D] and logits [R, V].
+        """
+        found: tuple[Tensor, Tensor] = self._layers.native.forward_tokens(
+            list(tokens), list(positions), keys, values, start, places, mask,
+            None if parents is None else list(parents), list(taps),
+        )  # fmt: skip
+        return found
 
 
 def _is_covered(layer: Any, config: Any) -> bool:

@@ -26,12 +26,13 @@ namespace {
 
 // Lanes of a vector, vectors of a block of outputs, and rows whose sums fit into the registers beside them.
 #if defined(__AVX512F__)
-constexpr int64_t LANES = 16, MOST_ROWS = 14;
+constexpr int64_t LANES = 16, MOST_ROWS = 14, ROWS_TO_ASK_AHEAD = 6;
 #elif defined(__AVX__)
-constexpr int64_t LANES = 8, MOST_ROWS = 5;
+constexpr int64_t LANES = 8, MOST_ROWS = 5, ROWS_TO_ASK_AHEAD = 3;
 #else
-constexpr int64_t LANES = 4, MOST_ROWS = 5;
+constexpr int64_t LANES = 4, MOST_ROWS = 5, ROWS_TO_ASK_AHEAD = 3;
 #endif
+constexpr int64_t LINE = 64, AHEAD = 16384;  // bytes: of a cache line, and how far ahead weights are asked for
 constexpr int64_t VECTORS = 2, BLOCK = VECTORS * LANES;
 constexpr int MOST_PARTS = 16, MOST_HEADS = 3;  // vectors of a head; heads that read keys and values together
 
@@ -40,7 +41,19 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
 inline Floats broadcast(float value) { return Floats{} + value; }
+inline bool any_above(Floats values, float limit) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+  const Ints above = values > limit;
+  int32_t any = 0;
+  for (int64_t lane = 0; lane < LANES; ++lane) any |= above[lane];
+  return any != 0;
+#endif
+}
 inline float sum(Floats values) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)values);
@@ -114,6 +127,10 @@ struct BFloat16 {
 #endif
 };
 
+// Bytes of a block's outputs for PACK inputs.
+template <class Dtype>
+constexpr int64_t BLOCK_BYTES = BLOCK * Dtype::PACK * sizeof(typename Dtype::Element);
+
 // One block of outputs for ROWS rows; `sink(row, v, values)` is given each vector of sums.
 template <class Dtype, int ROWS, class Sink>
 inline void product_of_rows(
@@ -125,6 +142,10 @@ inline void product_of_rows(
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) sums[row][v] = Floats{};
   const auto add = [&](int64_t k, bool last_alone) __attribute__((always_inline)) {
+    // While many rows are multiplied, the processor itself does not ask the memory for enough.
+    if constexpr (ROWS >= ROWS_TO_ASK_AHEAD)
+      for (int64_t line = 0; line < BLOCK_BYTES<Dtype>; line += LINE)
+        __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + line, 0, 2);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
       const auto input = Dtype::input(rows + row * row_stride, k, last_alone);
@@ -234,7 +255,6 @@ void attend(
     const typename Dtype::Element* query, int64_t head_stride, const typename Dtype::Element* keys,
     const typename Dtype::Element* values, int64_t key_stride, int64_t value_stride, const int32_t* seen, int64_t count,
     float scale, float* scores, int64_t score_stride, typename Dtype::Element* out) {
-  constexpr float LOG2_E = 1.4426950408889634f;
   Floats parts[HEADS][PARTS];
   for (int head = 0; head < HEADS; ++head)
     for (int p = 0; p < PARTS; ++p)

@@ -273,22 +273,25 @@ class TargetSession:
     @torch.inference_mode()
     def _run(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> TargetStep:
         """ids and positions [1, N] to logits [1, N, V] and features [1, N, F]."""
-        if self._is_one_call(ids, mask, options):
-            cache, start = self._cache, self._cache.get_seq_length()
-            assert self._few_rows is not None
-            assert cache.all_keys is not None
-            assert cache.all_values is not None
-            features, logits = self._few_rows.forward(
-                ids[0], positions[0], cache.all_keys, cache.all_values, start, None if mask is None else mask[0, 0],
-                self._feature_layers, cache.places,
-            )  # fmt: skip
-            return TargetStep(logits[None], features[None])
+        if not options and not isinstance(mask, dict) and self._is_one_call(ids.shape[1]):
+            places = self._cache.places
+            given = {"mask": None if mask is None else mask[0, 0], "places": places}
+            step = self._in_one_call(ids[0].tolist(), positions[0].tolist(), **given)
+            return TargetStep(step.logits[None], step.features[None])
         return TargetStep(cached_logits(self._target, self._cache, ids, positions, mask, **options), self._tap.take())
 
-    def _is_one_call(self, ids: Tensor, mask: Masks | None, options: dict[str, Any]) -> bool:
-        """Whether `CpuTarget` runs these rows: prompts, many rows and masks for each type of layer it does not."""
-        is_prompt = bool(options) or self._cache.all_keys is None
-        return self._few_rows is not None and not is_prompt and ids.shape[1] <= MOST_ROWS and not isinstance(mask, dict)
+    def _is_one_call(self, rows: int) -> bool:
+        """Whether `CpuTarget` runs this many rows; the first prompt makes the cache that it writes into."""
+        return self._few_rows is not None and rows <= MOST_ROWS and self._cache.all_keys is not None
+
+    def _in_one_call(self, tokens: list[int], positions: list[int], **rows: Any) -> TargetStep:
+        """Logits [N, V] and features [N, F] of tokens at these positions; `rows` as in `CpuTarget.forward`."""
+        cache = self._cache
+        assert self._few_rows is not None
+        features, logits = self._few_rows.forward(
+            tokens, positions, cache.all_keys, cache.all_values, cache.get_seq_length(), self._feature_layers, **rows
+        )
+        return TargetStep(logits, features)
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Give other features from now on; called before a sequence, for the method that will decode it."""
@@ -327,8 +330,11 @@ class TargetSession:
         start, end = self._cache.committed, self._cache.committed + len(tree)
         if end > self._cache.capacity_tokens:
             raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        places = [start + depth for depth in tree.depths]
+        if self._is_one_call(len(tree)) and not self._windows.reached(end):
+            return self._in_one_call(tree.tokens, places, parents=tree.parents)
         columns = self._columns_of(end)
-        ids, positions = to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)
+        ids, positions = to_device([tree.tokens, places], self.device)
         # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
         # transformers makes a mask itself, and `CpuTarget` does not.
         mask: Masks | None = None

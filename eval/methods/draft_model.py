@@ -90,12 +90,12 @@ class DraftModelDecoder:
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V] of the children of W new nodes below `parents`."""
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
-        ids, _, depths, seen = self._tree.add(tokens, parents)
+        ids, _, depths = self._tree.add(tokens, parents)
         self._cache.ahead = first - 1
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
             self._node_of.setdefault(below, node)
         # A single row that sees all others needs no mask, and fast kernels apply.
-        mask = None if is_chain and self._tree.depths[-1] == first else self._mask(seen)
+        mask = None if is_chain and self._tree.depths[-1] == first else self._mask(self._tree.seen_by_last(len(tokens)))
         logits = self._forward(ids, depths + (self._cache.committed - 1), mask)
         self._cache.ahead = 0
         return logits

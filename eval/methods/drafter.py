@@ -25,7 +25,9 @@ from torch import Tensor
 
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, draw, drawn, largest, race
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, draw, drawn, race
+from draftsmith.models import cpu_kernels
+from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     DrafterDecoder,
@@ -431,11 +433,8 @@ def most_likely(
     """The `count` most likely tokens of each row of [R, V'], best first, and their log probabilities, none above 0."""
     if not sampling.greedy:
         logits = sampling.scaled(logits)
-    top = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    log_q = top.values - logits.logsumexp(-1, keepdim=True)
-    # Columns are exact in double precision: one copy for both.
-    chosen, read = torch.stack([top.indices.double(), log_q.double()]).tolist()
-    return [columns.tokens([int(column) for column in row]) for row in chosen], read
+    chosen, log_q = cpu_kernels.most_likely(logits, min(count, logits.shape[-1]))
+    return [columns.tokens(row) for row in chosen], log_q
 
 
 def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:

@@ -31,7 +31,8 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, largest
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.cpu_kernels import largest
 from draftsmith.recipes.schema import Section
 
 

@@ -32,6 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.decoders import to_device
 
 # ---- the draft tree ----
@@ -232,11 +233,6 @@ class Sampling:
             dropped = mass.cumsum(-1) - mass >= self.top_p
             logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
         return logits.softmax(-1)
-
-
-def largest(logits: Tensor) -> Tensor:
-    """[..., V] to [...] the first largest. On a CPU `max` finds it in a half of `argmax`'s time, in bf16 in a fifth."""
-    return logits.max(-1).indices
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -219,6 +219,7 @@ class CachedAttention:
         self._window, self._first = window, 0  # the first column that the current step sees
         self._open = False  # whether a step without a mask sees everything
         self._causal = False  # whether the mask is that of causal order alone
+        self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
         self._places: Tensor | None = None
 
     def hold_still(self) -> None:
@@ -250,7 +251,7 @@ class CachedAttention:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
         self._begin = self.length
         end = self.length + num_rows
-        self._open, self._causal, self._first = not causal, causal, 0
+        self._open, self._causal, self._first, self._parents = not causal, causal, 0, None
         if self._window is not None and end > self._window:
             self._causal, self._first = False, max(self.length + 1 - self._window, 0)
             columns = torch.arange(self._first, end, device=self._keys_values.device)
@@ -276,10 +277,16 @@ class CachedAttention:
         """
         num_rows, num_nodes = ancestors.shape
         self._begin, self._open, self._causal = self.length + num_nodes - num_rows, False, False
+        self._first, self._parents = 0, None
         keys_values = self._keys_values
         mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
         self._mask = mask
+
+    def begin_tree_call(self, num_rows: int, parents: list[int]) -> None:
+        """Prepare the same step for `run`, which needs no mask. parents: of the M nodes, -1 for those below node 0."""
+        self._begin, self._open, self._causal = self.length + len(parents) - num_rows, False, False
+        self._first, self._parents, self._mask = 0, parents, None
 
     def run(
         self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
@@ -297,7 +304,7 @@ class CachedAttention:
         cos, sin = (part[0] for part in rotary)
         return layers.forward(
             inputs_re, (cos, sin), keys, values, self._begin - self._first, mask, (layers.num_layers, FINAL_FEATURES),
-            first_kept=first_kept, with_logits=with_logits, wide=True,
+            parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
         )  # fmt: skip
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
@@ -559,23 +566,22 @@ class GrowingTree:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seen: list[bytearray] = []  # of node i: a 1 for each of the nodes 1, 2, ... that it sees
-        self.depths: list[int] = []
+        self.parents: list[int] = []  # of the nodes 1, 2, ...: the place of the parent among these, -1 for node 0
+        self.depths: list[int] = []  # of all nodes
 
     def begin(self) -> None:
         """Start a tree of node 0 alone."""
-        self.depths, self._seen = [0], [bytearray()]
+        self.depths, self.parents = [0], []
 
     def forget(self) -> None:
         """Have no tree at all, until `begin`."""
         self.depths = []
 
-    def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Add W nodes below `parents`.
 
         Returns:
-            On the device: tokens, parents and depths [W], and [W, M + W - 1] bool, which nodes after node 0 each sees,
-            itself too.
+            On the device: tokens, parents and depths [W].
 
         Raises:
             ValueError: A parent does not exist, or the tree grows too large.
@@ -586,13 +592,19 @@ class GrowingTree:
         if end > LONGEST_TREE_NODES:
             raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
         depths = [self.depths[parent] + 1 for parent in parents]
-        rows = [bytearray(self._seen[parent]).ljust(end - 1, b"\0") for parent in parents]
-        for place, row in enumerate(rows, start=first - 1):
-            row[place] = 1
         self.depths += depths
-        self._seen += rows
-        seen = torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(rows), end - 1)
-        return (*to_device([tokens, parents, depths], self._device), to_device(seen, self._device))
+        self.parents += [parent - 1 for parent in parents]
+        return tuple(to_device([tokens, parents, depths], self._device))
+
+    def seen_by_last(self, count: int) -> Tensor:
+        """[W, M] bool on the device, which nodes after node 0 each of the last W sees, itself too."""
+        nodes = len(self.parents)
+        rows = bytearray(count * nodes)
+        for row, node in enumerate(range(nodes - count, nodes)):
+            while node >= 0:
+                rows[row * nodes + node] = 1
+                node = self.parents[node]
+        return to_device(torch.frombuffer(rows, dtype=torch.bool).view(count, nodes), self._device)
 
 
 class TreeDecoder(CachedDecoder):
@@ -621,14 +633,18 @@ class TreeDecoder(CachedDecoder):
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """fp32 logits [W, V'] of the children of W new nodes below `parents`."""
-        ids, parents_w, depths, seen = self._tree.add(tokens, parents)
+        ids, parents_w, depths = self._tree.add(tokens, parents)
         above = self._feedback_md.index_select(0, parents_w)
         inputs_we = self._drafter.drafted_inputs(ids, above)
-        places = depths + (self._cache.length - 1)
-        if self._static is not None and len(tokens) <= LONGEST_STATIC_ROWS:
+        places, nodes = depths + (self._cache.length - 1), len(tokens)
+        if self._static is not None and nodes <= LONGEST_STATIC_ROWS:
+            seen = self._tree.seen_by_last(nodes)
             hidden_wd, logits_wv = self._static.tree(inputs_we, places, seen, self._rotary_of)
         else:
-            self._cache.begin_tree_step(seen)
+            if self._few_rows is not None and nodes <= MOST_ROWS:
+                self._cache.begin_tree_call(nodes, self._tree.parents)
+            else:
+                self._cache.begin_tree_step(self._tree.seen_by_last(nodes))
             hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
         self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv
