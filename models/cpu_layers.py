@@ -168,16 +168,16 @@ class CpuTarget:
     """
 
     def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
-        embedding = decoder.embed_tokens.weight
+        self._layers, self._embedding = layers, decoder.embed_tokens
+        like = self._embedding.weight
         with torch.no_grad():
-            angles = decoder.rotary_emb(embedding.new_empty(0), torch.arange(positions)[None])
-        self._layers = layers
-        self._tokens = (embedding.detach(), *(part[0].to(embedding.dtype).contiguous() for part in angles))
+            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
+        self._angles = [part[0].to(like.dtype).contiguous() for part in angles]
         self.refresh()
 
     def refresh(self) -> None:
         """Read the weights again if they changed; called before a sequence."""
-        self._layers.refresh(self._tokens)
+        self._layers.refresh((self._embedding.weight.detach(), *self._angles))
 
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:
