@@ -293,6 +293,9 @@ class TargetSession:
         )
         return TargetStep(logits, features)
 
+    def _tree_in_one_call(self, tree: DraftTree, positions: list[int]) -> TargetStep:
+        return self._in_one_call(tree.tokens, positions, parents=tree.parents)
+
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Give other features from now on; called before a sequence, for the method that will decode it."""
         if feature_layers != self._feature_layers:
@@ -332,7 +335,7 @@ class TargetSession:
             raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
         places = [start + depth for depth in tree.depths]
         if self._is_one_call(len(tree)) and not self._windows.reached(end):
-            return self._in_one_call(tree.tokens, places, parents=tree.parents)
+            return self._tree_in_one_call(tree, places)
         columns = self._columns_of(end)
         ids, positions = to_device([tree.tokens, places], self.device)
         # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
