@@ -1,7 +1,7 @@
 """How much data does a drafter need? tau against distilled answer tokens, on nested parts of one distilled set.
 
     python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa \\
-        --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png --store
+        --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 The first recipe must be distilled (`draftsmith distill`), with its features on disk where `data.features.source` is
 `offline` (all layers that any of the recipes reads). Every recipe is trained on every part of its tokens
@@ -11,7 +11,7 @@ parameter is not determined by few sizes). What is trained or measured is not do
 
 Beside it: the tau of a chain that accuracies by depth lead one to expect, 1 + a1 + a1 a2 + ..., against the measured
 one. Accuracies are those on rows kept out of training where `data.eval_rows_frac` asks for such, else on training rows;
-EAGLE trains one depth, which then stands for all. `--store` writes the fits where `draftsmith plan` finds them.
+EAGLE trains one depth, which then stands for all.
 """
 
 import json
@@ -30,11 +30,10 @@ from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder, write_atomically
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.plan.plan import SCALING_FILE
 
 SHAPES = ("chain", "tree")
 REFERENCE_TOKENS = 100_000
@@ -75,12 +74,6 @@ def fit_scaling(answer_tokens: list[int], taus: list[float]) -> ScalingFit:
     return ScalingFit(
         float(intercept), float(slope), residual / spread, residual, min(answer_tokens), max(answer_tokens)
     )
-
-
-def as_stored(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what `draftsmith plan` reads of a whole result file: where it comes from, and the fits alone."""
-    figures = result["figures"]
-    return {**result, "figures": {"target": figures["target"], "trees": figures["fits"]["tree"]}}
 
 
 def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
@@ -192,10 +185,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 100_000, 200_000, 400_000])
     parser.add_argument("--name", default="data-scaling", help="the folder of the common table under runs_dir")
     parser.add_argument("--picture", type=Path, help="draw it there")
-    parser.add_argument("--store", action="store_true", help="let `draftsmith plan` use the fits (needs --json)")
     options = parser.parse_args()
-    if options.store and not options.json:
-        raise UserError("option --store needs --json: the fits that `plan` uses are taken from that result")
     overrides = [argument for argument in options.recipes if "=" in argument]
     recipes = [load_recipe(argument, overrides) for argument in options.recipes if "=" not in argument]
     if not recipes:
@@ -215,9 +205,6 @@ def main() -> None:
     as_values = {shape: {kind: vars(fit) for kind, fit in by_kind.items()} for shape, by_kind in fits.items()}
     target = recipes[0].target.gguf_file or recipes[0].target.model
     write_figures(options, {"target": target, "rows": rows, "fits": as_values})
-    if options.store:
-        result = json.loads(options.json.read_text(encoding="utf-8"))
-        write_atomically(SCALING_FILE, json.dumps(as_stored(result), indent=2) + "\n")
 
 
 if __name__ == "__main__":

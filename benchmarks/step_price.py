@@ -3,10 +3,9 @@
     python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/step/step_price_float32.json
     python benchmarks/step_price.py --shape 8b --rows 1 16 48 64 --json FILE      # random weights, on the GPU if any
 
-In one process and in turns: torch's own operations (`torch`), on a CPU the products and the attention of
-`models/cpu_kernels.cpp` (`kernels`), and these in a compiled forward, as an evaluation has it (`compiled`); after each
-turn the weights are read once, which is the least that a step can cost. Medians over turns. The first call of the
-compiled forward is timed too: in a second process it finds what the first one left in $DRAFTSMITH_CACHE.
+In one process, taking turns: torch's own operations (`torch`) and the step that an evaluation has, which is one call of
+`models/cpu_layers.h` on a CPU and a compiled forward elsewhere (`evaluation`). After each turn the weights are read
+once, which is the least that a step can cost. Medians over turns, and the fastest turn.
 """
 
 from functools import partial
@@ -15,11 +14,11 @@ from typing import Any
 
 import torch
 from parts.shapes import SHAPES, random_target
-from parts.timing import Work, benchmark_parser, in_turns, seconds, write_figures
+from parts.timing import Work, benchmark_parser, in_turns, write_figures
 
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
-from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.cpu_kernels import pack_linears
@@ -53,12 +52,16 @@ def step_prices(
     }
     for name in sessions:
         medians = {count: median(times_s[f"{name} {count}"]) for count in rows}
+        fastest = {count: min(times_s[f"{name} {count}"]) for count in rows}
         single = medians[min(medians)]
         found[name] = {
             "step_s": single,
             "tokens_per_s": 1 / single,
             "share_of_reading": read_s / single,
-            "rows": {str(count): {"seconds": spent, "steps": spent / single} for count, spent in medians.items()},
+            "rows": {
+                str(count): {"seconds": spent, "steps": spent / single, "fastest_s": fastest[count]}
+                for count, spent in medians.items()
+            },
         }
     return found
 
@@ -82,19 +85,12 @@ def main() -> None:
     plain.set_attn_implementation(recipe.attn_implementation)
     pack_linears(target)
     length = arguments.context + 2 * max(rows)
-    compiled = CompiledSession(target, length)
-    compiled.prefill([1] * arguments.context)
-    first_call_s = seconds(lambda: compiled.forward_tree(DraftTree([1], bushy(1))), target.device)
-    sessions = {"torch": TargetSession(plain, length)}
-    if target.device.type == "cpu":
-        sessions["kernels"] = TargetSession(target, length)
-    sessions["compiled"] = compiled
+    sessions = {"torch": TargetSession(plain, length), "evaluation": open_session(target, length, None)}
     result = {
         "target": arguments.shape or recipe.gguf_file or recipe.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "context_tokens": arguments.context,
-        "compile_s": first_call_s,
         **step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns),
     }
     print(f"reading {result['weights_bytes'] / 1e6:.0f} MB: {1e3 * result['read_s']:.2f} ms")
@@ -105,7 +101,6 @@ def main() -> None:
             f"{name}: a step {1e3 * side['step_s']:.2f} ms ({side['tokens_per_s']:.1f}/s, "
             f"{side['share_of_reading']:.0%} of it reading); rows in steps: {costs}"
         )
-    print(f"first compiled call: {first_call_s:.1f} s")
     write_figures(arguments, result)
 
 

@@ -22,6 +22,7 @@ from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodRecipe
 
@@ -31,6 +32,8 @@ CHAIN = MethodRecipe(name="chain")
 
 class SpeculativeDecoder:
     """Answer one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
+
+    On a CPU frozen weights get a packed copy, as in `draftsmith eval`, which takes as much memory again.
 
     Args:
         tokenizer: The target's. None: prompts are token ids, and nothing but the limit ends an answer.
@@ -56,6 +59,9 @@ class SpeculativeDecoder:
         self.tokenizer, self.sampling, self.lenience = tokenizer, sampling, tree.lenience
         self.end_ids = frozenset(() if tokenizer is None else answer_end_ids(target.generation_config, tokenizer))
         length = max_length_tokens or session_tokens(target, DEFAULT_LENGTH_TOKENS)
+        for model in (target, drafter):
+            if model is not None:
+                pack_linears(model)
         self.generator = torch.Generator(target.device).manual_seed(seed)
         self.method: Method = Autoregressive()
         if drafter is None:

@@ -147,6 +147,37 @@ at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bo
   return out;
 }
 
+// Parts [R, D] side by side, each divided by its root mean square and times a weight [D] where it has one, times a packed
+// weight [N, parts * D]: [R, N].
+at::Tensor fused(
+    const std::vector<at::Tensor>& parts, const std::vector<std::optional<at::Tensor>>& norms, double eps,
+    const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK(!parts.empty() && parts.size() == norms.size(), "every part needs a norm, or none");
+  const int64_t rows = parts[0].size(0), size = parts[0].size(1), inputs = size * static_cast<int64_t>(parts.size());
+  auto read = at::empty({rows, inputs}, packed.options());
+  const auto run = [&](auto dtype) {
+    using Dtype = decltype(dtype);
+    using Element = typename Dtype::Element;
+    for (size_t part = 0; part < parts.size(); ++part) {
+      const auto& of = parts[part];
+      TORCH_CHECK(
+          of.dim() == 2 && of.size(0) == rows && of.size(1) == size && of.stride(1) == 1 && of.dtype() == packed.dtype(),
+          "a part has another size or dtype");
+      TORCH_CHECK(!norms[part] || (norms[part]->numel() == size && norms[part]->dtype() == packed.dtype()), "rows and norm differ");
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto* from = static_cast<const Element*>(of.const_data_ptr()) + row * of.stride(0);
+        auto* to = static_cast<Element*>(read.data_ptr()) + row * inputs + static_cast<int64_t>(part) * size;
+        if (norms[part])
+          rms_norm<Dtype>(from, static_cast<const Element*>(norms[part]->const_data_ptr()), size, static_cast<float>(eps), to, false);
+        else
+          std::copy(from, from + size, to);
+      }
+    }
+  };
+  packed.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  return linear(read, packed, outputs, bias);
+}
+
 // The `count` largest of each row [R, V] of logits, the first of equals first: their columns, and the logarithms of
 // their shares of all. Both in fp64, in which columns are exact: [2, R, count].
 at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
@@ -189,6 +220,8 @@ at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
   return out;
 }
 
+inline float below(float value) { return std::nextafter(value, -INFINITY); }
+
 // The first largest of each row [R, V]: [R] int64.
 at::Tensor largest(const at::Tensor& logits) {
   TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0, "logits must be [R, V]");
@@ -209,7 +242,8 @@ at::Tensor largest(const at::Tensor& logits) {
         for (int64_t lane = 1; lane < LANES; ++lane) best = std::max(best, most[lane]);
         for (int64_t column = whole; column < columns; ++column) best = std::max(best, Dtype::widen(of[column]));
         int64_t place = 0;
-        while (place < columns - 1 && Dtype::widen(of[place]) != best) ++place;
+        while (place + LANES < columns && !any_above(Dtype::load(of + place), below(best))) place += LANES;
+        while (place < columns - 1 && !(Dtype::widen(of[place]) >= best)) ++place;
         to[row] = place;
       }
     });
@@ -252,6 +286,8 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("pack(Tensor weight) -> Tensor");
   library.def("linear(Tensor rows, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("norm(Tensor rows, Tensor weight, float eps, bool rounds_twice) -> Tensor");
+  library.def(
+      "fused(Tensor[] parts, Tensor?[] norms, float eps, Tensor packed, int outputs, Tensor? bias) -> Tensor", fused);
   library.def("most_likely(Tensor logits, int count) -> Tensor");
   library.def("largest(Tensor logits) -> Tensor");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");

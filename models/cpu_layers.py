@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ class CpuLayers:
     """
 
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:
-        self._layers, self._norm, self._head, self._config = layers, norm, head, config
+        self._norm: Any = norm
+        self._layers, self._head, self._config = layers, head, config
         self.has_head, self.num_layers = head is not None, len(layers)
         self.native: Any = None
         self._made_of: tuple[int, ...] = ()
@@ -67,8 +68,8 @@ class CpuLayers:
         one_dtype = all(each.weight.dtype == dtype for each in (*linears, *norms, norm))
         if not lanes or head_size % lanes or head_size > MOST_VECTORS * lanes or not one_dtype:
             return None
-        fits = isinstance(head, PackedLinear) and head.weight.dtype == dtype
-        return cls(layers, norm, head if fits else None, config)
+        is_usable = isinstance(head, PackedLinear) and head.weight.dtype == dtype
+        return cls(layers, norm, cast(PackedLinear, head) if is_usable else None, config)
 
     def refresh(self, tokens: tuple[Tensor, ...] = ()) -> None:
         """Read the weights again if they changed; called before a sequence.
@@ -195,8 +196,8 @@ class CpuTarget:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
         start: int,
         taps: Sequence[int],
         mask: Tensor | None = None,

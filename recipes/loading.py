@@ -1,4 +1,9 @@
-"""Read a recipe: YAML, then dotted overrides, then the schema; each mistake names its key.
+"""Read a recipe: YAML, the recipes that it extends, dotted overrides, the schema; each mistake names its file and key.
+
+`extends: NAME` starts from another file's values. Mappings merge key by key, in the order of that file, a new key after
+the key that precedes it; lists and scalars replace. `null` takes an inherited key back, so that its default holds. A
+changed `kind` or `engine` drops the `options` next to it, which belong to the old one. Files in `base/` are only
+extended: they need no `name`.
 
 And the recipe that `drafter.init` names: the first stage of a training in two. Its drafter and training are its own;
 target, data, seed and `runs_dir` are those of the recipe that names it, so both stages learn from the same tokens, and
@@ -32,20 +37,96 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         UserError: A file is missing or no YAML, the recipe no mapping, or a key is unknown or has the wrong type.
     """
     file = find_recipe(path)
-    values = _read_yaml(file)
-    if not isinstance(values, dict):
-        raise UserError(f"{file} must hold a YAML mapping of sections (name, target, data, ...), not {_kind(values)}")
+    files = _with_parents(file)
+    values: dict[str, Any] = {}
+    for own_values in reversed(files.values()):
+        values = _merged(values, own_values)
     for override in overrides or []:
         _apply_override(values, override)
+    if "extends" in values:
+        raise UserError("key `extends` cannot be an override: write it into a recipe file")
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{file}: {explain(Recipe, error)}") from None
+        place = _place_of(error.errors()[0]["loc"], list(files), overrides or [])
+        raise UserError(f"{place}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias of what it is part of
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
     return recipe
+
+
+def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
+    """Read a recipe file and the files that it extends, nearest first; return their values without `extends`."""
+    files: dict[Path, dict[str, Any]] = {}
+    parent: Any = file
+    while parent is not None:
+        values = _read_yaml(parent)
+        if not isinstance(values, dict):
+            raise UserError(
+                f"{parent} must hold a YAML mapping of sections (name, target, data, ...), not {_kind(values)}"
+            )
+        name = values.pop("extends", None)
+        files[parent], child, parent = values, parent, None
+        if name is None:
+            break
+        place = _place_of(("extends",), [child], [])
+        if not isinstance(name, str):
+            raise UserError(f"{place}: key `extends` must be the name or the path of one recipe, not {_kind(name)}")
+        try:
+            parent = find_recipe(name, child)
+        except UserError as error:
+            raise UserError(f"{place}: key `extends`: {error}") from None
+        if any(parent.samefile(other) for other in files):
+            names = " extends ".join(str(each) for each in (*files, parent))
+            raise UserError(f"{place}: key `extends` goes in a circle ({names}): take it out of one of these files")
+    return files
+
+
+def _merged(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
+    """Merge the values of a recipe file over those of the file that it extends."""
+    merged = dict(parent)
+    if any(key in parent and key in child and child[key] != parent[key] for key in ("kind", "engine")):
+        merged.pop("options", None)
+    order, taken_back = list(merged), set()
+    place = 0  # in `order`, of the next new key
+    for key, value in child.items():
+        if key in merged:
+            place = order.index(key) + 1
+        else:
+            order.insert(place, key)
+            place += 1
+        if value is None and merged.get(key) is not None:
+            taken_back.add(key)
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return {key: merged[key] for key in order if key not in taken_back}
+
+
+def _place_of(location: tuple[int | str, ...], files: list[Path], overrides: list[str]) -> str:
+    """Return `file, line N` of a key, in the first of the files that holds most of its location.
+
+    Of an overridden key it is the first file alone.
+    """
+    dotted = ".".join(map(str, location)) + "."
+    if any(dotted.startswith(override.partition("=")[0] + ".") for override in overrides):
+        return str(files[0])
+    place, longest = str(files[0]), 0
+    for file in files:
+        node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+        for depth, part in enumerate(location, 1):
+            entries: dict[int | str, tuple[yaml.Node, yaml.Node]] = {}  # key and value; of a list the value twice
+            if isinstance(node, yaml.SequenceNode):
+                entries = {index: (value, value) for index, value in enumerate(node.value)}
+            elif isinstance(node, yaml.MappingNode):
+                entries = {key.value: (key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+            if part not in entries:
+                break
+            key_node, node = entries[part]
+            if depth > longest:
+                place, longest = f"{file}, line {key_node.start_mark.line + 1}", depth
+    return place
 
 
 def _read_yaml(file: Path) -> Any:
@@ -112,12 +193,18 @@ def _unwritable(value: Any, key: str = "") -> str | None:
     return key if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value) else None
 
 
-def find_recipe(path: str | Path) -> Path:
-    """Find the recipe's file: the path itself, or the shipped recipe of that name."""
+def find_recipe(path: str | Path, child: Path | None = None) -> Path:
+    """Find the recipe's file: the path itself, or the shipped recipe of that name.
+
+    Args:
+        child: The file that extends it: a relative path begins at its folder, and shipped names include `base/NAME`.
+    """
     file = Path(path).expanduser()
-    if file.is_file():
-        return file
     shipped_folder = Path(str(importlib.resources.files("draftsmith.recipes")))
+    places = [file] if child is None else [child.parent / file, shipped_folder / f"{file}.yaml"]
+    for place in places:
+        if place.is_file():
+            return place
     shipped = {recipe.stem: recipe for recipe in sorted(shipped_folder.glob("*.yaml"))}
     # A folder in the path means that the user meant a file of theirs, except for the folder the shipped ones live in.
     name = file.name.removesuffix(".yaml")  # no stem: llama3.1-8b-eagle3

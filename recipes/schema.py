@@ -437,6 +437,11 @@ class EvalRecipe(Section):
 class Recipe(Section):
     """Everything one run needs; see `recipes/quickstart.yaml` for a commented example."""
 
+    extends: str | None = Field(
+        None,
+        exclude=True,  # of stored recipes: they hold what it stood for
+        description="a shipped recipe's name, or a path from this file's folder: start from that recipe's values",
+    )
     name: Annotated[str, AfterValidator(check_name)] = Field(description="the run's folder under runs_dir")
     runs_dir: str = Field("runs", description="a folder; every run has one of its own in it")
     seed: int = Field(0, description="of everything that is drawn at random")

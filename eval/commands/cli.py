@@ -479,7 +479,7 @@ def plan(
         int, typer.Option(help="Say what each of so many holds: DDP, FSDP2, ZeRO; the target whole, split, quantised.")
     ] = 1,
 ) -> None:
-    """Say what a recipe will need, from configs alone: parameters, memory, disk, FLOPs, time."""
+    """Estimate what a recipe will need, from configs alone: parameters, memory, disk, time."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from draftsmith.eval.decoding.loop import TargetSession, TargetStep, cached_logits
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled, compiles_by_default
-from draftsmith.models.cpu_kernels import MOST_ROWS
+from draftsmith.models.cpu_kernels import MOST_ROWS, has_kernels
+from draftsmith.models.cpu_layers import FAMILIES
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.windows import Masks
 from draftsmith.recipes.errors import UserError
@@ -39,6 +40,12 @@ def open_session(target: Any, max_length_tokens: int, compiles: bool | None) -> 
     session = TargetSession(target, max_length_tokens)
     if session.runs_in_one_call:
         return session
+    if target.device.type == "cpu" and has_kernels():
+        logger.warning(
+            "a step of %s takes many calls, where the layers of %s take one: expect half of the memory's speed",
+            type(target).__name__,
+            ", ".join(FAMILIES.values()),
+        )
     if compiles or (compiles is None and compiles_by_default(target.device)):
         session.close()
         return CompiledSession(target, max_length_tokens, must=bool(compiles))

@@ -616,6 +616,7 @@ def generate(
     method.start(prompt_ids, step.features)
     method.observe([first], step.features[-1:])
     record.prefill_s = time.perf_counter() - began_s
+    reads_logits = method if isinstance(method, ReadsLogits) else None
     clock.mark()
     while not answer.reached:
         # 1. Draft.
@@ -625,8 +626,8 @@ def generate(
         step = session.forward_tree(tree)
         clock.mark()
         verdict = answer.choose(tree, step.logits)
-        if isinstance(method, ReadsLogits):
-            method.read_logits(tree, step.logits)
+        if reads_logits is not None:
+            reads_logits.read_logits(tree, step.logits)
         clock.mark()
         # 3. Commit the accepted path and the target's own token.
         session.commit(verdict.path)

@@ -21,6 +21,7 @@ from draftsmith.eval.decoding.loop import TreeCache, cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
+from draftsmith.models.cpu_layers import MOST_ROWS, CpuTarget
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     LONGEST_TREE_NODES,
@@ -51,6 +52,7 @@ class DraftModelDecoder:
         self._model, self._vocab_size, self._device = model, vocab_size, model.device
         layers = model.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)
+        self._few_rows = CpuTarget.of(model, self._cache.capacity_tokens)
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 after the committed ones. Node 0 is the newest committed token.
         self._tree = GrowingTree(self._device)
@@ -102,8 +104,14 @@ class DraftModelDecoder:
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """fp32 logits [R, V]."""
-        logits = cached_logits(self._model, self._cache, ids[None], positions[None], mask)
-        logits = logits[0, :, : self._vocab_size].float()
+        cache, few_rows = self._cache, self._few_rows
+        if few_rows is not None and cache.all_keys is not None and len(ids) <= MOST_ROWS:
+            tokens, places, seen = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
+            start = cache.get_seq_length()
+            _, logits = few_rows.forward(tokens, places, cache.all_keys, cache.all_values, start, (), seen)
+        else:
+            logits = cached_logits(self._model, cache, ids[None], positions[None], mask)[0]
+        logits = logits[:, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 

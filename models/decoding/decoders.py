@@ -205,6 +205,7 @@ class CachedAttention:
     ) -> None:
         capacity = aligned(capacity)
         self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
+        self._keys, self._values = self._keys_values.unbind(1)
         self.capacity, self.length = capacity, 0
         self._begin = 0  # where the rows of the current step are written
         self._repeats = config.num_attention_heads // self._keys_values.shape[3]
@@ -283,10 +284,15 @@ class CachedAttention:
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
         self._mask = mask
 
-    def begin_tree_call(self, num_rows: int, parents: list[int]) -> None:
-        """Prepare the same step for `run`, which needs no mask. parents: of the M nodes, -1 for those below node 0."""
-        self._begin, self._open, self._causal = self.length + len(parents) - num_rows, False, False
-        self._first, self._parents, self._mask = 0, parents, None
+    def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
+        """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
+
+        Args:
+            parents: Of the M nodes of the tree, -1 for those below node 0.
+        """
+        before = 0 if parents is None else len(parents) - num_rows
+        self._begin, self._first, self._mask, self._parents = self.length + before, 0, None, parents
+        self._open, self._causal = False, parents is None
 
     def run(
         self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
@@ -297,7 +303,9 @@ class CachedAttention:
             Hidden states [R, 2 D] before and after the final norm, and fp32 logits [k, V'] of the rows from
             `first_kept` on.
         """
-        keys, values = self._keys_values.transpose(0, 1).narrow(4, self._first, self.capacity - self._first)
+        keys, values = self._keys, self._values
+        if self._first:
+            keys, values = (part[:, :, :, self._first :] for part in (keys, values))
         mask = None if self._causal else self._mask
         if mask is None and self._open:
             mask = self._keys_values.new_zeros(len(inputs_re), self._begin + len(inputs_re) - self._first)
@@ -405,7 +413,10 @@ class CachedDecoder:
         if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
             return self._static.causal(inputs_re, first_kept, self._rotary_of)
         begin, num_rows = self._cache.length, len(inputs_re)
-        self._cache.begin_step(num_rows)
+        if self._few_rows is not None and num_rows <= MOST_ROWS and self._window is None:
+            self._cache.begin_call(num_rows)
+        else:
+            self._cache.begin_step(num_rows)
         return self._run_rows(inputs_re, self._rotary_of(inputs_re, slice(begin, begin + num_rows)), first_kept)
 
     def _run_rows(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int = 0) -> tuple[Tensor, Tensor]:
@@ -642,7 +653,7 @@ class TreeDecoder(CachedDecoder):
             hidden_wd, logits_wv = self._static.tree(inputs_we, places, seen, self._rotary_of)
         else:
             if self._few_rows is not None and nodes <= MOST_ROWS:
-                self._cache.begin_tree_call(nodes, self._tree.parents)
+                self._cache.begin_call(nodes, self._tree.parents)
             else:
                 self._cache.begin_tree_step(self._tree.seen_by_last(nodes))
             hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))

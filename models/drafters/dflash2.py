@@ -257,6 +257,12 @@ class DFlash2Drafter(CandidateDrafter):
         part.right_n = (scores_nk.argmax(-1) == label_n) & ~missing_n & (part.known_n > 0)
         return self.config.selector_weight * losses_n, part.read_n.to(losses_n.dtype), 1
 
+    def further_run(self, normed: Tensor) -> Tensor:
+        """Compute the selector's scores of rows [1, N, D]: `draftsmith plan` counts the bytes that they save."""
+        before_n = torch.zeros(normed.shape[1], dtype=torch.int64)
+        candidates_nk = before_n[:, None].expand(-1, self.config.selector_top_k)
+        return self.candidate_selector.edges(self.candidate_selector.gates(normed[0]), before_n, candidates_nk)
+
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         values, columns = self.head_logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)

@@ -314,6 +314,18 @@ class LiLiCorrDrafter(CandidateDrafter):
         parts = zip(*(each.split(at_once) for each in inputs), strict=True)
         return torch.cat([checkpoint(scores, *part, use_reentrant=False) for part in parts])
 
+    def further_run(self, normed: Tensor) -> Tensor:
+        """Compute the lattice of rows [1, N, D] of whole blocks: `draftsmith plan` counts the bytes that it saves."""
+        normed_agd = normed[0].unflatten(0, (-1, self.config.num_depths))
+        log_q_agk = normed_agd[..., : self.config.lattice_top_k]
+        embedded_agkd = torch.zeros(*log_q_agk.shape, normed.shape[-1], dtype=normed.dtype)
+        return self.lilicorr(embedded_agkd, log_q_agk, normed_agd, normed_agd[:, 0])
+
+    @property
+    def further_rows_at_once(self) -> int:
+        """Return the number of rows whose lattice is in memory at the same time, see `_scores`."""
+        return ELEMENTS_AT_ONCE // (self.config.lattice_top_k * self.config.hidden_size)
+
     def _rows(
         self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor
     ) -> tuple[Tensor, ...]:

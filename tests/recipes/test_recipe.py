@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import yaml
+from support.places import ROOT
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.recipes.loading import _with_parents, load_recipe
+
+SHIPPED = ROOT / "recipes"
 
 
 def write(folder: Path, values: Any) -> Path:
@@ -152,3 +155,86 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [line.strip() for line in text.splitlines() if "~" in line] == [
         "- ~/", "- '~'", "chat_template: ~/{{ messages }}",
     ]  # fmt: skip
+
+
+# ---- extends ----
+
+
+def write_files(folder: Path, **texts: str) -> Path:
+    """Write NAME.yaml for each text; return the path of `child.yaml`."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return folder / "child.yaml"
+
+
+def test_extends_merges_key_by_key_and_overrides_come_last(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    grandparent = "seed: 3\ntrain: {a: 1, b: 2, c: 3, d: 4}\neval: {temperatures: [0.0, 1.0], runs: 5}\n"
+    parent = "extends: ../grandparent.yaml\nname: parent\ntarget: {dtype: float16, gguf_file: x}\n"
+    parent += "train: {c: null, e: 5}\n"
+    child = "extends: base/parent.yaml\nname: child\ntarget: {gguf_file: null}\ntrain: {b: 20, new: 6, d: 40}\n"
+    child += "eval: {temperatures: [0.5]}\n"
+    write_files(tmp_path / "base", parent=parent)
+    file = write_files(tmp_path, grandparent=grandparent, child=child)
+    recipe = load_recipe(file, ["train.d=41", "eval.runs=1"])
+    assert (recipe.name, recipe.seed, recipe.extends) == ("child", 3, None)
+    assert list(recipe.train.items()) == [("a", 1), ("b", 20), ("new", 6), ("e", 5), ("d", 41)]
+    assert (recipe.target.dtype, recipe.target.gguf_file) == ("float16", None)
+    assert (recipe.eval.temperatures, recipe.eval.runs) == ([0.5], 1)
+    assert "extends" not in recipe.model_dump()
+
+
+def test_options_belong_to_their_kind(tmp_path: Path) -> None:
+    shipped = "extends: llama3-8b-parallel\nname: child\n"
+    recipe = load_recipe(write_files(tmp_path, child=shipped + "drafter: {options: {num_masks: 7}}\n"))
+    assert recipe.drafter.options == {"num_masks": 7, "inputs": "both"}
+    recipe = load_recipe(write_files(tmp_path, child=shipped + "drafter: {kind: eagle3, options: {ttt_steps: 2}}\n"))
+    assert recipe.drafter.options == {"ttt_steps": 2}
+    recipe = load_recipe(write_files(tmp_path, child=shipped + "data: {distill: {engine: transformers}}\n"))
+    assert recipe.data.distill.options == {}
+
+
+EXTENDING_MISTAKES = [
+    ("name: child\nextends: nobody\n", "child.yaml, line 2: key `extends`: recipe file nobody does not exist"),
+    ("name: child\nextends: quikstart\n", "did you mean `quickstart`?"),
+    ("name: child\nextends: [a, b]\n", "line 2: key `extends` must be the name or the path of one recipe, not a list"),
+    ("name: child\nextends: child.yaml\n", "child.yaml, line 2: key `extends` goes in a circle ("),
+    ("name: child\nextends: circle.yaml\n", "circle.yaml, line 1: key `extends` goes in a circle ("),
+    ("name: child\nextends: list.yaml\n", "list.yaml must hold a YAML mapping"),
+    ("name: child\nextends: wrong.yaml\n", "wrong.yaml, line 3: key `eval.runs`: input should be greater than"),
+    ("extends: wrong.yaml\nname: child\neval:\n  runs: no\n", "child.yaml, line 4: key `eval.runs`: "),
+    ("extends: typo.yaml\nname: child\neval: {runs: 1}\n", "typo.yaml, line 4: unknown key `eval.methods.1.nods`"),
+    ("extends: wrong.yaml\neval: {runs: 1}\n", "child.yaml: key `name` is missing: add it"),
+]
+
+
+@pytest.mark.parametrize(("child", "sentence"), EXTENDING_MISTAKES)
+def test_a_mistake_names_the_file_that_made_it(tmp_path: Path, child: str, sentence: str) -> None:
+    file = write_files(
+        tmp_path,
+        child=child,
+        circle="extends: child.yaml\n",
+        list="- a\n",
+        wrong="seed: 1\neval:\n  runs: 0\n",
+        typo="eval:\n  methods:\n    - name: a\n    - {name: b, nods: 3}\n",
+    )
+    with pytest.raises(UserError) as caught:
+        load_recipe(file)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_override_is_no_line_of_a_file(tmp_path: Path) -> None:
+    file = write_files(tmp_path, child="extends: quickstart\nname: child\neval: {runs: 2}\n")
+    with pytest.raises(UserError, match=r"child\.yaml: key `eval\.runs`"):
+        load_recipe(file, ["eval.runs=0"])
+    with pytest.raises(UserError, match="key `extends` cannot be an override: write it into a recipe file"):
+        load_recipe(file, ["extends=embedded"])
+
+
+def test_shipped_recipes_stay_short_and_chains_shallow() -> None:
+    files = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("base/*.yaml")]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    assert all(text.startswith("# ") for text in texts.values())
+    assert sum(bool(line.strip()) for text in texts.values() for line in text.splitlines()) <= 1200
+    assert max(len(_with_parents(file)) for file in files) == 3

@@ -23,10 +23,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
-from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.fake_run import FakeRun
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target, load_target_config, target_device, target_without_weights
+from draftsmith.models.target.loading import load_target, load_target_config, target_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, free_bytes_at
@@ -40,6 +38,7 @@ from draftsmith.train.features.cache import (
     refuse_obstacle,
     write_shard,
 )
+from draftsmith.train.features.without_weights import models_without_weights
 from draftsmith.train.processes.frozen_target import load_split_target
 from draftsmith.train.processes.launch import leave_at_exit
 
@@ -122,10 +121,8 @@ def project_features(recipe: Recipe) -> Projection:
     tokens = load_tokens(run, recipe.name)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
     settings = feature_settings(recipe, tokens_hash(tokens))
-    with FakeRun().building():
-        target = target_without_weights(recipe.target)
-        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-        layers, hidden_size = drafter.layers_read, target.config.get_text_config().hidden_size
+    target, drafter = models_without_weights(recipe)
+    layers, hidden_size = drafter.layers_read, target.config.get_text_config().hidden_size
     index = FeatureIndex.read(run.features)
     if index is None:
         index = FeatureIndex(layers, hidden_size, settings, [])

@@ -13,8 +13,7 @@ from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import Machine, bytes_text
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.plan.fake_step import ways_out
-from draftsmith.train.plan.plan import PlanOptions, make_plan
+from draftsmith.train.plan.plan import PlanOptions, make_plan, ways_out
 
 SHOWN_WAYS = 4
 
@@ -40,11 +39,10 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
     print(f"{recipe.name}: what a training step needs, by `draftsmith plan`:", file=sys.stderr)
     for line in plan.memory:
-        print(f"  {line.what:18} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
+        print(f"  {line.what:16} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
     need = f"a step needs {bytes_text(plan.peak_bytes)}{_of_the_device(recipe)}"
-    ways = list(ways_out(recipe, plan.peak_bytes))
-    ways.sort(key=lambda way: 0 if way.trains_the_same else way.peak_bytes)
-    advice = f"change {', or '.join(map(str, ways[:SHOWN_WAYS]))}" if ways else "take a smaller target"
+    ways = [way for way, _ in ways_out(recipe, plan.peak_bytes)]
+    advice = f"change {', or '.join(ways[:SHOWN_WAYS])}" if ways else "take a smaller target"
     raise UserError(
         f"out of memory ({said}): {need}: {advice}; then run the same command again, under another `name` if it asks"
     )

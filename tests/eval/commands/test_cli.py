@@ -53,7 +53,7 @@ def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train" / "train_parallel.py"), str(recipe)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr == f"error: {recipe}: unknown key `evall`: did you mean `eval`?\n"
+    assert result.stderr == f"error: {recipe}, line 1: unknown key `evall`: did you mean `eval`?\n"
 
 
 def test_a_comparison_stays_below_runs_dir(tmp_path: Path) -> None:

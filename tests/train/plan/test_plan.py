@@ -10,6 +10,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.benchmark_scripts import benchmark
+from support.places import ROOT
 from support.tiny_runs import make_recipe, recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
@@ -31,19 +33,12 @@ from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padde
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
-from draftsmith.train.plan.fake_step import FakeTraining, StepCost
+from draftsmith.train.plan.estimate import StepCost, bytes_of, step_cost, trained_parameters
 from draftsmith.train.plan.out_of_memory import out_of_memory_explained
-from draftsmith.train.plan.plan import (
-    SCALING_FILE,
-    Line,
-    PlanOptions,
-    SetUp,
-    make_plan,
-    training_data,
-    ways_out,
-    what_more_data_is_worth,
-)
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, training_batch, ways_out
 from draftsmith.train.processes.frozen_target import sync_models
+
+script = benchmark("plan_estimate")
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -68,7 +63,7 @@ def training_row(length: int, labelled: int) -> dict[str, list[int]]:
 
 def predicted_step(recipe: Recipe, row: dict[str, list[int]]) -> StepCost:
     args = training_arguments(recipe.train, Path("unused"), 0, use_cpu=True)
-    return FakeTraining(recipe, args).step(collate_right_padded([row] * args.per_device_train_batch_size))
+    return step_cost(recipe, args, collate_right_padded([row] * args.per_device_train_batch_size))
 
 
 def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list[int]], folder: Path) -> int:
@@ -105,7 +100,7 @@ def traced_peak_bytes(trainer: DrafterTrainer) -> int:
     [
         ("eagle3", {}, {}),  # with a teacher
         ("medusa2", {"warmup_steps": 0}, {}),  # its most expensive step at once
-        ("parallel", {"attention": "dense", "markov_rank": 64}, {}),
+        ("parallel", {"markov_rank": 64}, {}),
         ("parallel", {"loss": "lk_lambda", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
         ("parallel", {"num_layers": 2}, {"bf16": True}),
     ],
@@ -116,8 +111,10 @@ def test_drafters_are_planned_as_they_are_trained(
     config = llama_config()
     recipe = recipe_of(tmp_path, config, drafter={"kind": kind, "options": options}, train=train)
     row = training_row(96, 64)
-    predicted = predicted_step(recipe, row).peak[1].peak_bytes
-    assert predicted == pytest.approx(measured_peak_bytes(recipe, config, row, tmp_path), rel=0.05)
+    predicted = predicted_step(recipe, row).peak_bytes
+    assert predicted == pytest.approx(
+        measured_peak_bytes(recipe, config, row, tmp_path), rel=0.2
+    )  # so small a target's step is mostly logits
 
 
 @pytest.mark.slow
@@ -133,17 +130,17 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "target")
     write_features(recipe, project_features(recipe), progress=False)
-    predicted = predicted_step(recipe, row).peak[1]
+    predicted = predicted_step(recipe, row)
     batch_bytes = 2 * 96 * 64 * 2
-    assert predicted.at_peak_bytes["target"] < 3 * 512 * 64 * 4  # embedding, LM head, norm
-    assert predicted.at_peak_bytes["features"] >= accumulation * batch_bytes
+    assert predicted.bytes["target"] < 3 * 512 * 64 * 4  # embedding, LM head, norm
+    assert predicted.bytes["features"] >= accumulation * batch_bytes
     target, _ = load_target(recipe.target)
     drafter = load_drafter_class("parallel").from_target(target, recipe.drafter.options)
     cache = open_features(recipe, tokens_hash(tokens), drafter)
     sync_models(recipe, target, drafter, torch.device("cpu"))
     args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
     measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
-    assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.05)
+    assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.2)
     (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
     assert line.amount == project_features(recipe).total_bytes
     assert "are free on that disk" in line.how
@@ -153,21 +150,36 @@ def test_memory_adds_up_and_labels_cost(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
     *parts, total = plan.memory
-    assert sum(line.amount for line in parts) == total.amount == plan.peak_bytes == max(plan.phase_peak_bytes.values())
+    assert sum(line.amount for line in parts) == total.amount == plan.peak_bytes
     amounts = {line.what: line.amount for line in parts}
-    trained = amount(plan.parameters, "trainable parameters")
+    trained = amount(plan.parameters, "trainable")
     # AdamW in fp32: weights, two moments and a step count for each tensor.
-    assert amounts["drafter weights"] == 4 * trained
-    assert 0 <= amounts["optimiser state"] - 8 * trained <= 4 * 100
+    assert amounts["drafter"] == 4 * trained
+    assert 0 <= amounts["optimiser"] - 8 * trained <= 4 * 100
     muon = recipe.model_copy(update={"train": {**recipe.train, "optimizer": "muon"}})
-    drafter = FakeTraining(muon, training_arguments(muon.train, tmp_path, 0, use_cpu=True)).drafter
-    matrices = sum(drafter.get_parameter(name).numel() for name in muon_parameters(drafter))
-    saved = amounts["optimiser state"] - amount(make_plan(muon, PlanOptions(peak_tflops=1.0)).memory, "optimiser state")
-    assert 0 <= saved - 4 * matrices <= 4 * 100  # one moment of each matrix, and its step count
-    fewer = make_plan(recipe, PlanOptions(peak_tflops=1.0, labelled_share=0.25))
+    cost = predicted_step(muon, training_row(32, 32))
+    matrices = sum(cost.drafter.get_parameter(name).numel() for name in muon_parameters(cost.drafter))
+    assert 0 <= amounts["optimiser"] - cost.bytes["optimiser"] - 4 * matrices <= 4 * 100  # a moment, and its step count
+    fewer = predicted_step(recipe, training_row(32, 8))
     assert fewer.peak_bytes < plan.peak_bytes
-    assert amount(fewer.flops_per_token, "LM head") < 0.3 * amount(plan.flops_per_token, "LM head")
-    assert amount(fewer.flops_per_token, "target forward") == amount(plan.flops_per_token, "target forward")
+    more = predicted_step(recipe, training_row(32, 32))
+    assert fewer.flops["LM head"] < 0.3 * more.flops["LM head"]
+    assert fewer.flops["target forward"] == more.flops["target forward"]
+
+
+# Of each family one recipe, and what few others have: depths that follow each other, a lattice, heads, a LoRA.
+COMPARED = ("llama3-8b-parallel", "llama3.1-8b-eagle3", "qwen3-30b-a3b-dflash", "qwen3-8b-lilicorr", "smollm2-135m")
+COMPARED_KINDS = ("medusa", "medusa2", "pass", "eagle", "hydra", "dflash2", "draft_model", "peagle")
+
+
+@pytest.mark.parametrize("name", [*COMPARED, *(f"smollm2-135m-{kind}" for kind in COMPARED_KINDS)])
+def test_shipped_recipes_are_within_a_tenth_of_counted_steps(name: str, tmp_path: Path) -> None:
+    """Steps whose tensors were counted one by one, before the sums took their place."""
+    figures = json.loads((ROOT / "docs/results/machinery/plan_estimate.json").read_text(encoding="utf-8"))["figures"]
+    (row,) = (row for row in figures["rows"] if row["recipe"] == name)
+    cost = script.estimated(name, figures["targets"], tmp_path)
+    assert sum(p.numel() for p in trained_parameters(cost.drafter)) == row["trained"]
+    assert cost.peak_bytes == pytest.approx(row["counted_peak_bytes"], rel=0.1)
 
 
 def amount(lines: list[Line], what: str) -> float:
@@ -186,17 +198,17 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     cost = predicted_step(recipe_of(tmp_path), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
     causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
-    flops = cost.flops()
+    flops = cost.flops
     assert flops["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
     assert flops["LM head"] == 2 * (2 * 64 * 512) * 2 * (16 + 15 + 14)
-    fusion = 2 * (2 * 64) * 64 * 31 * 2
+    fusion = 2 * (2 * 64) * 64 * 32 * 2
     rows = 31 + 15 + 14
-    # The attention core runs on the full grid of 3 streams; it also has the products within a group.
-    own_group = flops["drafter forward"] - fusion - 2 * 2 * rows * linear - 3 * 2 * causal_attention
-    assert 0 <= own_group < 0.05 * flops["drafter forward"]
+    # The attention core runs on the full grid of 3 streams.
+    forward = fusion + 2 * 2 * rows * linear + 3 * 2 * causal_attention
+    assert flops["drafter forward"] == pytest.approx(forward, rel=0.05)
     assert cost.tokens == 64
     half = predicted_step(recipe_of(tmp_path, train={"bf16": True}), training_row(32, 16))
-    assert half.flops()["LM head"] == flops["LM head"]  # though the head is cast then
+    assert half.flops["LM head"] == flops["LM head"]  # though the head is cast then
 
 
 def test_flops_of_the_experts_that_a_token_takes(tmp_path: Path) -> None:
@@ -205,9 +217,9 @@ def test_flops_of_the_experts_that_a_token_takes(tmp_path: Path) -> None:
     cost = predicted_step(recipe_of(tmp_path, Qwen3MoeConfig(**config)), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 3 * 64 * 40 + 64 * 8
     causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
-    assert cost.flops()["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
+    assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
     dense = predicted_step(recipe_of(tmp_path), training_row(32, 16))
-    assert cost.flops()["drafter forward"] == dense.flops()["drafter forward"]
+    assert cost.flops["drafter forward"] == dense.flops["drafter forward"]
 
 
 # ---- sizes ----
@@ -227,33 +239,20 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     plan = make_plan(recipe, PlanOptions(memory_gib=80, peak_tflops=300.0, memory_gb_per_s=3000.0))
     size = 4096
     layer = 2 * size**2 + 2 * size * 1024 + 3 * size * 14336 + 2 * size
-    assert amount(plan.parameters, "target parameters") == 8_030_261_248
-    assert amount(plan.parameters, "trainable parameters") == layer + 2 * size**2 + 3 * size + 2 * size
-    assert amount(plan.memory, "target weights") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's angles
-    assert plan.verdict is not None
-    assert plan.verdict.fits
+    assert amount(plan.parameters, "target") == 8_030_261_248
+    assert amount(plan.parameters, "trainable") == layer + 2 * size**2 + 3 * size + 2 * size
+    assert amount(plan.memory, "target") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's angles
+    assert plan.fits
     # A step reads all weights but the embedding's table once, 5.0 ms at 3 TB/s: longer than 20 rows' products take.
     step_s = 2 * (8_030_261_248 - 128256 * size) / 3e12
-    assert amount(plan.stages, "distilling") == pytest.approx(2000 * 500 / 20 * step_s, rel=0.01)
+    assert amount(plan.time, "distilling") == pytest.approx(2000 * 500 / 20 * step_s, rel=0.01)
     turns = sum(len(question.turns) for question in load_questions(recipe.eval.questions, limit_per_category=1))
     methods = 1 + len(recipe.eval.methods)
-    assert amount(plan.stages, "measuring") == pytest.approx(turns * 100 * 2 * methods * step_s, rel=0.05)
+    assert amount(plan.time, "measuring") == pytest.approx(turns * 100 * 2 * methods * step_s, rel=0.05)
     recipe.data.distill.options = {"concurrency": 4000}  # then products are: 2 FLOPs for each of the weights
-    wide = make_plan(recipe, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0, utilisation=0.5)).stages
+    wide = make_plan(recipe, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0, utilisation=0.5)).time
     products_s = 2 * (8_030_261_248 - 128256 * size) / 150e12
     assert amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
-
-
-def test_published_runs_stand_beside_the_plan(tmp_path: Path) -> None:
-    config = llama_config(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
-    )  # fmt: skip
-    large = recipe_of(tmp_path, config, target={"dtype": "bfloat16"}, drafter={"kind": "eagle3", "options": {}})
-    notes = make_plan(large, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0)).notes
-    assert any("at 6.6 conversations a second for each of four H100" in note for note in notes)
-    small = recipe_of(tmp_path / "small", drafter={"kind": "eagle3", "options": {}})
-    assert not any("H100" in note for note in make_plan(small, PlanOptions(peak_tflops=1.0)).notes)
 
 
 def test_the_feature_cache(tmp_path: Path) -> None:
@@ -284,22 +283,22 @@ def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
 def test_batches_come_from_the_data(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     save_tokens(recipe, [8, 30, 10, 20, 12, 14, 16, 18])
-    data = training_data(recipe, batch_size=2)
-    assert data.tokens == 128
-    assert data.largest["attention_mask"].sum(1).tolist() == [30, 20]
-    assert data.typical["attention_mask"].sum(1).tolist() == [12, 20]  # the 3rd and the 7th by length
-    assumed = training_data(recipe, batch_size=2, labelled_share=0.25)
-    assert assumed.largest["loss_mask"].sum(1).tolist() == [8, 8]
-    assert assumed.tokens == 128
+    batch, num_tokens, _ = training_batch(recipe, batch_size=2)
+    assert num_tokens == 128
+    assert batch["attention_mask"].sum(1).tolist() == [30, 20]
+    assumed, num_tokens, _ = training_batch(recipe, batch_size=2, labelled_share=0.25)
+    assert assumed["loss_mask"].sum(1).tolist() == [8, 8]
+    assert num_tokens == 128
 
 
 def test_throughput_is_rate_over_flops(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, train={"max_steps": 0, "num_train_epochs": 3})
     save_tokens(recipe, [16, 16])
     plan = make_plan(recipe, PlanOptions(peak_tflops=2.0, utilisation=0.25))
-    throughput = amount(plan.throughput, "throughput")
-    assert throughput == pytest.approx(0.25 * 2e12 / amount(plan.flops_per_token, "all"))
-    assert amount(plan.throughput, "training time") == pytest.approx(3 * 32 / throughput)
+    cost = predicted_step(recipe, training_row(16, 8))
+    rate, seconds = (line.amount for line in plan.time if line.what == "training")
+    assert rate == pytest.approx(0.25 * 2e12 * cost.tokens / sum(cost.flops.values()))
+    assert seconds == pytest.approx(3 * 32 / rate)
 
 
 # ---- out of memory ----
@@ -336,15 +335,14 @@ def test_training_that_runs_out_of_memory(
     assert all(line.what in printed for line in plan.memory)
     gc.collect()
     assert OutOfMemory.held() is None  # the failed step's tensors are freed before the plan is made
-    first, *others = ways_out(recipe, plan.peak_bytes)
-    assert first.lines == {"train.per_device_train_batch_size": 2, "train.gradient_accumulation_steps": 2}
-    assert all(way.peak_bytes < plan.peak_bytes for way in others)
-    assert {"train.optim"} <= {key for way in others for key in way.lines}
-    for share, sentence in ((0.95, "does not fit: .* is the same training in less"), (1e-3, "no single change of")):
-        verdict = make_plan(recipe, PlanOptions(memory_gib=share * plan.peak_bytes / 2**30, peak_tflops=1.0)).verdict
-        assert verdict is not None
-        assert not verdict.fits
-        assert re.search(sentence, verdict.sentence)
+    (first, _), *others = ways_out(recipe, plan.peak_bytes)
+    assert first.startswith("train.per_device_train_batch_size=2 train.gradient_accumulation_steps=2 (")
+    assert all(size < plan.peak_bytes for _, size in others)
+    assert any(way.startswith("train.optim=") for way, _ in others)
+    for share, text in ((0.95, "does not fit: .* less with train.per_device"), (1e-3, "no single change of")):
+        found = make_plan(recipe, PlanOptions(memory_gib=share * plan.peak_bytes / 2**30, peak_tflops=1.0))
+        assert found.fits is False
+        assert re.search(text, found.verdict or "")
 
 
 def test_what_is_out_of_memory(target_folder: Path) -> None:
@@ -364,62 +362,35 @@ def test_what_is_out_of_memory(target_folder: Path) -> None:
 # ---- several processes ----
 
 
-def set_ups_of(recipe: Recipe, processes: int) -> dict[tuple[str, str], SetUp]:
-    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=processes))
-    return {(each.launch, each.target): each for each in plan.set_ups}
-
-
 def test_what_each_process_holds_by_hand(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    training = FakeTraining(recipe, training_arguments(recipe.train, tmp_path, seed=0, use_cpu=True))
-    alone = make_plan(recipe, PlanOptions(peak_tflops=1.0)).peak_bytes
-    trained = 4 * sum(p.numel() for p in training.trained)
-    layer = 4 * sum(p.numel() for p in training.target.base_model.layers[0].parameters())
-    size = {key: each.bytes or 0 for key, each in set_ups_of(recipe, 4).items()}
-    assert size["DDP", "replicated"] == alone + trained  # the buckets
-    # Of four layers one stays; the peak is not in the target's forward, where another is whole.
-    assert size["DDP", "replicated"] - size["DDP", "sharded"] == 3 * layer
+    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4))
+    cost = predicted_step(recipe, training_row(32, 32))
+    trained, layer = (bytes_of(part) for part in (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
+    size = plan.set_ups
+    assert size["DDP"]["replicated"] == plan.peak_bytes + trained  # the buckets
+    assert size["DDP"]["replicated"] - size["DDP"]["sharded"] == 3 * layer  # of four one stays
     # ZeRO-1 keeps a quarter of AdamW's state and of fp32 copies, in place of the whole state and buckets.
-    adamw = 2 * trained + 4 * len(training.trained)  # two moments, and a count of steps for each tensor
-    assert size["DDP", "replicated"] - size["ZeRO-1", "replicated"] == trained + adamw * 3 // 4 - trained // 4
-    assert size["ZeRO-1", "sharded"] == size["ZeRO-1", "replicated"] - 3 * layer
-    assert size["DDP", "offline"] < size["DDP", "sharded"]
-    assert size["DDP", "nf4"] < size["DDP", "int8"] < size["DDP", "replicated"]
+    adamw = cost.bytes["optimiser"]
+    saved = size["DDP"]["replicated"] - size["ZeRO-1"]["replicated"]
+    assert saved == pytest.approx(trained + adamw * 3 / 4 - trained / 4, abs=1)
+    assert size["ZeRO-1"]["sharded"] == size["ZeRO-1"]["replicated"] - 3 * layer
+    assert size["DDP"]["offline"] < size["DDP"]["sharded"]
+    assert size["DDP"]["nf4"] < size["DDP"]["int8"] < size["DDP"]["replicated"]
 
 
-def test_what_cannot_be_done_has_a_reason(tmp_path: Path) -> None:
-    found = set_ups_of(recipe_of(tmp_path, drafter={"kind": "medusa2", "options": {}}), 2)
-    assert found["DDP", "replicated"].bytes is not None
-    assert found["DDP", "offline"].bytes is None
-    assert "LoRA is inside the target" in (found["FSDP2", "replicated"].why_not or "")
-    assert "own layers" in (found["DDP", "sharded"].why_not or "")
+def _first_layer(cost: StepCost) -> torch.nn.Module:
+    layer: torch.nn.Module = cost.target.base_model.layers[0]
+    return layer
 
 
-# ---- what more data is worth ----
-
-
-def test_what_more_data_is_worth(tmp_path: Path) -> None:
-    recipe, file = recipe_of(tmp_path), tmp_path / "data_scaling.json"
-    fit = {
-        "tau_per_doubling": 0.1, "tau_per_doubling_error": 0.004, "residual": 0.02, "least_tokens": 10,
-        "most_tokens": 14,
-    }  # fmt: skip
-    file.write_text(json.dumps({"figures": {"target": "Small", "trees": {"parallel": fit}}}))
-    sentence = (
-        "each doubling of the answer tokens changed the tree's tau by +0.10 ± 0.00 between 10 and 14 (measured on "
-        "Small with parallel, points 0.02 off the line; your target may differ)"
-    )
-    assert what_more_data_is_worth(recipe, file) == f"more data: {sentence}"
-    save_tokens(recipe, [20, 10])
-    assert what_more_data_is_worth(recipe, file) == (
-        f"more data: there are 15 answer tokens; {sentence}; that is more than was measured, so what more are worth is "
-        "not known"
-    )
-    assert what_more_data_is_worth(recipe_of(tmp_path, drafter={"kind": "hydra", "options": {}}), file) is None
-    file.write_text("{}")
-    with pytest.raises(UserError, match="damaged"):
-        what_more_data_is_worth(recipe, file)
-    assert what_more_data_is_worth(recipe, SCALING_FILE) is not None
+def test_set_ups_that_cannot_be_are_left_out(tmp_path: Path) -> None:
+    """A LoRA inside the target cannot be split, and its target neither split nor quantised nor read from disk."""
+    recipe = recipe_of(tmp_path, drafter={"kind": "medusa2", "options": {}})
+    set_ups = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=2)).set_ups
+    assert {launch: [*sizes] for launch, sizes in set_ups.items()} == {
+        launch: ["replicated"] for launch in ("DDP", "ZeRO-1", "ZeRO-2")
+    }
 
 
 # ---- the command ----
@@ -430,12 +401,11 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["plan", recipe_file(recipe_of(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
-    assert "flex is planned as folded" in result.stdout
-    assert "Memory of each of 2 processes" in result.stdout
+    assert "bytes of each process" in result.stdout
     written = json.loads((tmp_path / "p.json").read_text())
     assert written["peak_bytes"] == sum(line["amount"] for line in written["memory"][:-1])
-    assert written["throughput"][0]["amount"] > 0
-    assert "measured on this cpu" in written["throughput"][0]["how"]
+    assert written["time"][0]["amount"] > 0
+    assert "measured on this cpu" in written["time"][0]["how"]
     assert not (tmp_path / "runs").exists()
 
 
