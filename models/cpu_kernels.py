@@ -33,6 +33,8 @@ GROUPED_SDPA = "grouped_sdpa"
 MOST_PACKED_ROWS = 512  # of one product: beyond it torch's own is as fast
 MOST_ROWS = 64  # of one attention: beyond it, as in a prompt, torch's own is as fast
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
+# What a compiler may not know: the processor's own instructions, and threads, which are torch's.
+MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 WITHOUT = (
     "decoding on this CPU goes on with torch's own products, which read weights at a third to a half of the memory's "
     "speed: install a C++ compiler (g++ 10 or clang 12, or later)"
@@ -124,8 +126,11 @@ def _built(compiler: str) -> Path:
     return library
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(compiler: str, library: Path, machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> None:
     """
+    Args:
+        machine_flags: The first of these that the compiler takes are used.
+
     Raises:
         CalledProcessError: With what the compiler said in `stderr`.
     """
@@ -135,8 +140,7 @@ def _build(compiler: str, library: Path) -> None:
     libraries = [f"-L{folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [compiler, *FLAGS, abi, *includes, str(SOURCE), "-o", str(library), *libraries]
-    # What a compiler may not know: the processor's own instructions, and threads, which are torch's.
-    for extra in (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-march=native"], []):
+    for extra in machine_flags:
         done = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return

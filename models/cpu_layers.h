@@ -342,6 +342,7 @@ struct DecoderLayers : torch::CustomClassHolder {
       const std::vector<at::Tensor>& packed, const std::vector<std::optional<at::Tensor>>& biases,
       const std::vector<std::optional<at::Tensor>>& norms, int64_t input_size, int64_t mlp_size) {
     TORCH_CHECK(packed.size() == NUM_PROJECTIONS && biases.size() == NUM_PROJECTIONS && norms.size() == NUM_NORMS, "a part is missing");
+    for (const at::Tensor& each : packed) TORCH_CHECK(each.scalar_type() == packed[0].scalar_type(), "a layer's weights differ in dtype");
     const int64_t of_heads = heads * head_size, of_kv_heads = kv_heads * head_size;
     const int64_t sizes[NUM_PROJECTIONS][2] = {
         {of_heads, input_size}, {of_kv_heads, input_size}, {of_kv_heads, input_size}, {hidden_size, of_heads},
@@ -355,11 +356,18 @@ struct DecoderLayers : torch::CustomClassHolder {
         layer.norms[i] = norms[i]->contiguous();
       }
     TORCH_CHECK(layer.norms[MLP_NORM].defined(), "a layer needs the norm before its MLP");
+    TORCH_CHECK(
+        layers.empty() || (layer.norms[INPUT_NORM].defined() && input_size == hidden_size),
+        "only the first layer may read something else than the normed hidden states");
+    TORCH_CHECK(layers.empty() || layers[0].projections[0].packed.dtype() == packed[0].dtype(), "layers differ in dtype");
     layers.push_back(layer);
   }
 
   void set_head(const at::Tensor& norm, const std::optional<at::Tensor>& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+    TORCH_CHECK(!layers.empty(), "there is no layer");
     TORCH_CHECK(norm.numel() == hidden_size, "the final norm has another size");
+    const auto dtype = layers[0].projections[0].packed.scalar_type();
+    TORCH_CHECK(norm.scalar_type() == dtype && (!packed || packed->scalar_type() == dtype), "layers, final norm and head differ in dtype");
     final_norm = norm.contiguous();
     if (packed) head = projection(*packed, bias, outputs, hidden_size);
   }
@@ -437,7 +445,7 @@ struct DecoderLayers : torch::CustomClassHolder {
     TORCH_CHECK(
         !places || (mask && places->numel() == rows && places->scalar_type() == at::kLong && places->is_contiguous()),
         "places must be [R] int64, with a mask");
-    TORCH_CHECK(!mask || (mask->dim() == 2 && mask->size(0) == rows && mask->stride(1) == 1), "mask must be [R, S]");
+    TORCH_CHECK(!mask || (mask->dim() == 2 && mask->size(0) == rows && mask->size(1) > 0 && mask->stride(1) == 1), "mask must be [R, S]");
     for (const auto* each : {&inputs, &cos, &sin, &keys, &values})
       TORCH_CHECK(each->scalar_type() == dtype, "rows, angles, cache and weights differ in dtype");
     TORCH_CHECK(!mask || mask->scalar_type() == dtype, "the mask has another dtype");
@@ -450,6 +458,7 @@ struct DecoderLayers : torch::CustomClassHolder {
         first_normed || (layers[0].norms[INPUT_NORM].defined() && layers[0].projections[QUERY].inputs == hidden_size),
         "the first layer has no norm");
     TORCH_CHECK(!with_logits || head.packed.defined(), "there is no head");
+    for (const int64_t tap : taps) TORCH_CHECK(tap >= -1 && tap <= static_cast<int64_t>(layers.size()), "there is no such layer to read features of");
     if (parents) {
       const int64_t nodes = static_cast<int64_t>(parents->size());
       TORCH_CHECK(!mask && nodes >= rows && start >= nodes - rows, "a tree needs a parent for each row, and no mask");
@@ -465,6 +474,7 @@ struct DecoderLayers : torch::CustomClassHolder {
     auto logits = at::empty(
         {with_logits ? rows - first_kept : 0, with_logits ? head.outputs : 0},
         inputs.options().dtype(wide ? at::kFloat : dtype));
+    std::vector<int64_t> counts(rows);  // of the columns that each row sees
     const auto run = [&](auto of) {
       using Dtype = decltype(of);
       using Element = typename Dtype::Element;
@@ -486,7 +496,6 @@ struct DecoderLayers : torch::CustomClassHolder {
         std::fill(stream + row * width + hidden_size, stream + (row + 1) * width, Element{});
       }
       std::vector<int32_t> seen(rows * columns);
-      std::vector<int64_t> counts(rows);
       Forward<Dtype> forward{
           layers, rows, heads, kv_heads, head_size, width, hidden_size, mlp_size, cos.size(1), columns, first_kept,
           static_cast<float>(eps), static_cast<float>(scale), at_of(cos), at_of(sin), angle_rows,
@@ -505,6 +514,7 @@ struct DecoderLayers : torch::CustomClassHolder {
 #endif
     };
     dtype == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+    for (const int64_t count : counts) TORCH_CHECK(count > 0, "a row sees nothing");
     return {features, logits};
   }
 };

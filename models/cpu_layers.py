@@ -64,7 +64,8 @@ class CpuLayers:
         linears = [linear for layer in layers for linear in _linears(layer)]
         dtype, lanes = linears[0].weight.dtype, vector_lanes()
         head_size = _head_size(config)
-        one_dtype = all(each.weight.dtype == dtype for each in (*linears, norm))
+        norms = [each for layer in layers for each in _norms(layer) if each is not None]
+        one_dtype = all(each.weight.dtype == dtype for each in (*linears, *norms, norm))
         if not lanes or head_size % lanes or head_size > MOST_VECTORS * lanes or not one_dtype:
             return None
         is_usable = isinstance(head, PackedLinear) and head.weight.dtype == dtype
@@ -168,16 +169,16 @@ class CpuTarget:
     """
 
     def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
-        embedding = decoder.embed_tokens.weight
+        self._layers, self._embedding = layers, decoder.embed_tokens
+        like = self._embedding.weight
         with torch.no_grad():
-            angles = decoder.rotary_emb(embedding.new_empty(0), torch.arange(positions)[None])
-        self._layers = layers
-        self._tokens = (embedding.detach(), *(part[0].to(embedding.dtype).contiguous() for part in angles))
+            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
+        self._angles = [part[0].to(like.dtype).contiguous() for part in angles]
         self.refresh()
 
     def refresh(self) -> None:
         """Read the weights again if they changed; called before a sequence."""
-        self._layers.refresh(self._tokens)
+        self._layers.refresh((self._embedding.weight.detach(), *self._angles))
 
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:
@@ -187,8 +188,9 @@ class CpuTarget:
         if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
             return None
         layers = CpuLayers.of(decoder.layers, decoder.norm, target.lm_head, target.config)
-        is_whole = layers is not None and layers.has_head
-        return cls(layers, decoder, positions) if layers is not None and is_whole else None
+        if layers is None or not layers.has_head or decoder.embed_tokens.weight.dtype != target.lm_head.weight.dtype:
+            return None
+        return cls(layers, decoder, positions)
 
     def forward(
         self,

@@ -141,6 +141,10 @@ class CompiledSession(TargetSession):
         features = features.clone() if self.device.type == "cuda" else features
         return TargetStep(logits[None], self._wanted(features[None]))
 
+    def _tree_in_one_call(self, tree: DraftTree, positions: list[int]) -> TargetStep:
+        step = super()._tree_in_one_call(tree, positions)
+        return TargetStep(step.logits, self._wanted(step.features))
+
     def _places_of(self, rows: int) -> Tensor:
         """[N] the columns that this many rows are written to."""
         start = self._cache.committed

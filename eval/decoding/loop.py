@@ -293,6 +293,9 @@ class TargetSession:
         )
         return TargetStep(logits, features)
 
+    def _tree_in_one_call(self, tree: DraftTree, positions: list[int]) -> TargetStep:
+        return self._in_one_call(tree.tokens, positions, parents=tree.parents)
+
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:
         """Give other features from now on; called before a sequence, for the method that will decode it."""
         if feature_layers != self._feature_layers:
@@ -332,14 +335,16 @@ class TargetSession:
             raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
         places = [start + depth for depth in tree.depths]
         if self._is_one_call(len(tree)) and not self._windows.reached(end):
-            return self._in_one_call(tree.tokens, places, parents=tree.parents)
+            return self._tree_in_one_call(tree, places)
         columns = self._columns_of(end)
         ids, positions = to_device([tree.tokens, places], self.device)
-        # One token looks at the whole cache: without a mask the fastest attention kernels apply.
+        # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
+        # transformers makes a mask itself, and `CpuTarget` does not.
         mask: Masks | None = None
-        if len(tree) > 1 or columns != end:
+        slides = self._windows.reached(end)
+        if len(tree) > 1 or columns != end or (slides and self._few_rows is not None):
             mask = self._tree_mask(tree.shape, columns)
-            if self._windows.reached(end):  # what columns of nodes hold stands at the nodes' own depths
+            if slides:  # what columns of nodes hold stands at the nodes' own depths
                 mask = self._windows.masks(mask, positions, torch.cat([self._positions[0, :start], positions]))
         step = self._run(ids[None], positions[None], mask)
         return TargetStep(step.logits[0], step.features[0])

@@ -69,6 +69,8 @@ class SharedSession(CompiledSession):
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget what the current sequence was and read a prompt."""
         self.check_room(prompt_ids)
+        if self._few_rows is not None:
+            self._few_rows.refresh()
         length = len(prompt_ids)
         self._where = self._columns[self.current][:length]
         ids = to_device([prompt_ids], self.device)

@@ -254,6 +254,7 @@ def remove(target: PreTrainedModel) -> None:
         with torch.no_grad():
             if layer.merged:
                 layer.unmerge()
+                _count_change(layer)
         parent, _, last = name.rpartition(".")
         setattr(target.get_submodule(parent), last, layer.get_base_layer())
     if hasattr(target, "peft_config"):
@@ -266,6 +267,12 @@ def merge(target: PreTrainedModel) -> None:
     for layer in adapted_layers(target).values():
         if not layer.merged:
             layer.merge()
+            _count_change(layer)
+
+
+def _count_change(layer: Any) -> None:
+    """Tell readers of a weight's version, such as `PackedLinear`, of a change that peft made through `.data`."""
+    torch.autograd.graph.increment_version(layer.get_base_layer().weight)
 
 
 @contextmanager

@@ -1,0 +1,1073 @@
+"""Decoder layers in one call: against transformers, the same bits wherever a token is, in sessions and in drafters.
+
+Shapes: R rows, C context tokens, D hidden, L layers, G key-value heads, H head size, T feature layers, V vocabulary.
+"""
+
+import copy
+import dataclasses
+import itertools
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
+from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, root_only
+from draftsmith.models import cpu_kernels
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.cpu_kernels import (
+    MOST_VECTORS,
+    PackedLinear,
+    cpp_compiler,
+    has_kernels,
+    pack_linears,
+    vector_lanes,
+)
+from draftsmith.models.cpu_layers import CpuLayers, CpuTarget
+from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.drafters import medusa2
+from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
+from draftsmith.recipes.schema import MethodRecipe
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+NUM_LAYERS, VOCAB_SIZE = 2, 333
+# The embeddings, the residual stream between and after the layers, and what the LM head reads.
+TAPS = (0, 1, NUM_LAYERS, FINAL_FEATURES)
+MOST_TREE_NODES = 64
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+ROUNDED = {"rtol": 2**-5, "atol": 2**-4}  # of logits up to 4 in bf16, whose last bit is 2**-6 there
+GREEDY = Sampling()
+
+
+def random_target(
+    family: str = "llama",
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 32,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Build an unpacked target whose hidden, MLP and vocabulary sizes fill no block, with biases and norms that count.
+
+    Args:
+        heads: Query heads and key-value heads.
+    """
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" and heads == (9, 3) else {}
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_size,
+        "max_position_embeddings": 8192, "sliding_window": None, "initializer_range": 0.1, "tie_word_embeddings": False,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(head_size + heads[0])
+    config = AutoConfig.for_model(family, **{**values, **biases, **changes})
+    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return target.to(dtype)
+
+
+def packed_target(target: PreTrainedModel, positions: int = 8192) -> CpuTarget:
+    """Pack the target in place."""
+    pack_linears(target)
+    made = CpuTarget.of(target, positions)
+    assert made is not None
+    return made
+
+
+@dataclasses.dataclass
+class Rows:
+    """Inputs of one forward: R tokens, the columns that each sees, and the keys and values of C context tokens.
+
+    keys, values: [L, 1, G, C, H]; seen: [R, C + R], where the rows' own columns follow the context's.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    seen: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def context(self) -> int:
+        """Return how many context tokens there are."""
+        return self.keys.shape[3]
+
+    def first(self, count: int) -> "Rows":
+        """Return the first rows, which see none of the later ones."""
+        seen = self.seen[:count, : self.context + count]
+        return Rows(self.ids[:count], self.positions[:count], seen, self.keys, self.values)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask [R, C + R]."""
+        return torch.zeros(self.seen.shape, dtype=dtype).masked_fill(~self.seen, torch.finfo(dtype).min)
+
+    def is_causal(self) -> bool:
+        """Whether a row sees the whole context, all rows before it, and itself."""
+        return torch.equal(self.seen, torch.ones_like(self.seen).tril(self.context))
+
+
+def random_rows(target: PreTrainedModel, rows: int, context: int, shape: str = "chain") -> Rows:
+    """Build the inputs of one forward in the target's dtype.
+
+    Args:
+        shape: `chain`; `tree`, a random one; `window`, a tree whose nodes see the 7 positions before their own.
+    """
+    generator = torch.Generator().manual_seed(rows + context)
+    parents = torch.arange(-1, rows - 1)
+    if shape != "chain":
+        parents = torch.tensor([-1, *(int(torch.randint(n, (), generator=generator)) for n in range(1, rows))])
+    tree = TreeShape.of(tuple(parents.tolist()))
+    positions = torch.tensor(tree.depths) + context
+    seen = torch.cat([torch.ones(rows, context, dtype=torch.bool), tree.attention_mask], dim=1)
+    if shape == "window":
+        seen &= torch.cat([torch.arange(context), positions]) > positions[:, None] - 7
+    config = target.config
+    kept = (NUM_LAYERS, 1, config.num_key_value_heads, context, config.head_dim)
+    keys, values = torch.randn((2, *kept), generator=generator).to(target.dtype)
+    return Rows(torch.randint(VOCAB_SIZE, (rows,), generator=generator), positions, seen, keys, values)
+
+
+@dataclasses.dataclass
+class Outputs:
+    """Outputs of one forward: features [R, T * D], logits [R, V], and the rows' keys and values [L, 1, G, R, H]."""
+
+    features: Tensor
+    logits: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return all four."""
+        return [self.features, self.logits, self.keys, self.values]
+
+    def first(self, count: int) -> "Outputs":
+        """Return those of the first rows."""
+        return Outputs(
+            self.features[:count], self.logits[:count], self.keys[..., :count, :], self.values[..., :count, :]
+        )
+
+
+@torch.no_grad()
+def transformers_outputs(target: PreTrainedModel, rows: Rows) -> Outputs:
+    """Run transformers' own modules, in the target's dtype."""
+    cache, dtype = DynamicCache(), target.dtype
+    if rows.context:
+        for layer, (keys, values) in enumerate(zip(rows.keys.to(dtype), rows.values.to(dtype), strict=True)):
+            cache.update(keys, values, layer)
+    with FeatureTap(target, TAPS) as tap:
+        logits = target(
+            input_ids=rows.ids[None],
+            position_ids=rows.positions[None],
+            attention_mask=rows.mask(dtype)[None, None],
+            past_key_values=cache,
+        ).logits[0]
+        features = tap.take()[0]
+    written = [torch.stack([getattr(layer, name) for layer in cache.layers]) for name in ("keys", "values")]
+    return Outputs(features, logits, *(part[..., rows.context :, :] for part in written))
+
+
+@torch.no_grad()
+def our_outputs(
+    ours: CpuTarget,
+    rows: Rows,
+    places: Tensor | None = None,
+    with_mask: bool = True,
+    parents: list[int] | None = None,
+) -> Outputs:
+    """Run one call, and check that nothing but the rows' own places of the cache is written.
+
+    Args:
+        places: [C + R] where context and rows are in the cache; None: one after the other from the first column on.
+        with_mask: False: a causal forward without a mask.
+        parents: In place of a mask, of the nodes of a tree, whose last are the rows.
+    """
+    context, end = rows.context, rows.context + len(rows.ids)
+    columns = torch.arange(end) if places is None else places
+    room = max(end, int(columns.max()) + 1) + 5
+    caches = []
+    for part in (rows.keys, rows.values):
+        cache = part.new_full((*part.shape[:3], room, part.shape[4]), float("nan"))
+        cache[..., columns[:context], :] = part
+        caches.append(cache)
+    before = [cache.clone() for cache in caches]
+    mask = None
+    if with_mask and parents is None:
+        mask = torch.full((len(rows.ids), room - 5), torch.finfo(rows.keys.dtype).min, dtype=rows.keys.dtype)
+        mask[:, columns] = rows.mask(rows.keys.dtype)
+    features, logits = ours.forward(
+        rows.ids.tolist(), rows.positions.tolist(), *caches, context, TAPS, mask=mask, parents=parents,
+        places=None if places is None else columns[context:],
+    )  # fmt: skip
+    own = columns[context:]
+    for cache, old in zip(caches, before, strict=True):
+        old[..., own, :] = cache[..., own, :]
+        torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
+    return Outputs(features, logits, *(cache[..., own, :] for cache in caches))
+
+
+def assert_same_bits(ours: Outputs, theirs: Outputs) -> None:
+    for our_part, their_part in zip(ours.tensors(), theirs.tensors(), strict=True):
+        assert torch.equal(our_part, their_part)
+
+
+def spread_places(count: int, room: int) -> Tensor:
+    """Return ascending places in a cache with other columns between them, so that sums have the same order."""
+    return torch.randperm(room, generator=torch.Generator().manual_seed(room))[:count].sort().values
+
+
+def is_covered(head_size: int) -> bool:
+    """Whether heads of this size fill whole vectors of this processor, and not too many."""
+    return head_size % vector_lanes() == 0 and head_size <= MOST_VECTORS * vector_lanes()
+
+
+# ---- against transformers ----
+
+# Every family with every head size, and every number of heads with every context at least once.
+SHAPES = [
+    (family, heads, head_size, context)
+    for (family, head_size), (heads, context) in zip(
+        itertools.product(FAMILIES, (32, 64, 96, 128)),
+        itertools.cycle(zip(((4, 4), (9, 3), (8, 1)), (0, 37, 600), strict=True)),
+        strict=False,
+    )
+] + [("qwen3", (9, 3), 64, 4096), ("qwen2", (8, 1), 96, 1), ("mistral", (4, 4), 128, 600), ("llama", (8, 1), 32, 2)]
+EVERY_SHAPE = pytest.mark.parametrize(("family", "heads", "head_size", "context"), SHAPES)
+ROW_COUNTS = (1, 2, 13, 14, 15, 33, 64)
+
+
+@EVERY_SHAPE
+def test_fp32_equals_transformers_in_fp64(family: str, heads: tuple[int, int], head_size: int, context: int) -> None:
+    """Features of every layer, logits, and the keys and values that are written, of every number of rows."""
+    if not is_covered(head_size):
+        pytest.skip(f"no heads of {head_size} on this processor")
+    target = random_target(family, heads, head_size)
+    exact, ours = copy.deepcopy(target).double(), packed_target(target)
+    for shape in ("chain", "tree", "window"):
+        rows = random_rows(target, MOST_TREE_NODES, context, shape)
+        theirs = transformers_outputs(exact, rows)
+        for count in ROW_COUNTS:
+            some = rows.first(count)
+            found = our_outputs(ours, some, with_mask=not some.is_causal())
+            for our_part, their_part in zip(found.tensors(), theirs.first(count).tensors(), strict=True):
+                torch.testing.assert_close(our_part.double(), their_part, **CLOSE)
+
+
+@EVERY_SHAPE
+def test_bf16_is_as_near_to_fp64_as_transformers_in_bf16(
+    family: str, heads: tuple[int, int], head_size: int, context: int
+) -> None:
+    """The reference has the same bf16 weights and context.
+
+    transformers rounds to bf16 wherever the kernels do, and at some places more, so that our error, the sum of fewer
+    roundings, must not be larger than its, but for chance. Over 13 rows and more chance is 1/10 of the root mean square
+    (measured: 0.87 to 0.90 of transformers' on average, 1.03 at most), over one row, whose errors come from few
+    roundings, half of it (1.38 at most), and a factor of 2 of the largest error (1.68).
+    """
+    if not is_covered(head_size):
+        pytest.skip(f"no heads of {head_size} on this processor")
+    target = random_target(family, heads, head_size, torch.bfloat16)
+    exact, plain, ours = copy.deepcopy(target).double(), copy.deepcopy(target), packed_target(target)
+    for shape in ("chain", "tree", "window"):
+        rows = random_rows(target, MOST_TREE_NODES, context, shape)
+        wanted, theirs = transformers_outputs(exact, rows), transformers_outputs(plain, rows)
+        for count in ROW_COUNTS:
+            some = rows.first(count)
+            found = our_outputs(ours, some, with_mask=not some.is_causal())
+            parts = (each.first(count).tensors() for each in (found, theirs, wanted))
+            for our_part, their_part, exact_part in zip(*parts, strict=True):
+                our_error, their_error = (part.double() - exact_part for part in (our_part, their_part))
+                chance = 1.1 if count >= 13 else 1.5
+                assert our_error.square().mean().sqrt() <= chance * their_error.square().mean().sqrt() + 1e-6
+                assert our_error.abs().max() <= 2 * their_error.abs().max() + 1e-6
+
+
+@EVERY_DTYPE
+@EVERY_FAMILY
+def test_parents_in_place_of_a_mask_change_no_bit(family: str, dtype: torch.dtype) -> None:
+    """Of a whole tree; and of its last rows, where the others are in the cache already."""
+    ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
+    for count, context in ((1, 0), (13, 40), (64, 300)):
+        rows = random_rows(target, count, context, "tree")
+        own = rows.seen[:, context:].tril(-1)
+        parents = [int(node.nonzero().max()) if node.any() else -1 for node in own]
+        whole = our_outputs(ours, rows)
+        assert_same_bits(our_outputs(ours, rows, parents=parents), whole)
+        earlier = count // 3
+        before = [torch.cat([old, new[..., :earlier, :]], dim=3) for old, new in (
+            (rows.keys, whole.keys), (rows.values, whole.values),
+        )]  # fmt: skip
+        last = Rows(rows.ids[earlier:], rows.positions[earlier:], rows.seen[earlier:], *before)
+        found = our_outputs(ours, last, parents=parents)
+        assert_same_bits(found, our_outputs(ours, last))
+        assert torch.equal(found.logits, whole.logits[earlier:])
+
+
+@EVERY_DTYPE
+def test_every_number_of_rows(dtype: torch.dtype) -> None:
+    """1 to 64 rows have the bits of the 64, of which those of fp32 are transformers'."""
+    target = random_target("qwen3", (9, 3), 32, dtype)
+    exact, ours = copy.deepcopy(target).double(), packed_target(target)
+    rows = random_rows(target, MOST_TREE_NODES, 50, "tree")
+    whole = our_outputs(ours, rows)
+    if dtype == torch.float32:
+        for our_part, their_part in zip(whole.tensors(), transformers_outputs(exact, rows).tensors(), strict=True):
+            torch.testing.assert_close(our_part.double(), their_part, **CLOSE)
+    for count in range(1, MOST_TREE_NODES):
+        assert_same_bits(our_outputs(ours, rows.first(count)), whole.first(count))
+
+
+@pytest.mark.parametrize(("hidden_size", "heads"), [(71, (1, 1)), (33, (3, 1))])
+@EVERY_DTYPE
+def test_odd_sizes(dtype: torch.dtype, hidden_size: int, heads: tuple[int, int]) -> None:
+    """In bf16 two inputs are read together: the last of an odd number is alone."""
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 101, "vocab_size": VOCAB_SIZE}
+    target = random_target("llama", heads, 32, dtype, **sizes)
+    exact, plain, ours = copy.deepcopy(target).double(), copy.deepcopy(target), packed_target(target)
+    rows = random_rows(target, 15, 20, "tree")
+    wanted, theirs = transformers_outputs(exact, rows), transformers_outputs(plain, rows)
+    parts = (each.tensors() for each in (our_outputs(ours, rows), theirs, wanted))
+    for our_part, their_part, exact_part in zip(*parts, strict=True):
+        error = (our_part.double() - exact_part).abs().max()
+        assert error <= (1e-5 if dtype == torch.float32 else 2 * (their_part.double() - exact_part).abs().max())
+
+
+def test_rope_of_other_kinds_and_tied_heads() -> None:
+    """Angles that are scaled, by position and, as with YaRN, in size."""
+    ropes = [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 512},
+        {
+            "rope_type": "llama3", "factor": 8.0, "rope_theta": 500_000.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+        },
+    ]  # fmt: skip
+    for rope in ropes:
+        target = random_target("llama", rope_parameters=rope, tie_word_embeddings=True)
+        exact, ours = copy.deepcopy(target).double(), packed_target(target)
+        rows = random_rows(target, 9, 700, "tree")
+        found, theirs = our_outputs(ours, rows), transformers_outputs(exact, rows)
+        for our_part, their_part in zip(found.tensors(), theirs.tensors(), strict=True):
+            torch.testing.assert_close(our_part.double(), their_part, **CLOSE)
+
+
+# ---- the same bits ----
+
+
+@EVERY_DTYPE
+@EVERY_FAMILY
+def test_places_change_no_bit(family: str, dtype: torch.dtype) -> None:
+    """Context and rows lie anywhere in the cache, with columns between them that no row reads."""
+    ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
+    for rows, context, shape in ((13, 40, "tree"), (1, 5, "chain"), (30, 0, "window"), (64, 300, "tree")):
+        some = random_rows(target, rows, context, shape)
+        wanted = our_outputs(ours, some, with_mask=not some.is_causal())
+        for room in (context + rows, 2 * (context + rows), 1000):
+            assert_same_bits(our_outputs(ours, some, spread_places(context + rows, room)), wanted)
+
+
+@EVERY_DTYPE
+@EVERY_FAMILY
+def test_a_node_has_the_bits_that_its_token_has_alone(family: str, dtype: torch.dtype) -> None:
+    """Each path of a tree, one token after the other without a mask, against all nodes at once."""
+    ours = packed_target(target := random_target(family, (9, 3), 32, dtype))
+    tree = random_rows(target, 25, 21, "tree")
+    whole = our_outputs(ours, tree)
+    own = tree.seen[:, tree.context :]
+    for leaf in (24, 20, 13, 0):
+        path = own[leaf].nonzero()[:, 0].tolist()
+        keys, values = tree.keys, tree.values
+        for node in path:
+            alone = Rows(
+                tree.ids[node : node + 1],
+                tree.positions[node : node + 1],
+                torch.ones(1, keys.shape[3] + 1, dtype=torch.bool),
+                keys,
+                values,
+            )
+            found = our_outputs(ours, alone, with_mask=False)
+            assert torch.equal(found.features[0], whole.features[node])
+            assert torch.equal(found.logits[0], whole.logits[node])
+            keys, values = torch.cat([keys, found.keys], dim=3), torch.cat([values, found.values], dim=3)
+            assert torch.equal(keys[..., -1, :], whole.keys[..., node, :])
+            assert torch.equal(values[..., -1, :], whole.values[..., node, :])
+
+
+@EVERY_DTYPE
+def test_rows_of_another_sequence_change_no_bit(dtype: torch.dtype) -> None:
+    """Two sequences in turns in one cache: each sees its own columns only."""
+    ours = packed_target(target := random_target("qwen2", (8, 1), 64, dtype))
+    first, second = random_rows(target, 9, 30, "tree"), random_rows(target, 20, 11, "tree")
+    both = [
+        torch.cat([getattr(first, name), getattr(second, name)], dim=dim)
+        for name, dim in (("ids", 0), ("positions", 0), ("keys", 3), ("values", 3))
+    ]
+    # Columns: context of the first and of the second, rows of the first and of the second.
+    parts = torch.arange(30 + 11 + 9 + 20).split([30, 11, 9, 20])
+    seen = torch.zeros(29, 70, dtype=torch.bool)
+    seen[:9, torch.cat([parts[0], parts[2]])] = first.seen
+    seen[9:, torch.cat([parts[1], parts[3]])] = second.seen
+    together = Rows(both[0], both[1], seen, both[2], both[3])
+    found = our_outputs(ours, together, spread_places(70, 200))
+    assert_same_bits(found.first(9), our_outputs(ours, first))
+    rest = Outputs(found.features[9:], found.logits[9:], found.keys[..., 9:, :], found.values[..., 9:, :])
+    assert_same_bits(rest, our_outputs(ours, second))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads, and put it back at the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@EVERY_DTYPE
+@EVERY_FAMILY
+def test_threads_change_no_bit(family: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    """Also more threads than there are blocks of a weight, and than rows."""
+    ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
+    for rows in (1, 3, 13, 40):
+        some = random_rows(target, rows, 70, "tree")
+        threads(1)
+        wanted = our_outputs(ours, some)
+        for number in (2, 5):
+            threads(number)
+            assert_same_bits(our_outputs(ours, some), wanted)
+
+
+# ---- weights that change ----
+
+
+def changes_of(target: PreTrainedModel) -> dict[str, Callable[[], Any]]:
+    """Return ways to change a target's weights, by name."""
+    layer: Any = target.base_model.layers[1]
+
+    def replace_norm() -> None:
+        layer.post_attention_layernorm.weight = nn.Parameter(layer.post_attention_layernorm.weight * 2, False)
+
+    def replace_projection() -> None:
+        layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight * 0.5, False)
+
+    def replace_embeddings() -> None:
+        target.get_input_embeddings().weight.data = target.get_input_embeddings().weight.data * 2
+
+    return {
+        "a projection": lambda: layer.self_attn.q_proj.weight.mul_(1.5),
+        "a bias": lambda: layer.self_attn.k_proj.bias.add_(0.5),
+        "a norm": lambda: layer.input_layernorm.weight.mul_(1.5),
+        "the final norm": lambda: target.base_model.norm.weight.mul_(1.5),
+        "the LM head": lambda: target.lm_head.weight.mul_(1.5),
+        "the embeddings": lambda: target.get_input_embeddings().weight.mul_(1.5),
+        "another norm": replace_norm,
+        "another projection": replace_projection,
+        "embeddings at another address": replace_embeddings,
+        "loaded weights": lambda: target.load_state_dict(
+            {name: value * 1.01 for name, value in target.state_dict().items()}
+        ),
+    }
+
+
+@torch.no_grad()
+@EVERY_DTYPE
+@pytest.mark.parametrize("change", list(changes_of(random_target("qwen2"))))
+def test_changed_weights_are_read_at_the_next_sequence(change: str, dtype: torch.dtype) -> None:
+    target = random_target("qwen2", dtype=dtype)
+    ours = packed_target(target)
+    rows = random_rows(target, 5, 9, "tree")
+    before = our_outputs(ours, rows)
+    changes_of(target)[change]()
+    ours.refresh()
+    after = our_outputs(ours, rows)
+    assert not torch.equal(before.logits, after.logits)
+    fresh = copy.deepcopy(target)
+    for module in fresh.modules():
+        if isinstance(module, PackedLinear):
+            module.__class__ = nn.Linear
+    assert_same_bits(after, our_outputs(packed_target(fresh), rows))
+
+
+@torch.no_grad()
+def test_unchanged_weights_are_not_read_again() -> None:
+    """At each sequence, a second copy would cost as much as a step."""
+    target = random_target()
+    ours = packed_target(target)
+    native = ours._layers.native
+    ours.refresh()
+    assert ours._layers.native is native
+
+
+@pytest.mark.parametrize("session_of", ["one", "several"])
+def test_a_session_reads_changed_weights(session_of: str) -> None:
+    target = random_target()
+    pack_linears(target)
+
+    def answer(session: TargetSession) -> Tensor:
+        session.prefill([5, 9, 33])
+        return session.forward_tree(root_only(7)).logits
+
+    def opened() -> TargetSession:
+        return TargetSession(target, 32) if session_of == "one" else SharedSession(target, 32, 2, compiles=False)
+
+    with opened() as session:
+        before = answer(session)
+        with torch.no_grad():
+            target.base_model.layers[0].mlp.up_proj.weight.mul_(2)
+        after = answer(session)
+    with opened() as session:
+        fresh = answer(session)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, fresh)
+
+
+def test_a_merged_adapter_is_read() -> None:
+    """Medusa-2 merges its LoRA into layers that were packed before, and takes it out again."""
+    target = tiny_target(head_dim=32)
+    pack_linears(target)
+    ids = torch.tensor([[5, 9, 33]])
+    with torch.no_grad():
+        plain = target(input_ids=ids).logits
+        drafter = tiny_drafter_of("medusa2", target)
+        adapted = target(input_ids=ids).logits
+        assert not torch.allclose(adapted, plain, atol=1e-2)
+        drafter.freeze()
+        torch.testing.assert_close(target(input_ids=ids).logits, adapted, **CLOSE)
+        medusa2.remove(target)
+        torch.testing.assert_close(target(input_ids=ids).logits, plain, **CLOSE)
+    with TargetSession(target, 32) as session:
+        assert session.runs_in_one_call
+        session.prefill([5, 9])
+        torch.testing.assert_close(session.forward_tree(root_only(33)).logits, plain[0, -1:], **CLOSE)
+
+
+# ---- what is not covered ----
+
+
+class OtherLayer(LlamaDecoderLayer):
+    pass
+
+
+class OtherLlama(LlamaForCausalLM):
+    pass
+
+
+def uncovered_target(case: str) -> PreTrainedModel:
+    """Build a target that differs in one thing from those that are covered."""
+    lanes = vector_lanes()
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    if case in ("gemma", "gpt2"):
+        return tiny_target(case, head_dim=32) if case == "gemma" else tiny_target(case)
+    changes: dict[str, Any] = {
+        "another activation": {"hidden_act": "gelu"},
+        "dynamic RoPE": {"rope_parameters": dynamic},
+        "heads that fill no vector": {"head_size": lanes + lanes // 2},
+        "heads of too many vectors": {"head_size": (MOST_VECTORS + 1) * lanes},
+    }.get(case, {})
+    target: Any = random_target(**changes)
+    layer = target.base_model.layers[1]
+    if case == "a derived target":
+        target.__class__ = OtherLlama
+    elif case == "a derived layer":
+        layer.__class__ = OtherLayer
+    elif case == "float64":
+        target.double()
+    elif case == "float16":
+        target.half()
+    if case == "a head that is trained":
+        target.lm_head.weight.requires_grad_(True)
+    elif case == "a projection that is trained":
+        layer.mlp.up_proj.weight.requires_grad_(True)
+    if case != "unpacked":
+        pack_linears(target)
+    if case == "a projection in bf16":
+        layer.self_attn.k_proj.bfloat16()
+    elif case == "a norm in bf16":
+        layer.input_layernorm.bfloat16()
+    elif case == "a final norm in bf16":
+        target.base_model.norm.bfloat16()
+    elif case == "a head in bf16":
+        target.lm_head.bfloat16()
+    elif case == "embeddings in bf16":
+        target.get_input_embeddings().bfloat16()
+    return target
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "another activation", "dynamic RoPE", "unpacked", "a derived target", "a derived layer", "float64", "float16",
+        "heads that fill no vector", "heads of too many vectors", "a head that is trained",
+        "a projection that is trained", "a projection in bf16", "a norm in bf16", "a final norm in bf16",
+        "a head in bf16", "embeddings in bf16", "gemma", "gpt2",
+    ],
+)  # fmt: skip
+def test_what_is_not_covered_runs_as_it_is(case: str) -> None:
+    assert CpuTarget.of(uncovered_target(case), 64) is None
+
+
+def test_layers_of_no_number_and_of_an_unknown_norm() -> None:
+    target: Any = random_target()
+    pack_linears(target)
+    layers, config = list(target.base_model.layers), target.config
+    assert CpuLayers.of([], target.base_model.norm, target.lm_head, config) is None
+    assert CpuLayers.of(layers, nn.LayerNorm(72), target.lm_head, config) is None
+    made = CpuLayers.of(layers, target.base_model.norm, nn.Linear(72, 333), config)
+    assert made is not None
+    assert not made.has_head
+
+
+# ---- bad arguments ----
+
+
+def test_bad_arguments_are_refused() -> None:
+    target = random_target()
+    native = packed_target(target)._layers.native
+    places = torch.arange(8, 11)
+    good: dict[str, Any] = {
+        "inputs": torch.zeros(3, 72), "cos": torch.ones(3, 32), "sin": torch.zeros(3, 32),
+        "keys": torch.zeros(2, 1, 2, 11, 32), "values": torch.zeros(2, 1, 2, 11, 32), "start": 8, "places": None,
+        "mask": torch.zeros(3, 11), "parents": None, "first_normed": None, "taps": [0, 2, -1],
+        "first_kept": 0, "with_logits": True, "wide": False,
+    }  # fmt: skip
+    features, logits = native.forward(*good.values())
+    assert (features.shape, logits.shape) == ((3, 3 * 72), (3, VOCAB_SIZE))
+    cache = (good["keys"], good["values"])
+    for tokens, positions, said in (
+        ([333], [0], "token 333 is not in the vocabulary"),
+        ([-1], [0], "token -1 is not in the vocabulary"),
+        ([0], [8192], "position 8192 has no angles"),
+        ([0], [-1], "position -1 has no angles"),
+        ([0, 1], [0], "every token needs a position"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            native.forward_tokens(tokens, positions, *cache, 8, None, None, None, [-1])
+    one_open = torch.full((3, 11), float("-inf"))
+    one_open[1:, 0] = 0
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"start": 9}, "the cache is full"),
+        ({"start": 9, "mask": None}, "the cache is full"),
+        ({"start": -1}, "the cache is full"),
+        ({"mask": torch.zeros(3, 12)}, "the cache is full"),
+        ({"places": places + 1}, "the cache is full"),
+        ({"places": places - 9}, "the cache is full"),
+        ({"places": places, "mask": None}, "with a mask"),
+        ({"places": places[:2]}, r"places must be \[R\]"),
+        ({"places": places.int()}, "int64"),
+        ({"mask": torch.zeros(2, 11)}, r"mask must be \[R, S\]"),
+        ({"mask": torch.zeros(11, 3).T}, r"mask must be \[R, S\]"),
+        ({"mask": torch.zeros(3, 11).bfloat16()}, "the mask has another dtype"),
+        ({"mask": torch.zeros(3, 0)}, r"mask must be \[R, S\]"),
+        ({"mask": one_open}, "a row sees nothing"),
+        ({"inputs": torch.zeros(3, 71)}, r"rows must be \[R, hidden size\]"),
+        ({"inputs": torch.zeros(72, 3).T}, "rows must be contiguous"),
+        ({"inputs": torch.zeros(3, 72).double()}, "differ in dtype"),
+        ({"inputs": torch.zeros(0, 72), "cos": torch.ones(0, 32), "sin": torch.ones(0, 32)}, "no such rows"),
+        ({"first_kept": 4}, "no such rows"),
+        ({"first_kept": -1}, "no such rows"),
+        ({"cos": torch.ones(2, 32)}, "cos and sin must be"),
+        ({"cos": torch.ones(3, 34), "sin": torch.ones(3, 34)}, "cos and sin must be"),
+        ({"cos": torch.ones(3, 32).bfloat16()}, "differ in dtype"),
+        ({"keys": torch.zeros(2, 1, 2, 11, 32).bfloat16()}, "differ in dtype"),
+        ({"keys": torch.zeros(3, 1, 2, 11, 32)}, "keys and values must be"),
+        ({"values": torch.zeros(2, 1, 4, 11, 32)}, "keys and values must be"),
+        ({"values": torch.zeros(2, 2, 2, 11, 32)}, "keys and values must be"),
+        ({"values": torch.zeros(2, 1, 2, 32, 11).mT}, "keys and values must be"),
+        ({"keys": torch.zeros(2, 1, 2, 10, 32), "mask": None}, "the cache is full"),
+        ({"first_normed": torch.zeros(3, 71)}, "the first layer's input has another size"),
+        ({"first_normed": torch.zeros(3, 72).bfloat16()}, "the first layer's input has another size"),
+        ({"parents": [-1, 0, 1]}, "and no mask"),
+        ({"parents": [-1, 0], "mask": None}, "a parent for each row"),
+        ({"parents": list(range(-1, 11)), "mask": None}, "a parent for each row"),
+        ({"parents": [-1, 0, 2], "mask": None}, "comes before its parent"),
+        ({"taps": [0, 3]}, "no such layer"),
+        ({"taps": [-2]}, "no such layer"),
+    ]
+    for changed, said in refused:
+        with pytest.raises(RuntimeError, match=said):
+            native.forward(*{**good, **changed}.values())
+
+
+def test_layers_that_do_not_fit_are_refused() -> None:
+    make = torch.classes.draftsmith.DecoderLayers
+    with pytest.raises(RuntimeError, match="multiple of key-value heads"):
+        make(3, 2, 32, 72, 1e-6, 0.2)
+    with pytest.raises(RuntimeError, match="head size must be a multiple"):
+        make(2, 1, vector_lanes() + 1, 72, 1e-6, 0.2)
+
+    def layer(**changes: Any) -> tuple[Any, ...]:
+        sizes = [(64, 72), (32, 72), (32, 72), (72, 64), (100, 72), (100, 72), (72, 100)]
+        values: dict[str, Any] = {
+            "packed": [torch.ops.draftsmith.pack(torch.zeros(size)) for size in sizes], "biases": [None] * 7,
+            "norms": [torch.ones(72), torch.ones(72), None, None], "input_size": 72, "mlp_size": 100,
+        }  # fmt: skip
+        return tuple({**values, **changes}.values())
+
+    packed = layer()[0]
+    narrow = [torch.ops.draftsmith.pack(torch.zeros(32, 72)), *packed[1:]]
+    half = [packed[0], torch.ops.draftsmith.pack(torch.zeros(32, 72).bfloat16()), *packed[2:]]
+    made = make(2, 1, 32, 72, 1e-6, 0.2)
+    with pytest.raises(RuntimeError, match="there is no layer"):
+        made.forward(*[torch.zeros(1, 32)] * 5, 0, None, None, None, None, [], 0, False, False)
+    for changes, said in (
+        ({"packed": narrow}, "a packed weight has another size than 64 x 72"),
+        ({"packed": half}, "differ in dtype"),
+        ({"packed": packed[:6]}, "a part is missing"),
+        ({"biases": [torch.zeros(3), *[None] * 6]}, "a bias must be"),
+        ({"biases": [torch.zeros(64).bfloat16(), *[None] * 6]}, "a bias must be"),
+        ({"norms": [torch.ones(72), torch.ones(71), None, None]}, "a norm has another size"),
+        ({"norms": [torch.ones(72), torch.ones(72).bfloat16(), None, None]}, "a norm has another dtype"),
+        ({"norms": [torch.ones(72), None, None, None]}, "needs the norm before its MLP"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            made.add_layer(*layer(**changes))
+    made.add_layer(*layer(norms=[None, torch.ones(72), None, None]))
+    with pytest.raises(RuntimeError, match="only the first layer"):
+        made.add_layer(*layer(norms=[None, torch.ones(72), None, None]))
+    head = torch.ops.draftsmith.pack(torch.zeros(9, 72))
+    for arguments, said in (
+        ((torch.ones(71), None, None, 0), "the final norm has another size"),
+        ((torch.ones(72).bfloat16(), None, None, 0), "final norm.* differ in dtype"),
+        ((torch.ones(72), head, None, 40), "a packed weight has another size than 40 x 72"),
+        ((torch.ones(72), torch.ops.draftsmith.pack(torch.zeros(9, 72).bfloat16()), None, 9), "differ in dtype"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            made.set_head(*arguments)
+    made.set_head(torch.ones(72), None, None, 0)
+    some = [torch.zeros(1, 72), *[torch.zeros(1, 32)] * 2, *[torch.zeros(1, 1, 1, 4, 32)] * 2, 0, None, None, None]
+    with pytest.raises(RuntimeError, match="the first layer has no norm"):
+        made.forward(*some, None, [], 0, False, False)
+    with pytest.raises(RuntimeError, match="there is no head"):
+        made.forward(*some, torch.zeros(1, 72), [], 0, True, False)
+
+
+# ---- in sessions ----
+
+# Two windows are reached by the prompt, one by the answer; in the last the layers differ, so that it runs as it is.
+SESSION_TARGETS: dict[str, tuple[dict[str, Any], bool]] = {
+    "llama": ({}, True),
+    "qwen3": ({"num_attention_heads": 9, "num_key_value_heads": 3}, True),
+    "qwen2": ({}, True),
+    "mistral": ({"sliding_window": 4}, True),
+    "mistral, a wider window": ({"sliding_window": 20}, True),
+    "qwen2, windows in some layers": (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 2},
+        False,
+    ),
+}
+PROMPT = [5, 9, 33, 12, 40, 7]
+# A chain, a tree whose path is not in order, and a single token.
+TREES = [
+    (DraftTree([7, 3, 20, 21], TreeShape.of((-1, 0, 1, 2))), [0, 1, 2]),
+    (DraftTree([9, 4, 5, 6, 8], TreeShape.of((-1, 0, 0, 2, 3))), [0, 2, 3, 4]),
+    (root_only(11), [0]),
+]
+
+
+def session_target(name: str, packed: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    target = tiny_target(name.split(",")[0], **{"head_dim": 32, **SESSION_TARGETS[name][0]}).to(dtype)
+    if packed:
+        pack_linears(target)
+    return target
+
+
+def count_calls(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which every forward in one call adds its number of rows."""
+    calls: list[int] = []
+    ours = session._few_rows
+    assert ours is not None
+    plain = ours.forward
+
+    def counted(tokens: list[int], *rest: Any, **more: Any) -> Any:
+        calls.append(len(tokens))
+        return plain(tokens, *rest, **more)
+
+    monkeypatch.setattr(ours, "forward", counted)
+    return calls
+
+
+def run_trees(session: TargetSession, prompt: list[int], rounds: Sequence[tuple[DraftTree, list[int]]]) -> list[Tensor]:
+    """Return the logits and features of the prompt, and of every tree, whose path is committed."""
+    step = session.prefill(prompt)
+    outputs = [step.logits, step.features]
+    for tree, path in rounds:
+        step = session.forward_tree(tree)
+        outputs += [step.logits, step.features]
+        session.commit(path)
+    return outputs
+
+
+@pytest.mark.parametrize("name", SESSION_TARGETS)
+def test_a_session_gives_what_the_unpacked_target_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains, trees and single tokens, with features of several layers; and a tree of too many rows for one call."""
+    in_one_call = SESSION_TARGETS[name][1]
+    wide = DraftTree(list(range(3, 58)) + list(range(3, 23)), TreeShape.of((-1, *[0] * 74)))
+    rounds = [*TREES, (wide, [0, 50]), *TREES]
+    outputs = []
+    for packed in (False, True):
+        with TargetSession(session_target(name, packed), 64, (0, 1, FINAL_FEATURES)) as session:
+            assert session.runs_in_one_call == packed
+            calls = count_calls(session, monkeypatch) if packed else []
+            outputs.append(run_trees(session, PROMPT, rounds))
+            if packed:
+                assert calls == ([4, 5, 1, 4, 5, 1] if in_one_call else [1, 1][: len(calls)])
+    for ours, theirs in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
+@pytest.mark.parametrize("name", SESSION_TARGETS)
+def test_greedy_answers_are_the_unpacked_targets(name: str, tree: str) -> None:
+    """A drafter that is right now and then, and no drafter."""
+    answers = []
+    for packed in (False, True):
+        target = session_target(name, packed)
+        drafter = tiny_drafter_of("eagle", target).freeze()
+        if packed:
+            pack_linears(drafter)
+        recipe = MethodRecipe.model_validate(
+            {
+                "name": "x",
+                "tree": tree,
+                "nodes": 9,
+                "branch": 3,
+                "paths": [[0], [1], [0, 0]] if tree == "static" else None,
+            }
+        )
+        with TargetSession(target, 64, drafter.feature_layers) as session:
+            decoder = drafter.decoder(64)
+            method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY)
+            for one in (method, Autoregressive()):
+                answers.append(generate(session, one, PROMPT, GREEDY, 30).ids)
+    assert all(answer == answers[0] for answer in answers)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("name", SESSION_TARGETS)
+def test_several_sequences_have_the_bits_of_each_alone(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turns and together; with windows some are beyond theirs and some are not."""
+    target = session_target(name, packed=True, dtype=dtype)
+    prompts = [[5, 6, 7, 8], [9, 3], [token % VOCABULARY for token in range(PAGE - 3)]]
+    by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]
+    alone = []
+    for prompt, rounds in zip(prompts, by_sequence, strict=True):
+        with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
+            alone.append(run_trees(session, prompt, rounds))
+    with SharedSession(target, 2 * PAGE, 3, compiles=False) as session:
+        session.read_layers((1, FINAL_FEATURES))
+        calls = count_calls(session, monkeypatch)
+        outputs: list[list[Tensor]] = []
+        for number, prompt in enumerate(prompts):
+            session.current = number
+            step = session.prefill(prompt)
+            outputs.append([step.logits, step.features])
+        rounds_of = [iter(rounds) for rounds in by_sequence]
+        for order in ([0, 2, 1], [1], [2, 0], [2, 1, 0]):
+            parts = [(number, *next(rounds_of[number])) for number in order]
+            steps = session.forward_trees([(number, tree) for number, tree, _ in parts])
+            for (number, _, path), step in zip(parts, steps, strict=True):
+                outputs[number] += [step.logits, step.features]
+                session.commit_of(number, path)
+    if SESSION_TARGETS[name][1]:
+        assert len(calls) == 4
+    for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*alone), strict=True):
+        if SESSION_TARGETS[name][1]:
+            assert torch.equal(ours, theirs)
+        else:  # what is beside a sequence beyond its window runs as it is, too
+            torch.testing.assert_close(ours, theirs, **(CLOSE if dtype == torch.float32 else ROUNDED))
+
+
+def test_a_compiled_session_gives_the_features_that_are_wanted() -> None:
+    """All that were ever wanted are read."""
+    outputs = []
+    for session_of in (TargetSession, CompiledSession):
+        with session_of(session_target("llama", packed=True), 64) as session:
+            session.read_layers((0, FINAL_FEATURES))
+            session.read_layers((1,))
+            outputs.append(run_trees(session, PROMPT, TREES))
+    for ours, theirs in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+# ---- in drafters ----
+
+DRAFTERS: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in drafter_kinds()),
+    ("dflash", {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4, "markov_rank": 5}),
+    ("dflash", {"block_size": 4, "sliding_window": 6, "feature_layers": [0, 3]}),
+    ("draft_model", {"num_layers": 3, "init": "random", "layers": "qwen3"}),
+    ("eagle", {"fc_bias": True, "first_token": False, "layers": "qwen3"}),
+    ("eagle3", {"feature_layers": [0, 3], "norm_before_fc": True, "norm_before_residual": True}),
+    ("eagle3", {"first_token": False, "fc_norm": True, "norm_output": True, "layers": "qwen3"}),
+    ("eagle_parallel", {"markov_rank": 5, "mask_residual": True}),
+    ("hydra", {"prefix_attention": True}),
+    ("lilicorr", {"block_size": 4, "sliding_window": 7}),
+    ("parallel", {"num_layers": 2, "mask_residual": True, "layers": "qwen3"}),
+    ("peagle", {"num_layers": 2, "first_token": False, "fc_norm": True}),
+]
+TINY_LATTICE = {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}
+# Kinds whose rows run through their layers, the final norm and the LM head in this order and nothing else.
+IN_ONE_CALL = {"dflash", "draft_model", "dspark", "eagle3", "parallel", "peagle"}
+
+
+def layers_of(decoder: Any) -> CpuLayers | None:
+    """Return what runs few rows in a decoder, or in the decoder that it is made of."""
+    while not hasattr(decoder, "_few_rows") and hasattr(decoder, "_decoder"):
+        decoder = decoder._decoder
+    return getattr(decoder, "_few_rows", None)
+
+
+def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple[list[Tensor], list[DraftTree]]:
+    """Return logits after a prompt and after chunks of tokens, and the trees that are drafted there.
+
+    Logits of a decoder that reads its drafts are those of the root and of two levels below.
+    """
+    logits, trees, end = [], [], prompt
+    decoder.start(ids[:prompt], features[:prompt])
+    recipe = MethodRecipe.model_validate({"name": "x", "tree": "best_first", "nodes": 9, "branch": 3})
+    builder = tree_builder(recipe, decoder)
+    for size in (0, 1, 3, 2, 5):
+        for again in range(2):
+            decoder.observe(ids[end : end + size], features[end - 1 : end + size - 1])
+            end += size
+            if again and size:
+                trees.append(builder.propose(int(ids[end - 1]), decoder, GREEDY, None))
+            elif size and isinstance(decoder, StepwiseDecoder):
+                logits += [decoder.begin(), decoder.expand([5, 9], [0, 0]), decoder.expand([7, 8, 11], [1, 2, 2])]
+            elif size:
+                logits.append(decoder.draft())
+    return logits, trees
+
+
+@pytest.mark.parametrize(("kind", "options"), DRAFTERS, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(DRAFTERS)])
+@EVERY_DTYPE
+def test_drafters_draft_what_they_draft_unpacked(
+    kind: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a short prompt, and after one of too many rows for one call."""
+    options = {**(TINY_LATTICE if kind == "lilicorr" else {}), **options}
+    target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
+    drafter = tiny_drafter_of(kind, target, **options).to(dtype).freeze()
+    batch = random_batch(target, 1, 100, drafter)
+    ids, features = batch["input_ids"][0], batch["features"][0].detach()
+    with torch.inference_mode():
+        theirs = [draft_all(drafter.decoder(128), ids, features, prompt) for prompt in (3, 70)]
+        pack_linears(target)
+        pack_linears(drafter)
+        decoder, rows = drafter.decoder(128), list[int]()
+        layers = layers_of(decoder)
+        assert (layers is not None) == (kind in IN_ONE_CALL)
+        if layers is not None:
+            plain = layers.forward
+
+            def counted(inputs: Tensor, *rest: Any, **more: Any) -> Any:
+                rows.append(len(inputs))
+                return plain(inputs, *rest, **more)
+
+            monkeypatch.setattr(layers, "forward", counted)
+        ours = [draft_all(decoder, ids, features, prompt) for prompt in (3, 70)]
+        assert (len(rows) >= 15) == (kind in IN_ONE_CALL)
+    for (our_logits, our_trees), (their_logits, their_trees) in zip(ours, theirs, strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(our_logits, their_logits, **CLOSE)
+            for our_tree, their_tree in zip(our_trees, their_trees, strict=True):
+                assert (our_tree.tokens, our_tree.parents) == (their_tree.tokens, their_tree.parents)
+        else:
+            scale = max(float(part[part.isfinite()].abs().max()) for part in their_logits)
+            torch.testing.assert_close(our_logits, their_logits, rtol=2**-5, atol=scale * 2**-5)
+
+
+def test_a_drafter_reads_changed_weights() -> None:
+    """At the next sequence, as after a training step in the background."""
+    target = tiny_target(num_hidden_layers=4, head_dim=32)
+    ids = torch.randint(3, VOCABULARY, (30,), generator=torch.Generator().manual_seed(1))
+    for kind in sorted(IN_ONE_CALL):
+        drafter = tiny_drafter_of(kind, target).freeze()
+        pack_linears(drafter)
+        features = random_batch(target, 1, 30, drafter)["features"][0].detach()
+        decoder = drafter.decoder(64)
+        before = draft_all(decoder, ids, features, 3)[0]
+        with torch.no_grad():
+            drafter.layers[0].mlp.up_proj.weight.mul_(2)
+        after, fresh = (draft_all(each, ids, features, 3)[0] for each in (decoder, drafter.decoder(64)))
+        assert not torch.equal(before[0], after[0])
+        assert all(torch.equal(*both) for both in zip(after, fresh, strict=True))
+
+
+# ---- other processors ----
+
+# Baseline x86-64 has 4 lanes, AVX2 has 8, AVX-512 16, with products of bf16 or without.
+INSTRUCTION_SETS = ("x86-64", "x86-64-v3", "x86-64-v4", "native")
+# Runs in a process of its own, which loads one library: for each case the outputs of 13 rows are written to a file.
+COMPUTE = """
+import sys
+from pathlib import Path
+import torch
+from draftsmith.models import cpu_kernels
+library, tests, file = sys.argv[1:]
+cpu_kernels._built = lambda compiler: Path(library)
+sys.path[:0] = [tests, tests + "/models"]
+import test_cpu_layers
+torch.save(test_cpu_layers.outputs_on_this_processor(), file)
+"""
+
+
+def outputs_on_this_processor() -> dict[str, Any]:
+    """Return the outputs of fixed models and rows, after checks that 1 to 13 rows and other places change no bit."""
+    outputs: dict[str, Any] = {"lanes": vector_lanes()}
+    for family, dtype in itertools.product(FAMILIES, DTYPES.values()):
+        ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
+        for shape, context in (("tree", 40), ("window", 9), ("chain", 0)):
+            rows = random_rows(target, 13, context, shape)
+            whole = our_outputs(ours, rows)
+            for count in range(1, 13):
+                assert_same_bits(our_outputs(ours, rows.first(count)), whole.first(count))
+            assert_same_bits(our_outputs(ours, rows, spread_places(context + 13, 90)), whole)
+            outputs[f"{family} {dtype} {shape}"] = whole.tensors()
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_every_instruction_set_gives_the_same(tmp_path: Path) -> None:
+    """Four libraries, each built in about half a minute: fp32 within 1e-5, bf16 within roundings."""
+    compiler = cpp_compiler()
+    assert compiler is not None
+    by_set = {}
+    for name in INSTRUCTION_SETS:
+        library, file = tmp_path / f"{name}.so", tmp_path / f"{name}.pt"
+        cpu_kernels._build(compiler, library, [(f"-march={name}", "-fopenmp")])
+        tests = str(Path(__file__).parents[1])
+        command = [sys.executable, "-c", COMPUTE, str(library), tests, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == -signal.SIGILL:
+            continue  # this processor has not these instructions
+        assert done.returncode == 0, done.stderr
+        by_set[name] = torch.load(file)
+    lanes = {name: outputs.pop("lanes") for name, outputs in by_set.items()}
+    assert lanes.items() >= {"x86-64": 4, "native": vector_lanes()}.items()
+    assert {lanes.get("x86-64-v3", 8), lanes.get("x86-64-v4", 16)} == {8, 16}
+    for outputs in by_set.values():
+        for case, tensors in outputs.items():
+            for our_part, their_part in zip(tensors, by_set["native"][case], strict=True):
+                torch.testing.assert_close(our_part, their_part, **(ROUNDED if "bfloat16" in case else CLOSE))
