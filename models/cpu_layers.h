@@ -174,9 +174,13 @@ struct Forward {
       wait_for_all();
     }
     catch_features(static_cast<int64_t>(layers.size()), first_row, end_row);
-    if (!final_norm) return;
-    for (int64_t row = first_row; row < end_row; ++row)
-      rms_norm<Dtype>(stream + row * width, final_norm, hidden_size, eps, finals + row * width);
+    for (int64_t row = first_row; row < end_row; ++row) {
+      const Element* from = stream + row * width;
+      if (final_norm)
+        rms_norm<Dtype>(from, final_norm, hidden_size, eps, finals + row * width);
+      else  // EAGLE's
+        std::copy(from, from + hidden_size, finals + row * width);
+    }
     catch_finals(first_row, end_row);
     if (!head.packed) return;
     wait_for_all();
@@ -363,12 +367,17 @@ struct DecoderLayers : torch::CustomClassHolder {
     layers.push_back(layer);
   }
 
-  void set_head(const at::Tensor& norm, const std::optional<at::Tensor>& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+  // The final norm, of layers that have one, and the head's packed weight.
+  void set_head(
+      const std::optional<at::Tensor>& norm, const std::optional<at::Tensor>& packed,
+      const std::optional<at::Tensor>& bias, int64_t outputs) {
     TORCH_CHECK(!layers.empty(), "there is no layer");
-    TORCH_CHECK(norm.numel() == hidden_size, "the final norm has another size");
+    TORCH_CHECK(!norm || norm->numel() == hidden_size, "the final norm has another size");
     const auto dtype = layers[0].projections[0].packed.scalar_type();
-    TORCH_CHECK(norm.scalar_type() == dtype && (!packed || packed->scalar_type() == dtype), "layers, final norm and head differ in dtype");
-    final_norm = norm.contiguous();
+    TORCH_CHECK(
+        (!norm || norm->scalar_type() == dtype) && (!packed || packed->scalar_type() == dtype),
+        "layers, final norm and head differ in dtype");
+    if (norm) final_norm = norm->contiguous();
     if (packed) head = projection(*packed, bias, outputs, hidden_size);
   }
 

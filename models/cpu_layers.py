@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.cpu_kernels import MOST_ROWS, MOST_VECTORS, PackedLinear, vector_lanes
-from draftsmith.models.target.features import decoder_of
+from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lanes
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -50,6 +49,8 @@ class CpuLayers:
         self.native: Any = None
         self._made_of: tuple[int, ...] = ()
         self._first_input = getattr(layers[0], "attention_input", None)
+        if self._first_input is None and _norms(layers[0])[0] is None:  # EAGLE's
+            self._first_input = _unchanged
         self.refresh()
 
     @classmethod
@@ -59,13 +60,16 @@ class CpuLayers:
         Args:
             head: Left out if it is not packed, or of another dtype.
         """
-        if not layers or not all(_is_covered(layer, config) for layer in layers) or not _is_of_family(norm, "RMSNorm"):
+        has_norm = is_of_family(norm, "RMSNorm")
+        if not layers or not all(_is_covered(layer, config) for layer in layers) or not (has_norm or _is_none(norm)):
+            return None
+        if any(_norms(layer)[0] is None for layer in layers[1:]):
             return None
         linears = [linear for layer in layers for linear in _linears(layer)]
         dtype, lanes = linears[0].weight.dtype, vector_lanes()
         head_size = _head_size(config)
-        norms = [each for layer in layers for each in _norms(layer) if each is not None]
-        one_dtype = all(each.weight.dtype == dtype for each in (*linears, *norms, norm))
+        norms = [each for layer in layers for each in _norms(layer) if each is not None] + [norm] * has_norm
+        one_dtype = all(each.weight.dtype == dtype for each in (*linears, *norms))
         if not lanes or head_size % lanes or head_size > MOST_VECTORS * lanes or not one_dtype:
             return None
         is_usable = isinstance(head, PackedLinear) and head.weight.dtype == dtype
@@ -148,7 +152,7 @@ class CpuLayers:
             )
         head = self._head
         packed, bias, outputs = (None, None, 0) if head is None else (head.packed, head.packed_bias, head.out_features)
-        native.set_head(self._norm.weight.detach(), packed, bias, outputs)
+        native.set_head(None if _is_none(self._norm) else self._norm.weight.detach(), packed, bias, outputs)
         return native
 
     def _all_linears(self) -> list[PackedLinear]:
@@ -156,79 +160,20 @@ class CpuLayers:
         return found if self._head is None else [*found, self._head]
 
     def _all_norms(self) -> list[Any]:
-        return [self._norm, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
-
-
-class CpuTarget:
-    """A causal language model whose forwards of few rows are one call; made by `of`.
-
-    Args:
-        layers: Its layers, final norm and LM head.
-        decoder: The module with its embedding and RoPE.
-        positions: How many positions there are angles for.
-    """
-
-    def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
-        self._layers, self._embedding = layers, decoder.embed_tokens
-        like = self._embedding.weight
-        with torch.no_grad():
-            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
-        self._angles = [part[0].to(like.dtype).contiguous() for part in angles]
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read the weights again if they changed; called before a sequence."""
-        self._layers.refresh((self._embedding.weight.detach(), *self._angles))
-
-    @classmethod
-    def of(cls, target: Any, positions: int) -> CpuTarget | None:
-        """Return it, or None where `cpu_layers.h` does not compute this target, or its layers are not packed."""
-        decoder: Any = decoder_of(target)
-        known = _is_of_family(target, "ForCausalLM") and _is_of_family(decoder, "Model")
-        if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
-            return None
-        layers = CpuLayers.of(decoder.layers, decoder.norm, target.lm_head, target.config)
-        if layers is None or not layers.has_head or decoder.embed_tokens.weight.dtype != target.lm_head.weight.dtype:
-            return None
-        return cls(layers, decoder, positions)
-
-    def forward(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        keys: Tensor | None,
-        values: Tensor | None,
-        start: int,
-        taps: Sequence[int],
-        mask: Tensor | None = None,
-        parents: Sequence[int] | None = None,
-        places: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run R tokens at these positions; else as `CpuLayers.forward`.
-
-        Args:
-            places: [R] where the rows are written, in place of `start`; they need a mask.
-
-        Returns:
-            Features [R, T * D] and logits [R, V].
-        """
-        found: tuple[Tensor, Tensor] = self._layers.native.forward_tokens(
-            list(tokens), list(positions), keys, values, start, places, mask,
-            None if parents is None else list(parents), list(taps),
-        )  # fmt: skip
-        return found
+        final = [] if _is_none(self._norm) else [self._norm]
+        return [*final, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
 
 
 def _is_covered(layer: Any, config: Any) -> bool:
     """Whether `cpu_layers.h` computes a layer: its class, its activation, and whether it is packed."""
-    is_known = _is_of_family(layer, "DecoderLayer") or hasattr(layer, "attention_input")
+    is_known = is_of_family(layer, "DecoderLayer") or hasattr(layer, "attention_input")
     if not is_known or getattr(config, "hidden_act", None) != "silu":
         return False
-    known_parts = _is_of_family(layer.self_attn, "Attention") and _is_of_family(layer.mlp, "MLP")
+    known_parts = is_of_family(layer.self_attn, "Attention") and is_of_family(layer.mlp, "MLP")
     return known_parts and all(isinstance(linear, PackedLinear) for linear in _linears(layer))
 
 
-def _is_of_family(module: Any, part: str) -> bool:
+def is_of_family(module: Any, part: str) -> bool:
     """Whether a module is this part of one of the families, and no class derived from it."""
     kind = type(module)
     return any(
@@ -246,13 +191,18 @@ def _linears(layer: Any) -> list[Any]:
 def _norms(layer: Any) -> list[Any]:
     """Return the norms before attention and MLP, of queries and of keys; None for those that it has not."""
     attention, is_first = layer.self_attn, hasattr(layer, "attention_input")
-    before = None if is_first else layer.input_layernorm
+    before = None if is_first or _is_none(layer.input_layernorm) else layer.input_layernorm
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return [before, layer.post_attention_layernorm, *norms]
 
 
+def _is_none(norm: nn.Module) -> bool:
+    return isinstance(norm, nn.Identity)
+
+
+def _unchanged(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs, inputs
+
+
 def _head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-__all__ = ["MOST_ROWS", "CpuLayers", "CpuTarget", "has_static_rope"]

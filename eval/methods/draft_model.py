@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from draftsmith.eval.decoding.loop import TreeCache, cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
-from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
-from draftsmith.models.cpu_layers import MOST_ROWS, CpuTarget
+from draftsmith.models.cpu_kernels import MOST_ROWS, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     LONGEST_TREE_NODES,
@@ -29,6 +28,7 @@ from draftsmith.models.decoding.decoders import (
     open_mask,
     to_device,
 )
+from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.models.target.windows import tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.errors import UserError

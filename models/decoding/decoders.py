@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.cpu_kernels import can_attend
-from draftsmith.models.cpu_layers import MOST_ROWS, CpuLayers, has_static_rope
+from draftsmith.models.cpu_kernels import MOST_ROWS, can_attend
+from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
 from draftsmith.models.target.features import FINAL_FEATURES
 
 LONGEST_TREE_NODES = 256

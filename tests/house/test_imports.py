@@ -25,8 +25,8 @@ ONLY = {
     "models": ["recipes"],
     "models/target": ["recipes", "models"],
     "models/groups": ["recipes", "models"],
-    "models/decoding": ["recipes", "models", "models/groups"],
-    "eval/trees": ["recipes", "models/decoding"],
+    "models/decoding": ["recipes", "models", "models/target", "models/groups"],
+    "eval/trees": ["recipes", "models", "models/decoding"],
     "eval/decoding": ["recipes", "models*", "eval/trees"],
     "eval/methods": ["recipes", "models*", "eval/trees", "eval/decoding"],
 }

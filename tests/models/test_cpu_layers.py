@@ -37,10 +37,11 @@ from draftsmith.models.cpu_kernels import (
     pack_linears,
     vector_lanes,
 )
-from draftsmith.models.cpu_layers import CpuLayers, CpuTarget
+from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters import medusa2
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
+from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.recipes.schema import MethodRecipe
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
@@ -927,7 +928,7 @@ DRAFTERS: list[tuple[str, dict[str, Any]]] = [
 ]
 TINY_LATTICE = {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}
 # Kinds whose rows run through their layers, the final norm and the LM head in this order and nothing else.
-IN_ONE_CALL = {"dflash", "draft_model", "dspark", "eagle3", "parallel", "peagle"}
+IN_ONE_CALL = {"dflash", "draft_model", "dspark", "eagle", "eagle3", "eagle_parallel", "parallel", "peagle"}
 
 
 def layers_of(decoder: Any) -> CpuLayers | None:

@@ -1,0 +1,76 @@
+"""A target whose forwards of few rows are one call on a CPU, see `cpu_layers`.
+
+Shapes: R rows, L layers, G key-value heads, S columns of the cache, H head size, T taps, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.cpu_kernels import PackedLinear
+from draftsmith.models.cpu_layers import CpuLayers, has_static_rope, is_of_family
+from draftsmith.models.target.features import decoder_of
+
+
+class CpuTarget:
+    """A causal language model whose forwards of few rows are one call; made by `of`.
+
+    Args:
+        layers: Its layers, final norm and LM head.
+        decoder: The module with its embedding and RoPE.
+        positions: How many positions there are angles for.
+    """
+
+    def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
+        self._layers, self._embedding = layers, decoder.embed_tokens
+        like = self._embedding.weight
+        with torch.no_grad():
+            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
+        self._angles = [part[0].to(like.dtype).contiguous() for part in angles]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the weights again if they changed; called before a sequence."""
+        self._layers.refresh((self._embedding.weight.detach(), *self._angles))
+
+    @classmethod
+    def of(cls, target: Any, positions: int) -> CpuTarget | None:
+        """Return it, or None where `cpu_layers.h` does not compute this target, or its layers are not packed."""
+        decoder: Any = decoder_of(target)
+        known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
+        if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
+            return None
+        layers = CpuLayers.of(decoder.layers, decoder.norm, target.lm_head, target.config)
+        if layers is None or not layers.has_head or decoder.embed_tokens.weight.dtype != target.lm_head.weight.dtype:
+            return None
+        return cls(layers, decoder, positions)
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        keys: Tensor | None,
+        values: Tensor | None,
+        start: int,
+        taps: Sequence[int],
+        mask: Tensor | None = None,
+        parents: Sequence[int] | None = None,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run R tokens at these positions; else as `CpuLayers.forward`.
+
+        Args:
+            places: [R] where the rows are written, in place of `start`; they need a mask.
+
+        Returns:
+            Features [R, T * D] and logits [R, V].
+        """
+        found: tuple[Tensor, Tensor] = self._layers.native.forward_tokens(
+            list(tokens), list(positions), keys, values, start, places, mask,
+            None if parents is None else list(parents), list(taps),
+        )  # fmt: skip
+        return found
