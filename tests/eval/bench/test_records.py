@@ -86,7 +86,7 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     with log.file.open("a") as stream:
         stream.write(line + "\n")
     with pytest.raises(
-        UserError, match=r"records\.jsonl line 2 is no record, so the file was damaged: delete that line"
+        UserError, match=r"records\.jsonl line 2 is damaged: delete that line"
     ):
         list(log)
 

@@ -239,7 +239,7 @@ ATTACKS: list[tuple[Any, int, str]] = [
     ({**ASKED, "stop": ["a"] * 5}, 400, "at most 4 strings"),
     ({**ASKED, "stop": ""}, 400, "stop"),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "the prompt has"),
-    ({"messages": [{"role": "user", "content": "x" * LARGEST_BODY_BYTES}]}, 413, "must say its length"),
+    ({"messages": [{"role": "user", "content": "x" * LARGEST_BODY_BYTES}]}, 413, "must have a Content-Length of at most"),
 ]
 
 
@@ -355,7 +355,7 @@ def test_a_long_text_keeps_nobody_waiting(served: Served, monkeypatch: pytest.Mo
         assert waiting.result().status_code == 200
     monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", lambda *_: 1 / 0)
     huge = served.post({"messages": [{"role": "user", "content": "a-" * 500_000}]})
-    assert (huge.status_code, "characters, which is more than" in huge.text) == (400, True)
+    assert (huge.status_code, "characters, too many for" in huge.text) == (400, True)
 
 
 def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,7 @@ def test_a_wrong_key(served: Served) -> None:
     for path in ("/v1/models", "/metrics"):
         assert httpx2.get(f"{served.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
     assert httpx2.get(f"{served.root}/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
-    with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+    with pytest.raises(openai.AuthenticationError, match="the API key is wrong or missing"):
         openai.OpenAI(base_url=f"{served.root}/v1", api_key="no", max_retries=0).models.list()
 
 
@@ -539,7 +539,7 @@ def test_the_command_answers_until_it_is_interrupted(recipe: Recipe, greedy: dic
         assert said.usage is not None
         assert said.usage.completion_tokens == len(greedy[QUESTIONS[0]])
         second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        assert (second.returncode, second.stderr.count("cannot be listened on")) == (2, 1)
+        assert (second.returncode, second.stderr.count("give another --port or --host")) == (2, 1)
         process.send_signal(signal.SIGTERM)  # as Ctrl-C, which may be ignored where this runs in the background
         assert process.wait(timeout=30) == 143
         assert process.stderr is not None
