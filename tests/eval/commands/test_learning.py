@@ -166,7 +166,10 @@ def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) ->
     assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:4]]) == served[2][:4]
     assert kept == served[2][2:4]
     assert worker.not_kept._value.get() == 2
-    assert (caplog.text.count("answers cannot be stored and are only sent to clients"), caplog.text.count("stored again")) == (1, 1)
+    assert (
+        caplog.text.count("answers cannot be stored and are only sent to clients"),
+        caplog.text.count("stored again"),
+    ) == (1, 1)
 
 
 def test_a_full_disk_ends_no_learner(again: Recipe, monkeypatch: Any, capsys: Any) -> None:

@@ -63,7 +63,7 @@ def test_an_answer_that_breaks_off() -> None:
     [
         (
             {"metrics": False},
-            "/metrics shows no counters of vLLM's: it must be a vLLM server, without --disable-log-stats",
+            "/metrics has no counters of vLLM: give a vLLM server that runs without --disable-log-stats",
         ),
         ({"model": "other/name"}, "/v1 serves other/name, not wanted: every server must serve the same model"),
     ],
