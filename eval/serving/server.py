@@ -478,7 +478,6 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         api_key: Bearer token that clients must send; None: none.
         names: Further host names by which clients may reach it, see `Guard`.
     """
-
     app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     name = worker.recipe.target.shown
     # In one separate thread, so that tokenising a long text does not block the event loop, which sends the pieces.
