@@ -464,7 +464,7 @@ Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the
 
 
 def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedRow], list[str]]:
-    """Return the table rows of our own decoder for the same prompts and drafter, and notes on missing ones.
+    """Return our decoder's table rows for the same prompts and drafter, and notes on missing ones.
 
     Args:
         depth: Draft tokens per round of the engine.

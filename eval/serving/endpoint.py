@@ -69,7 +69,7 @@ class DraftCounts:
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
-        """Build the counts of our own decoder.
+        """Build our decoder's counts.
 
         Args:
             draft_lengths: Accepted draft tokens of each round.

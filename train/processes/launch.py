@@ -196,6 +196,6 @@ def told_of_a_lost_process() -> Iterator[None]:
         if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in OF_GLOO):
             raise
         raise LostProcess(
-            "another process of this training ended, as its own output says (killed by the system, out of memory, a "
-            "machine gone): run the same command again to go on from the last checkpoint"
+            "another process of this training has ended, see its output (killed by the system, out of memory, a "
+            "lost machine): run the same command again to resume from the last checkpoint"
         ) from None
