@@ -1,11 +1,11 @@
-"""Our decoding against what a user would pick instead: transformers and llama.cpp.
+"""Speed of our decoding compared with the usual alternatives: transformers and llama.cpp.
 
     python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
     python benchmarks/against_others.py smollm2-135m-draft_model target.model=FOLDER target.gguf_file=NAME.gguf
         --ours smollm2-135m smollm2-135m-eagle
 
-One run, the same target, prompts, token limit and end tokens, greedy; all sides take turns prompt by prompt. Seconds
-are those of a whole answer, its prompt included; decoding alone is told apart where a side tells it.
+One run with the same target, prompts, token limit and end tokens, greedy; all sides take turns prompt by prompt.
+Seconds are of the whole answer, prefill included; decoding alone is also given for sides that report it.
 
 transformers: `generate`, its prompt lookup, and its assisted generation with the draft model of the first recipe, if
 that has a trained one (`draftsmith train embedded-draft_model`), with `--gamma` tokens a round, as ours does, and with
@@ -16,8 +16,8 @@ llama.cpp: plain decoding by `llama-server` (`make llamacpp-env`, or `--llama-se
 F32 and BF16 it has the target's weights, and answers that differ are counted: another implementation rounds otherwise.
 Q8_0 and Q4_0 are other models, whose answers are not compared.
 
-`--ours`: recipes whose trained drafters and other methods stand for us; their best over transformers' best speculation,
-and over llama.cpp in the target's dtype, is what a user gains by changing.
+`--ours`: recipes whose drafters and other methods are measured as ours; the speed of the best one over transformers'
+best speculation, and over llama.cpp in the target's dtype, is a user's gain from switching.
 """
 
 import time
@@ -71,7 +71,7 @@ OTHER_MODEL = "another model"
 
 @dataclass
 class Asked:
-    """Hold what every side is asked: prompts, the most tokens of an answer, and the tokens that end one."""
+    """Workload of every side: prompts, largest number of answer tokens, and end tokens."""
 
     prompts: list[list[int]]
     tokens: int
@@ -84,10 +84,10 @@ class Asked:
 
 @dataclass
 class Answer:
-    """Hold one answer and its times.
+    """One answer and its times.
 
-    ids: the end token included; seconds: of all of it, the prompt included; decode_s: from the first token to the last,
-    where a side tells it; accept_lengths: tokens of each round, which transformers does not tell.
+    ids: with the end token. seconds: of the whole answer, prefill included. decode_s: from the first token to the last;
+    None if the side does not report it. accept_lengths: tokens of each round; empty for transformers.
     """
 
     ids: list[int]
@@ -102,22 +102,21 @@ class Side:
     model: str = TARGET
 
 
-def transformers_side(target: PreTrainedModel, asked: Asked, draft: Any = None, **how: Any) -> Side:
-    """Make a side of `generate` with these arguments; of assisted generation `draft` is (model, its settings)."""
-
+def transformers_side(target: PreTrainedModel, workload: Asked, draft: Any = None, **how: Any) -> Side:
+    """Build a side of `generate` with these arguments; for assisted generation `draft` is (model, its settings)."""
     if draft is not None:
         how["assistant_model"] = draft[0]
 
     def answer(prompt: list[int]) -> Answer:
-        if draft is not None:  # whose settings another side may have changed
+        if draft is not None:  # another side may have changed its settings
             draft[0].generation_config = draft[1]
         begin_s = time.perf_counter()
         ids = target.generate(
             torch.tensor([prompt], device=target.device),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=target.device),
-            max_new_tokens=asked.tokens,
+            max_new_tokens=workload.tokens,
             do_sample=False,
-            eos_token_id=sorted(asked.end_ids) or None,
+            eos_token_id=sorted(workload.end_ids) or None,
             pad_token_id=0,
             **how,
         )
@@ -126,22 +125,22 @@ def transformers_side(target: PreTrainedModel, asked: Asked, draft: Any = None, 
     return Side(answer)
 
 
-def llama_side(complete: Complete, dtype: str, asked: Asked) -> Side:
-    """Make a side of a `llama-server`."""
+def llama_side(complete: Complete, dtype: str, workload: Asked) -> Side:
+    """Build a side of a `llama-server`."""
 
     def answer(prompt: list[int]) -> Answer:
         begin_s = time.perf_counter()
-        answer = complete(prompt, asked.tokens)
+        answer = complete(prompt, workload.tokens)
         ids, decode_s = answer.ids, answer.rest_s
         return Answer(ids, time.perf_counter() - begin_s, decode_s)
 
     return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)
 
 
-def our_side(session: TargetSession, measured: MeasuredMethod, asked: Asked) -> Side:
+def our_side(session: TargetSession, measured: MeasuredMethod, workload: Asked) -> Side:
     def answer(prompt: list[int]) -> Answer:
         session.read_layers(measured.feature_layers)
-        out = generate(session, measured.method, prompt, GREEDY, asked.tokens, asked.end_ids)
+        out = generate(session, measured.method, prompt, GREEDY, workload.tokens, workload.end_ids)
         return Answer(out.ids, out.wall_time_s, out.wall_time_s - out.prefill_s, out.accept_lengths)
 
     return Side(answer)
@@ -212,7 +211,7 @@ def conclusions(sides: dict[str, Any], our_drafters: list[str], llama_dtype: str
 
 
 def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel | None:
-    """Load the recipe's trained draft model as a model of its own; None: it has none, or it is not trained."""
+    """Load the recipe's trained draft model as a standalone model; None if there is none."""
     folder = RunFolder(recipe).drafter
     if load_drafter_class(recipe.drafter.kind) is not DraftModel or not (folder / "config.json").is_file():
         print(f"no assisted generation: recipe {recipe.name} has no trained draft_model drafter in {folder}")
@@ -223,43 +222,43 @@ def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel |
 
 
 def transformers_sides(
-    target: PreTrainedModel, asked: Asked, draft: PreTrainedModel | None, gamma: int
+    target: PreTrainedModel, workload: Asked, draft: PreTrainedModel | None, gamma: int
 ) -> dict[str, Side]:
-    """Make `generate`, its assisted generation with gamma in every round and by its own defaults, and its lookup."""
-    sides = {BASELINE: transformers_side(target, asked)}
+    """Build the sides `generate`, assisted generation with fixed gamma and with its defaults, and prompt lookup."""
+    sides = {BASELINE: transformers_side(target, workload)}
     if draft is not None:
         constant = GenerationConfig.from_dict(draft.generation_config.to_dict())
         constant.num_assistant_tokens = gamma
         constant.num_assistant_tokens_schedule = "constant"
         constant.assistant_confidence_threshold = 0.0
         for name, settings in (("", constant), (", defaults", draft.generation_config)):
-            side = transformers_side(target, asked, (draft, settings))
+            side = transformers_side(target, workload, (draft, settings))
             sides[f"transformers: assisted generation{name}"] = side
     lookup = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
-    return sides | {"transformers: prompt lookup": transformers_side(target, asked, **lookup)}
+    return sides | {"transformers: prompt lookup": transformers_side(target, workload, **lookup)}
 
 
 def same_draft_methods(
-    draft: PreTrainedModel | None, gamma: int, asked: Asked, vocab_size: int
+    draft: PreTrainedModel | None, gamma: int, workload: Asked, vocab_size: int
 ) -> Iterator[MeasuredMethod]:
-    """Make what transformers has too: its draft model with gamma tokens a round, and its prompt lookup."""
+    """Build our versions of transformers' methods: the draft model with gamma tokens per round, and prompt lookup."""
     if draft is not None:
-        decoder = DraftModelDecoder(draft, gamma, asked.longest_tokens, vocab_size)
+        decoder = DraftModelDecoder(draft, gamma, workload.longest_tokens, vocab_size)
         chain = tree_builder(MethodRecipe(name="chain"), decoder)
         yield MeasuredMethod(DrafterMethod("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
     lookup = PromptLookup("prompt lookup", max_ngram=3, num_tokens=10, match="earliest", partial=True)
     yield MeasuredMethod(lookup, GREEDY, torch.Generator())
 
 
-def get_ready(session: TargetSession, methods: list[MeasuredMethod], asked: Asked) -> None:
-    """Compile and measure what must be before anything is timed."""
-    for measured in methods:  # what is compiled gives the layers of all of them
+def get_ready(session: TargetSession, methods: list[MeasuredMethod], workload: Asked) -> None:
+    """Compile everything and measure the costs of rounds before anything is timed."""
+    for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
-    give_costs(session, methods, asked.prompts[0])
+    give_costs(session, methods, workload.prompts[0])
     if isinstance(session, CompiledSession):
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)
-            generate(session, measured.method, asked.prompts[0], GREEDY, asked.tokens, asked.end_ids)
+            generate(session, measured.method, workload.prompts[0], GREEDY, workload.tokens, workload.end_ids)
         session.keep_sizes()
 
 
@@ -289,36 +288,36 @@ def main() -> None:
     limit = longest_sequence_tokens(target)
     prompts = first_turn_prompts(tokenizer, questions, arguments.prompts, arguments.new_tokens, limit)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
-    asked = Asked([ids for _, ids in prompts], arguments.new_tokens, end_ids)
+    workload = Asked([ids for _, ids in prompts], arguments.new_tokens, end_ids)
     draft = draft_model_of(recipe, theirs)
-    same_draft = list(same_draft_methods(draft, arguments.gamma, asked, target.config.vocab_size))
-    plain, *drafting = measured_methods(ours, drafters, target, tokenizer, asked.longest_tokens)
+    same_draft = list(same_draft_methods(draft, arguments.gamma, workload, target.config.vocab_size))
+    plain, *drafting = measured_methods(ours, drafters, target, tokenizer, workload.longest_tokens)
     drafting = [measured for measured in drafting if measured.lenience == 1]
     methods = [plain, *same_draft, *drafting]
     program, files = programs_and_files(recipe.target, target.device, arguments.llama_server)
     threads = torch.get_num_threads()
     with ExitStack() as stack:
-        session = stack.enter_context(open_session(target, asked.longest_tokens, ours.eval.compile))
-        get_ready(session, methods, asked)
-        sides = transformers_sides(theirs, asked, draft, arguments.gamma)
+        session = stack.enter_context(open_session(target, workload.longest_tokens, ours.eval.compile))
+        get_ready(session, methods, workload)
+        sides = transformers_sides(theirs, workload, draft, arguments.gamma)
         for dtype, file in files.items():
-            server = stack.enter_context(llama_server(program, file, threads, asked.longest_tokens))
-            sides[f"llama.cpp: {dtype}"] = llama_side(server, dtype, asked)
-        sides |= {f"ours: {measured.method.name}": our_side(session, measured, asked) for measured in methods}
+            server = stack.enter_context(llama_server(program, file, threads, workload.longest_tokens))
+            sides[f"llama.cpp: {dtype}"] = llama_side(server, dtype, workload)
+        sides |= {f"ours: {measured.method.name}": our_side(session, measured, workload) for measured in methods}
 
         def is_tie(number: int, expected: list[int], ids: list[int]) -> bool:
             where = first_difference(expected, ids)
-            prompt = asked.prompts[number]
+            prompt = workload.prompts[number]
             return where is not None and divergence_at(where, theirs, session, number, prompt, expected, ids).is_tie
 
-        found = take_turns(sides, asked.prompts, arguments.runs, is_tie)
+        found = take_turns(sides, workload.prompts, arguments.runs, is_tie)
     dtype = str(target.dtype).removeprefix("torch.")
     result = {
         "target": recipe.target.gguf_file or recipe.target.model,
         "dtype": dtype,
         "draft_model_trained": draft is not None,
-        "prompts": len(asked.prompts),
-        "new_tokens": asked.tokens,
+        "prompts": len(workload.prompts),
+        "new_tokens": workload.tokens,
         "gamma": arguments.gamma,
         "threads": threads,
         "sides": found,

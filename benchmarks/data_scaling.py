@@ -9,9 +9,9 @@ The first recipe must be distilled (`draftsmith distill`), with its features on 
 the same), all are measured side by side, and a line over log2 of the tokens is fitted (a power law's third
 parameter is not determined by few sizes). What is trained or measured is not done again by the same command.
 
-Beside it: the tau of a chain that accuracies by depth lead one to expect, 1 + a1 + a1 a2 + ..., against the measured
-one. Accuracies are those on rows kept out of training where `data.eval_rows_frac` asks for such, else on training rows;
-EAGLE trains one depth, which then stands for all.
+Also compared: the tau of a chain that follows from accuracies by depth, 1 + a1 + a1 a2 + ..., and the measured one.
+Accuracies are on held-out examples if `data.eval_rows_frac` is set, else on training examples; EAGLE trains one depth,
+which is used for all.
 """
 
 import json
@@ -77,10 +77,10 @@ def fit_scaling(answer_tokens: list[int], taus: list[float]) -> ScalingFit:
 
 
 def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
-    """Return the recipe under a name of its own, measured with its chain and its first other tree.
+    """Return the recipe under a separate name, measured with its chain and its first other tree.
 
     Raises:
-        UserError: It measures no chain, or no other tree.
+        UserError: Its methods have no chain, or no other tree.
     """
     own = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.lenience == 1]
     methods: list[MethodRecipe] = []

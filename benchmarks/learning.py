@@ -1,13 +1,12 @@
-"""`draftsmith serve --learn` under traffic: the tau of the drafter that learns beside that of the one it began with.
+"""`draftsmith serve --learn` under traffic: tau of the learning drafter compared with that of the initial one.
 
     python benchmarks/learning.py --traffic FILE:COUNT ... [--old FILE:COUNT:SKIPPED] [--recipe R]
         [--minutes 2] [--load 0.5] [--new-tokens 64] [--picture FILE.svg] [--json FILE]
 
-Conversations of the files go through the server's own worker, one after the other, each question with the target's own
-earlier answers; between two answers nothing is asked for so long that the server is busy for a share `--load` of the
-time. Greedy answers are the same whatever drafts, so what the first drafter would have accepted is replayed afterwards
-on the very answers that were served. `--old` are questions that are never asked: of what the drafter knew before.
-Two cores are shared by the server and the process that learns.
+Conversations of the files go through the server's worker, one after the other, each question with the target's earlier
+answers; pauses between answers keep the server busy for a share `--load` of the time. Greedy answers do not depend on
+the drafter, so the initial drafter's accepted tokens are replayed afterwards on the served answers. `--old` are
+questions that are never served, to measure forgetting. The server and the training process share two cores.
 """
 
 import shutil
@@ -159,7 +158,7 @@ def draw(windows: list[dict[str, Any]], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     places = [window["answers"][1] for window in windows]
     frozen = np.array([window["tau_frozen"] for window in windows])
-    axes.plot(places, frozen, color="#999999", label="the drafter it began with")
+    axes.plot(places, frozen, color="#999999", label="the initial drafter")
     axes.plot(places, [window["tau"] for window in windows], color="#0072B2", label="the drafter that learns")
     low, high = (np.array([window[bound] for window in windows]) for bound in ("low", "high"))
     axes.fill_between(places, frozen * low, frozen * high, color="#0072B2", alpha=0.2, linewidth=0)

@@ -1,9 +1,9 @@
-"""`draftsmith serve` under one and several clients, beside the bare decoding loop: tokens a second, over HTTP.
+"""Tokens per second of `draftsmith serve` over HTTP with one and several clients, and of the bare decoding loop.
 
     python benchmarks/serving.py [--recipe R] [--clients 1 2 4] [--questions 8] [--new-tokens 96] [--json FILE]
 
-The server is started as a process of its own and idles while the loop runs in this one; they take turns. All get the
-same questions, greedily; the clients share them. Every answer must be the loop's own, whoever was served beside it.
+The server is started as a separate process and idles while the loop runs in this one; they take turns. All get the same
+questions, greedily; the clients share them. Every answer must equal the loop's, whatever the other clients.
 """
 
 import json

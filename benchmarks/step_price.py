@@ -1,4 +1,4 @@
-"""What a step of the target costs beside the reading of its weights, and what more rows of a draft tree cost.
+"""Cost of a step of the target compared with reading its weights, and the cost of more nodes of a draft tree.
 
     python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/step/step_price_float32.json
     python benchmarks/step_price.py --shape 8b --rows 1 16 48 64 --json FILE      # random weights, on the GPU if any

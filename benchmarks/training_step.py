@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=2 python benchmarks/training_step.py bound --shape 135m --lengths 256 [--json FILE]
     OMP_NUM_THREADS=2 python benchmarks/training_step.py offline --lengths 128 256 512 1024 [--json FILE]
 
-`attention` and `bound` run on the GPU where there is one.
+`attention` and `bound` run on the GPU, if the machine has one.
 
 `attention`: forward and backward of every other backend against `dense`, 4 heads of 64.
 
@@ -13,10 +13,10 @@
 against `dense`, at the embedded target's widths with random weights and every token supervised (the worst case: no row
 can be skipped). Peak memory is the growth of the resident set of a fresh process over its size before the first step.
 
-`bound`: a step on a random target of that shape in turns with its parts, each alone and by other people's code where
-there is any: the target's forward; one decoder layer of transformers with plain causal attention over G sequences of S
-rows, forward and backward; the chunked loss of as many rows as carry a label. Besides, the step makes the rows and
-their labels, merges own groups into the attention and reads its inputs by `fc`. The optimiser's step is timed apart.
+`bound`: a step on a random target of that shape, in turns with its parts alone, which use other libraries' code if it
+exists: the target's forward; one decoder layer of transformers with plain causal attention over G sequences of S rows,
+forward and backward; the chunked loss of the labelled rows. In addition, the step builds the rows and their labels,
+merges own groups into the attention and reads its inputs by `fc`. The optimizer's step is timed separately.
 
 `offline`: the quickstart's drafter on batches of rows whose second half is labelled, with features from files that are
 mapped into memory against the target's forward; collation is part of the step. The files are in the page cache, as from

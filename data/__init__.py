@@ -1,6 +1,6 @@
 """From prompts to the tokens that drafters are trained on.
 
-Read `sources` (what comes in), `engines` (who answers), `distill` (how every answer is got and none is lost), `tokens`
-(ids and loss masks); `card` tells what went into the result; `embedded` holds what ships of both.
-Imports `recipes` and nothing else of draftsmith.
+Read `sources` (reading conversations), `engines` (generating answers), `distill` (answering all conversations without
+losing any), `tokens` (token ids and loss masks); `card` describes the resulting data; `embedded` holds the shipped
+questions and conversations. Imports `recipes` and nothing else of draftsmith.
 """

@@ -44,7 +44,7 @@ def first_sentence(docstring: str) -> str:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """`a`, `b` and `c`"""
+    """Return the names in a sentence: `a`, `b` and `c`."""
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
@@ -206,7 +206,7 @@ def converse(rng: random.Random, item: StdlibItem) -> list[str] | None:
 
 
 def retrieve(rng: random.Random, item: StdlibItem, others: Sequence[StdlibItem]) -> list[str] | None:
-    """Numbered documentation snippets in the prompt; the answer quotes the one that is asked for."""
+    """Build a prompt with numbered documentation snippets, and an answer that quotes the one in question."""
     if not item.is_public or not 30 <= len(first_paragraph(item.docstring, 200)) <= 200:
         return None
     snippets = [item, *others]

@@ -2,7 +2,7 @@
 
     python embedded_target/train.py [--output-dir FOLDER] [--work-dir FOLDER] [--max-steps N] [--compile]
 
-Ctrl-C costs what was trained since the last checkpoint in the work folder, from which the same command goes on.
+After Ctrl-C the same command resumes from the last checkpoint in the work folder; later steps are lost.
 
 Rows: whole conversations are packed into rows of 512 tokens; positions restart at each conversation and a 4-D mask
 keeps conversations from seeing each other, so a row equals its conversations run alone.
@@ -252,9 +252,11 @@ def measure(folder: Path, conversations: list[Record]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "models" / "embedded_target")
-    parser.add_argument("--work-dir", type=Path, default=Path("runs") / "target", help="of checkpoints to go on from")
+    parser.add_argument(
+        "--work-dir", type=Path, default=Path("runs") / "target", help="folder of checkpoints to resume from"
+    )
     parser.add_argument("--max-steps", type=int, default=MAX_STEPS)
-    parser.add_argument("--conversations", type=int, help="read only the first so many of each split, for a try")
+    parser.add_argument("--conversations", type=int, help="read only the first N of each split, for a trial")
     parser.add_argument("--compile", action="store_true", help="compile the training step")
     options = parser.parse_args()
     train(options, read_conversations("train")[: options.conversations])

@@ -28,7 +28,7 @@ args = parser.parse_args()
 
 recipe = load_recipe("quickstart", BRIEFLY)
 if args.drafter is None:
-    make_drafter(recipe)  # goes on where it stopped; what is done is not done again
+    make_drafter(recipe)  # resumes where it stopped; finished stages are skipped
 target, tokenizer = load_target(recipe.target)
 drafter = load_drafter(args.drafter or RunFolder(recipe).drafter, target)
 

@@ -1,10 +1,10 @@
-"""Train a drafter, in one process or many:
+"""Train a drafter, in one process or many.
 
     accelerate launch train/train_parallel.py recipes/quickstart.yaml [section.key=value ...]
     python train/train_parallel.py recipes/quickstart.yaml train.learning_rate=1e-3
 
 Reads `runs/<name>/data/tokens` (made by `draftsmith distill`), writes `runs/<name>/drafter`. Run it again after an
-interruption: it goes on from the last checkpoint.
+interruption: it resumes from the last checkpoint.
 """
 
 import argparse

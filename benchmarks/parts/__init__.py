@@ -1,2 +1,1 @@
-"""What the scripts share: their command line and measuring (`timing`), random targets
-(`shapes`), and llama.cpp's server (`llamacpp`)."""
+"""Code shared by the scripts: command line and timing (`timing`), random targets (`shapes`), llama.cpp (`llamacpp`)."""

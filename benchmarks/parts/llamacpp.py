@@ -1,4 +1,4 @@
-"""llama.cpp beside us: a GGUF target in several dtypes, each served by a `llama-server` of its own and asked over HTTP.
+"""llama.cpp for comparison: a GGUF target in several dtypes, each served over HTTP by a separate `llama-server`.
 
 F32 and BF16 hold the weights of our target in fp32 and bf16. Q8_0 and Q4_0 are other models: their weights are rounded
 to 8 and to 4 bits. `make llamacpp-env` builds the programs.
@@ -59,10 +59,10 @@ def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path |
 
 
 def in_dtype(file: Path, dtype: str, server: Path) -> Path:
-    """Convert the GGUF file to another dtype, once, by the `llama-quantize` beside the server.
+    """Convert the GGUF file to another dtype, once, with the `llama-quantize` in the server's folder.
 
     Raises:
-        UserError: There is no such program, or it cannot.
+        UserError: The program is missing, or fails.
     """
     made = cache_root() / "llamacpp" / f"{file.stem}-{sampled_hash([file])}-{dtype}.gguf"
     if made.is_file():
@@ -70,7 +70,7 @@ def in_dtype(file: Path, dtype: str, server: Path) -> Path:
     program = server.with_name("llama-quantize")
     if not program.is_file():
         raise UserError(
-            f"beside {server} is no llama-quantize to make {dtype} of {file.name}: `make llamacpp-env` has it"
+            f"{program} does not exist, which converts {file.name} to {dtype}: build it with `make llamacpp-env`"
         )
     made.parent.mkdir(parents=True, exist_ok=True)
     partial = made.with_name(f"{made.name}.{os.getpid()}.partial")

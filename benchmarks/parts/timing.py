@@ -43,7 +43,7 @@ def seconds(work: Work, device: torch.device) -> float:
 
 
 def in_turns(works: Mapping[str, Work], device: torch.device, turns: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Time every work in each turn, so that whatever else runs slows all of them alike."""
+    """Time every work once per turn, so that other load on the machine slows all of them equally."""
     times_s: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(warmup + turns):
         for name, work in works.items():
@@ -65,7 +65,7 @@ def ratios(name: str, times_s: list[float], base_s: list[float]) -> dict[str, fl
 
 
 def peak_growth_bytes(work: Work, device: torch.device) -> int | None:
-    """Return what a call allocates at most beside what is there before it; None on a CPU, which does not count it."""
+    """Return the largest growth of a call's allocated GPU memory over that before it; None on a CPU."""
     if device.type != "cuda":
         return None
     wait(device)
@@ -77,6 +77,6 @@ def peak_growth_bytes(work: Work, device: torch.device) -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident set of this process so far (Linux: ru_maxrss begins with the parent's)."""
+    """Return the largest resident set of this process so far (Linux only; `ru_maxrss` would include the parent's)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -22,7 +22,7 @@ MOST_TURNS = 6
 
 
 def conversations(spec: str) -> Iterator[list[str]]:
-    """The user's turns of so many conversations of a file, after the first ones, given as FILE:COUNT[:SKIPPED]."""
+    """Yield the user turns of COUNT conversations of a file after the first SKIPPED, given as FILE:COUNT[:SKIPPED]."""
     file, count, skipped = [*spec.split(":"), "0"][:3]
     for where, record in islice(
         open_records(SourceRecipe(source=file), "all"), int(skipped), int(skipped) + int(count)

@@ -68,9 +68,9 @@ class CardSource:
 
 @dataclass
 class DataCard:
-    """`card.json`, read back as far as reports tell it.
+    """The part of `card.json` that reports show.
 
-    tokens: of `prompt` and of `answer` the total, mean, quantiles and the longest, by name.
+    tokens: for `prompt` and `answer` the total, mean, quantiles and maximum of tokens, by name.
     """
 
     sources: dict[str, CardSource]
@@ -80,13 +80,13 @@ class DataCard:
 
 
 def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
-    """Write the card, its picture and its JSON, of what the run's ledger and token dataset hold. Returns its path.
+    """Write the data card, its picture and its JSON, from the run's ledger and token dataset. Returns the card's path.
 
     Args:
-        recipe: What the run was distilled by.
-        counts: Filled by a finished `load_conversations`.
-        tokenizer: The target's.
-        weights: The hash of the weights of who answered.
+        recipe: The recipe of the distillation.
+        counts: Counts of the sources, filled by a finished `load_conversations`.
+        tokenizer: The target's tokenizer.
+        weights: Hash of the weights of the model that answered.
     """
     run = RunFolder(recipe)
     folder, tokens, view = run.data, load_tokens(run, recipe.name), LedgerView(run.data)
@@ -162,7 +162,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
 
 
 def _origin(source: MixedSourceRecipe) -> str:
-    """What the source was: a local file by its hash, never by its path, which is nobody else's business."""
+    """Describe a source; a local file by name and hash, never by its path, which is private."""
     if source.source == STDLIB:
         return f"{STDLIB_FILE.name}, about the standard library of Python 3.11, SHA-256 {sha256_of(STDLIB_FILE)}"
     file = Path(source.source).expanduser()
@@ -198,7 +198,7 @@ def _draw_histograms(tokens: dict[str, list[int]], file: Path, title: str) -> No
 
 
 def _fenced(turn: Turn) -> str:
-    """The text as it is, in a fence that it cannot break."""
+    """Return a turn's text, unchanged but for its length, in a Markdown fence longer than any in the text."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.tool_calls]
     text = "\n".join([text for text in (turn.reasoning_content, turn.content) if text] + calls)
     text = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " [...]"

@@ -1,5 +1,5 @@
-"""Self-distillation: the target answers every turn itself; whatever is killed, nothing is lost or asked twice.
+"""Self-distillation: the target answers every turn itself; a killed process loses no answer and repeats none.
 
-Read `distill` (who is asked what when), `ledger` (what became of each conversation, on disk), then
-`token_dataset`, which training reads. May import `data.engines` and what is before it.
+Read `distill` (the order of requests), `ledger` (the state of each conversation, on disk), then `token_dataset`, which
+training reads. May import `data.engines` and the folders before it.
 """

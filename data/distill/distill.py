@@ -1,13 +1,13 @@
 """Self-distillation: the target rewrites every assistant turn, in order, each with the rewritten history before it.
 
-A drafter has to predict what the target says, not what some other author said. Writes, under `runs/<name>/data/`:
+A drafter has to predict the target's own text, not another author's. Writes, under `runs/<name>/data/`:
 
-    shards/, unfinished/     the conversations and what became of each (`data/distill/ledger.py`)
-    distill_settings.json    what the answers depend on, from the first one on; a folder never mixes two settings
+    shards/, unfinished/     the conversations and the state of each (`data/distill/ledger.py`)
+    distill_settings.json    the settings that the answers depend on; a folder never mixes two of them
 
-A conversation's next turn is asked the moment its previous answer is there: there are no waves, so the engine stays
-full whatever the number of turns. Answers go to the ledger as they come, so that a kill costs those in flight and those
-of the last moment at most (`LONGEST_WRITE_INTERVAL_S`).
+A conversation's next turn is submitted as soon as its previous answer is complete, not in waves, so that the engine is
+always full, whatever the number of turns. Answers are written to the ledger as they arrive, so that a kill loses only
+answers in flight and those of the last `LONGEST_WRITE_INTERVAL_S`.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ HELD_POLL_S = 2.0  # between two looks at conversations that another process wor
 LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
-CUT_AT_FIRST, MOST_CUT_FRAC = 500, 0.2  # so many answers are looked at, and this share of them may be cut
+CUT_AT_FIRST, MOST_CUT_FRAC = 500, 0.2  # number of first answers that are checked, and their largest share of cut ones
 CUT_SHORT = "answer cut short by max_new_tokens"
 PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
@@ -90,7 +90,10 @@ Rewriting = Generator[Request, Outcome | None, Finished]  # of one conversation:
 
 @dataclass
 class DistillReport:
-    """What one call did. `kept` are conversations written; of these, `shortened` lost their later turns."""
+    """Result of one call of `distill`.
+
+    kept: number of conversations written. shortened: number of these that lost their later turns, by reason.
+    """
 
     folder: Path
     kept: int = 0
@@ -113,7 +116,7 @@ class DistillReport:
         }
 
     def sentence(self) -> str:
-        """Say what was done, for the console."""
+        """Return a summary for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
         engine_failures = self.failed.keys() - set(FINAL_REASONS)
         lines = [
@@ -278,14 +281,14 @@ class _Settings:
 
 
 def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
-    """What the answers depend on, by recipe key: one folder never mixes two targets or two samplings.
+    """Return the settings that the answers depend on, by recipe key; a folder never mixes two of them.
 
     Args:
-        weights: A hash of those of who answers.
-        tokenizer: The target's.
+        weights: Hash of the weights of the model that answers.
+        tokenizer: The target's tokenizer.
     """
     settings, conversations = recipe.data.distill, recipe.data.conversations
-    # Limits are no part of it: more may be added, as may lines to a file.
+    # Limits are left out: conversations may be added later, as may lines of a file.
     chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
     chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
     # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
@@ -317,7 +320,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
 
 
 class _Distillation:
-    """The state of one call: who is being asked, and what is to be written down."""
+    """State of one call of `distill`: requests in flight, and results that are not written yet."""
 
     def __init__(
         self,
@@ -443,57 +446,58 @@ class _Distillation:
         return self._settled(source, turns, answer_ids, reason)
 
     def _said(self, text: str, source: Conversation, turns: list[Turn], rest: deque[Turn]) -> tuple[Turn, str | None]:
-        """The answer as a turn, and the reason why the conversation ends with it, if it does.
+        """Return the answer as a turn, and the reason if the conversation must end with it.
 
-        What tools gave to the source's author is given to the target if it calls the same functions. If it answers
-        without a call, the source's exchange with the tools is left out.
+        If the target calls the same functions as the source's assistant, it gets the same results. If it answers
+        without a call, the source's tool calls and results are left out.
 
         Args:
-            text: Of the answer.
+            text: Text of the answer.
             source: The conversation that is rewritten.
-            turns: Before the answer.
-            rest: The source's turns from the answer in this place on; of them what does not follow is taken out.
+            turns: The turns before the answer.
+            rest: The source's turns from this answer on; turns that no longer fit are removed from it.
         """
         theirs = rest.popleft() if rest and rest[0].role == "assistant" else Turn("assistant", "")
         results = list(takewhile(lambda turn: turn.role == "tool", rest))
-        said = Turn("assistant", text)
+        answer = Turn("assistant", text)
         if not source.tools and not results:
-            return said, None
+            return answer, None
         form = template_calls(self.tokenizer)
         if form is None:
-            return said, OTHER_CALLS if results else None
+            return answer, OTHER_CALLS if results else None
         called = form.names(text)
         if called and rest and (not results or called != (theirs.called or form.names(theirs.content))):
-            return said, OTHER_CALLS
+            return answer, OTHER_CALLS
         if not called:
             while results and rest and rest[0].role != "user":
                 rest.popleft()
-            return said, None
+            return answer, None
         calling = form.turn(text, [turn.tool_call_id for turn in results if turn.tool_call_id])
         try:
             render(self.tokenizer, (*turns, calling), tools=source.tools)
-        except TemplateProblem:  # of two calls at once, for instance, which some templates do not write
-            return said, None
+        except TemplateProblem:  # some templates cannot write two calls in one turn, for instance
+            return answer, None
         return calling, None
 
     def _check_cut(self) -> None:
-        """
+        """Check that not too many of the first answers were cut, as each one ends its conversation.
+
         Raises:
-            UserError: Of the first answers too many were cut, each of which costs its conversation.
+            UserError: More than `MOST_CUT_FRAC` of the first `CUT_AT_FIRST` answers were cut.
         """
         answers, cut = self.report.answers, self.report.answers_cut_short
         if answers <= CUT_AT_FIRST and cut > MOST_CUT_FRAC * CUT_AT_FIRST:
             raise UserError(
                 f"{cut} of the first {answers} answers were cut at {self.settings.max_new_tokens} tokens, and with "
                 "each its conversation ends: raise data.distill.max_new_tokens, set data.distill.cut_answers=keep to "
-                "train on what was said until then, or, for a target that thinks first, target.chat_template_kwargs="
-                "{enable_thinking: false}; what was answered is kept"
+                "train on the cut answers, or, for a target that thinks first, target.chat_template_kwargs="
+                "{enable_thinking: false}; the answers so far are kept"
             )
 
-    def _prompt_of(self, asked: Conversation) -> list[int] | str:
-        """Return the prompt's ids, or the reason why the target cannot be asked."""
+    def _prompt_of(self, conversation: Conversation) -> list[int] | str:
+        """Return the prompt's token ids, or the reason why the target cannot answer it."""
         try:
-            prompt_ids = prompt_token_ids(self.tokenizer, asked.turns, asked.tools)
+            prompt_ids = prompt_token_ids(self.tokenizer, conversation.turns, conversation.tools)
         except TemplateRefusal:
             if not self.recipe.data.conversations.skip_invalid:
                 raise
@@ -518,13 +522,18 @@ class _Distillation:
     def _settled(
         self, source: Conversation, turns: list[Turn], answer_ids: list[list[int] | None], reason: str | None
     ) -> Finished:
-        """Say what became of the conversation, which ends with its last answer. `reason`: it has not all of them."""
+        """Build the ledger's entry of a conversation, which ends with its last answer.
+
+        Args:
+            reason: Why answers are missing; None if all turns were answered.
+        """
         if not answer_ids:
             return Finished(source.id, FAILED, reason)
         while turns[-1].role != "assistant":
             turns.pop()
         conversation = replace(source, turns=tuple(turns))
-        # Can it be trained on? One answer can, after the very prompt that asked for it; earlier ones may be rewritten.
+        # Check that it can be tokenised. A single answer always can, right after its own prompt; the template may
+        # rewrite earlier ones.
         if len(answer_ids) > 1 or None in answer_ids:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)

@@ -1,14 +1,14 @@
-"""What became of each conversation of a run folder: append-only files of JSON lines, each with one writer.
+"""The state of each conversation of a run folder: append-only files of JSON lines, each with one writer.
 
-    shards/<n>.jsonl        conversations that were kept, with their answers: what the tokens are made of
-    unfinished/<n>.jsonl    answers of conversations that are not finished yet, and failures
+    shards/<n>.jsonl        finished conversations with their answers, from which the token dataset is built
+    unfinished/<n>.jsonl    answers of unfinished conversations, and failures
     claims.lock             a process locks one byte of it for each conversation that it is working on
 
-A line counts as soon as it ends with a newline, and of a conversation in several lines of `shards/` the first one. So a
-process that is killed at any moment, SIGKILL included, loses at most the answers that it had not committed.
+A line counts only if it ends with a newline; if `shards/` has several lines of a conversation, the first one counts. So
+a process that is killed at any moment, SIGKILL included, loses at most the answers that it had not committed.
 
 Several processes may work on one folder, also on several hosts if their file system has locks (NFS 4, Lustre). The
-operating system lets go of a dead process's locks. Whoever gets a lock reads what was written since before it asks.
+operating system releases a dead process's locks. A process that gets a lock reads the new lines before it starts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _LINES: dict[str, TypeAdapter[Any]] = {
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a conversation. `record` is its line; None for a failed one."""
+    """Final state of a conversation. `record` is its line in `shards/`; None for a failed one."""
 
     id: str
     state: str
@@ -112,7 +112,10 @@ def kept_record(conversation: Conversation) -> dict[str, Any]:
 
 
 class Claim(NamedTuple):
-    """Conversations to work on, each with the answers that it has already, and those that another process works on."""
+    """Result of claiming conversations.
+
+    taken: conversations to work on, by id, with their existing answers. held: ids that another process works on.
+    """
 
     taken: dict[str, list[dict[str, Any]]]
     held: list[str]
@@ -139,7 +142,7 @@ class Distilled(NamedTuple):
 
 
 class LedgerView:
-    """What a run's data folder holds, for those who only read it.
+    """Read-only view of the ledger of a run's data folder.
 
     Args:
         folder: `runs/<name>/data`.
@@ -192,7 +195,7 @@ class LedgerView:
             yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])
 
     def counts(self) -> dict[str, Counter[str]]:
-        """For each state: how many conversations, by reason (`""` where there is none)."""
+        """Return for each state the number of conversations by reason (`""` without a reason)."""
         counts: dict[str, Counter[str]] = {}
         settled = [(line.state, line.reason or "") for line in self._kept.values()]
         for state, reason in [*settled, *((FAILED, reason) for reason in self._failed.values())]:
@@ -212,7 +215,7 @@ class LedgerView:
         return sorted((self._folder / SHARDS).glob("*.jsonl"))
 
     def _refresh(self) -> None:
-        """Read what was written since the last call; a line without its newline is torn, or still being written."""
+        """Read the lines written since the last call, without a last line that is torn or still being written."""
         for file in [*self.files(), *sorted((self._folder / UNFINISHED).glob("*.jsonl"))]:
             with file.open("rb") as stream:
                 stream.seek(self._read_bytes[file])
@@ -284,16 +287,16 @@ class Ledger(LedgerView):
         return claim
 
     def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[Finished]) -> None:
-        """Write answers (id, turn, what was said) and finished conversations down, for good.
+        """Write answers (id, turn, answer) and finished conversations, and wait until they are on disk.
 
         Raises:
-            OSError: The disk is full; of each file the lines that were on disk before are left.
+            OSError: The disk is full; the lines that were on disk before are left unchanged.
         """
         kept = [each for each in finished if each.record is not None]
         kept_ids = {each.id for each in kept}
         failed = [{"id": each.id, "failed": each.reason or ""} for each in finished if each.record is None]
-        said = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept_ids]
-        self._append(UNFINISHED, [*said, *failed])
+        partial = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept_ids]
+        self._append(UNFINISHED, [*partial, *failed])
         ended = [{"id": each.id, "state": each.state, "reason": each.reason} for each in kept]
         self._append(SHARDS, [{**end, **(each.record or {})} for end, each in zip(ended, kept, strict=True)])
         for conversation in finished:
@@ -301,7 +304,7 @@ class Ledger(LedgerView):
         self._refresh()
 
     def retry_failed(self, final: Collection[str] = ()) -> int:
-        """Let conversations that failed for other than `final` reasons be claimed again; how many."""
+        """Make conversations that failed claimable again, except for `final` reasons. Returns their number."""
         again = [key for key, reason in self._failed.items() if reason not in final]
         for key in again:
             del self._failed[key]

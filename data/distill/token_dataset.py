@@ -1,9 +1,9 @@
 """Distilled conversations as an Arrow dataset of token ids and loss masks, which the trainer reads.
 
-Built in a temporary folder beside its final place and renamed: it is whole or absent; built again only when the
-conversations, the tokenizer, its chat template or the length have changed, and not while a training that was begun on
-it is not finished. Conversations are tokenised by several processes, in bounded memory: so many chunks are under way
-that no process waits, and no more. Rows come in the order of the conversations' ids, whatever the number of processes.
+It is built in a temporary folder next to its final place and renamed, so it is complete or absent. It is built again
+only if the conversations, the tokenizer, its chat template or the length have changed, and never while an unfinished
+training uses it. Several processes tokenise the conversations in bounded memory: just enough chunks are in flight that
+no process waits. Rows are in the order of the conversations' ids, whatever the number of processes.
 """
 
 import hashlib
@@ -80,15 +80,15 @@ class Work:
 
 @dataclass
 class TokenReport:
-    """What the dataset holds, and what became of the conversations.
+    """Size of the dataset, and counts of the conversations it was built from.
 
-    shortened: conversations that lost trailing turns to the length; too_long: that did not fit at all.
-    answers_cut: first answers that were cut at the length, beyond which nothing of them is left.
-    copied_tokens: of answers, without loss as they are copies of the same answer (`data.loops: mask`).
-    reasoning_tokens: of answers, without loss as they are thoughts (`data.reasoning: mask`).
-    thoughts_alone: rows that were left out, as there is nothing but thoughts in them.
-    extra_rows: of answers that the rows they belong to do not hold; numbered: rows say of which conversation they are.
-    fingerprint: of the dataset's inputs; reused: it was there, made from the same ones.
+    shortened: conversations that lost trailing turns to the length limit; too_long: conversations that did not fit.
+    answers_cut: conversations whose first answer was cut at the length limit.
+    copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
+    reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
+    thoughts_alone: rows that were left out because they contain only thoughts.
+    extra_rows: additional rows for answers that the template rewrites in later turns. numbered: rows have the number of
+    their conversation. fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
 
     conversations: int = 0
@@ -109,7 +109,7 @@ class TokenReport:
     reused: bool = False
 
     def sentence(self) -> str:
-        """Say it in one line, for the console."""
+        """Return a summary in one line, for the console."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
@@ -123,13 +123,13 @@ class TokenReport:
 
 
 def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
-    """Tokenise what was distilled to the Arrow dataset `folder.data/tokens`, or keep that if nothing has changed.
+    """Tokenise the distilled conversations to the Arrow dataset `folder.data/tokens`, unless it is up to date.
 
-    Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read),
-    rows in the order of the conversations' ids: one a conversation, and more where `tokenize_rows` says so.
+    Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read).
+    Rows are in the order of the conversations' ids: one per conversation, or several, see `tokenize_rows`.
 
     Raises:
-        UserError: Nothing was distilled, or nothing is left within `data.max_length_tokens`.
+        UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
     """
     view, settings = LedgerView(folder.data), recipe.data
     work = Work(
@@ -173,12 +173,12 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
                 + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
         report = replace(report, path=str(final), fingerprint=fingerprint)
-        # Saved beside the final place, then renamed; an older dataset goes only once the new one is whole.
+        # Saved next to the final place, then renamed; an older dataset is deleted only once the new one is complete.
         whole, old = building / "whole", final.with_name(final.name + ".old.partial")
         shutil.rmtree(old, ignore_errors=True)
         save_rows(building / "rows.arrow", whole)
         (whole / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-        # A training that has just read them, and not begun yet, holds the run's lock.
+        # A training that has opened the old dataset and not started yet holds the run's lock.
         with run_lock(folder.data.resolve().parent, "distill") if is_replaced else nullcontext():
             if is_replaced:
                 check_no_training_reads(folder.data)
@@ -202,17 +202,17 @@ def _first_refusal(view: LedgerView, work: Work) -> UserError:
 def write_token_rows(
     conversations: Iterable[Answered], work: Work, file: Path, processes: int, bar: Progress
 ) -> TokenReport:
-    """Tokenise to an Arrow file, with the columns of `FEATURES`.
+    """Tokenise conversations to an Arrow file with the columns of `FEATURES`.
 
     Args:
-        conversations: Read once, in the order of the rows; for each the ids of its answers where they are known.
-        work: How.
-        file: Is written anew.
-        processes: With 1 all is done in this one.
-        bar: Of conversations.
+        conversations: Read once, in the order of the rows; each with the token ids of its answers if they are known.
+        work: Tokenizer and settings.
+        file: The Arrow file; an existing one is overwritten.
+        processes: Number of processes; 1: this one.
+        bar: Progress bar, in conversations.
 
     Raises:
-        UserError: As `tokenize_conversation`, but for a conversation that the template does not take: that is counted.
+        UserError: As `tokenize_conversation`; conversations that the template rejects are only counted.
     """
     counts: Counter[str] = Counter()
     with ArrowWriter(path=str(file), features=FEATURES) as writer:

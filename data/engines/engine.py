@@ -1,8 +1,8 @@
-"""The seam between self-distillation and whatever generates: requests in, outcomes out as they come.
+"""Interface between self-distillation and the engines that generate answers: requests in, outcomes out.
 
 An engine is one file, `data/engines/<name>_engine.py`, named by `data.distill.engine`, with a module attribute
-`ENGINE`: a class with `Options` and `make`. Requests are independent of each other; whoever submits them decides what
-comes next, so that a conversation's next turn can be asked the moment its previous answer is there.
+`ENGINE`: a class with `Options` and `make`. Requests are independent of each other; the caller decides their order, so
+that a conversation's next turn can be submitted as soon as its previous answer is complete.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ Outcome = Completion | Failure
 
 
 class Engine(Protocol):
-    """What answers requests, in any order.
+    """A generator of answers to requests, in any order.
 
-    concurrency: requests worth having in flight.
-    max_length_tokens: prompt and answer together must not be longer; None if there is no bound.
+    concurrency: number of requests in flight that the engine can use.
+    max_length_tokens: longest prompt with its answer; None if there is no limit.
     """
 
     concurrency: int
     max_length_tokens: int | None
 
     def submit(self, request: Request) -> None:
-        """Take a request; returns at once."""
+        """Queue a request; returns immediately."""
 
     def collect(self) -> list[tuple[str, Outcome]]:
         """Wait until at least one request in flight has its outcome; all that have, by key.
@@ -97,18 +97,18 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of servers, processes and memory; what is in flight is lost."""
+        """Release servers, processes and memory; requests in flight are lost."""
 
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """The target as it is loaded in this process.
+    """The target, loaded in this process.
 
     model: a causal language model in eval mode.
-    most_tokens: as many as its positions go for; None if there is no bound.
-    draw: a token from logits [V].
-    masks: what a forward of one token a row takes for a mask, from the tokens that each row sees [A, S] and their
-        positions [A]; None: [A, S] itself.
+    most_tokens: longest sequence that its positions allow; None if there is no limit.
+    draw: function that draws a token from logits [V].
+    masks: function that builds the attention mask of a forward of one token per row, from the visible tokens of each
+        row [A, S] and the tokens' positions [A]; None: [A, S] is the mask.
     """
 
     model: Any
@@ -119,12 +119,12 @@ class LocalTarget:
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """What an engine is made for.
+    """The recipe and target that an engine is built for.
 
-    tokenizer: the target's.
+    tokenizer: the target's tokenizer.
     location: the target's folder or Hub id.
-    end_ids: every token that ends an answer.
-    load_target: only the engine that runs the target itself calls it.
+    end_ids: all tokens that end an answer.
+    load_target: loads the target; called only by the engine that runs it in this process.
     """
 
     recipe: Recipe

@@ -1,24 +1,25 @@
-"""Answers from any server that speaks OpenAI's API (vLLM, SGLang, llama.cpp, ...), or from many of them at once.
+"""Answers from one or more servers with OpenAI's API (vLLM, SGLang, llama.cpp, ...).
 
     data:
       distill:
         engine: openai
         options: {base_urls: ["http://node1:8000/v1", "http://node2:8000/v1"]}
 
-A server that asks for a password is `https://me:$PASSWORD@host/v1`: the environment holds it, and no file ever does.
+A server with a password is given as `https://me:$PASSWORD@host/v1`: the password comes from the environment and is
+written to no file.
 
-The `openai` client does the HTTP: it waits as long as `Retry-After` says and asks again after a 429, a 5xx or a broken
-connection. An event loop in a thread of its own runs `concurrency_per_server` workers for each server, which take
-requests from one queue. A server whose connection is lost, or that fails several times in a row, is left out and its
-requests go back into the queue; it is used again once it answers a request of one token.
+The `openai` client handles HTTP: it retries after a 429, a 5xx or a broken connection, and waits as `Retry-After` says.
+An event loop in a separate thread runs `concurrency_per_server` workers for each server, which take requests from one
+queue. A server whose connection is lost, or that fails several times in a row, is left out and its requests go back
+into the queue; it is used again once it answers a request of one token.
 
-What a server says is not believed where it can be checked: an answer of another prompt, longer than was asked for, cut
-before its limit or with control tokens in its text is none. An answer has a time and a size, and no server may send us
-on to another one.
+Answers are checked as far as possible: an answer to another prompt, longer than its limit, cut before it or with
+control tokens in its text is rejected. Time and size of an answer are limited, and redirects to other servers are not
+followed.
 
-`extensions` are fields of vLLM and others that OpenAI's API does not have: which tokens end an answer, that token ids
-are wanted, and that nothing but the recipe's sampling applies (vLLM merges the top-k and the penalties of the model's
-generation_config.json into whatever a request leaves open).
+`extensions` are request fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer, returning
+token ids, and using the recipe's sampling alone (vLLM fills settings that a request omits with the top-k and the
+penalties of the model's generation_config.json).
 """
 
 import asyncio
@@ -52,7 +53,7 @@ REQUEST_REFUSED = {400, 413, 422, 451}
 REASON_CHARACTERS = 80
 OF_PACKED_BODIES = ("content-encoding", "content-length", "transfer-encoding")
 MOST_ANSWER_BYTES = 16 << 20  # unpacked: 100,000 tokens with their text are a tenth of it
-# Text of our own tokenizer may take a few more tokens than the server generated, and rarely far fewer.
+# An answer's text, tokenised here, may have a few more tokens than the server generated, and rarely far fewer.
 MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
 TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
 OTHER_PROMPT = "the server's chat template made another prompt"
@@ -115,10 +116,11 @@ class BoundedClient(httpx2.AsyncClient):
         self._timeout_s, self._most_bytes = timeout_s, most_bytes
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """
+        """Send a request and read its response within the limits of time and size.
+
         Raises:
             ServerFails: The body is too large.
-            httpx2.ReadTimeout: The whole took too long.
+            httpx2.ReadTimeout: The response took too long.
         """
         if stream:
             return await super().send(request, stream=True, **options)
@@ -150,19 +152,19 @@ class Server:
 
 
 class OpenAIEngine:
-    """An `Engine` that asks servers over HTTP.
+    """An `Engine` that sends requests to servers over HTTP.
 
     Args:
-        options: Of the engine; `base_urls` may hold passwords.
-        setting: What the engine is made for.
+        options: Options of the engine; `base_urls` may hold passwords.
+        setting: The recipe and target.
 
     Raises:
-        UserError: No server answers, they serve different models, or one refuses a request of one token.
+        UserError: No server answers, they serve different models, or one rejects a request of one token.
     """
 
     Options = OpenAIOptions
-    retries = 2  # the client's own, of each attempt
-    asks_trial = True  # for one token, so that wrong settings show before anything else happens
+    retries = 2  # by the client, within each attempt
+    asks_trial = True  # send a request of one token first, so that wrong settings show early
 
     @classmethod
     def make(cls, options: OpenAIOptions, setting: EngineSetting) -> "OpenAIEngine":
@@ -238,7 +240,7 @@ class OpenAIEngine:
         return outcomes
 
     def close(self) -> None:
-        """Cancel what is in flight and end the thread; a second call does nothing."""
+        """Cancel requests in flight and end the thread; a second call does nothing."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
@@ -387,10 +389,11 @@ class OpenAIEngine:
             self.max_length_tokens = longest
 
     async def complete(self, server: Server, request: Request) -> Outcome:
-        """
+        """Send a request to a server and return its outcome.
+
         Raises:
-            ServerFails: The server does not answer, or not with an answer.
-            UserError: The server refuses what every request has in common: the key, the URL, the model.
+            ServerFails: The server does not answer, or its response is malformed.
+            UserError: The server rejects the key, the URL or the model, which all requests share.
         """
         api = self.options.api
         if request.tools and api == "chat":  # where servers read calls each in its own way, or not at all
@@ -419,7 +422,7 @@ class OpenAIEngine:
             "top_p": settings.top_p,
         }
         is_chat = self.options.api == "chat"
-        # The client would look at each id of a prompt of its own: five times the work of all the rest.
+        # The client would check each token id of a `prompt` argument, which takes five times as long as all the rest.
         body: dict[str, Any] = {} if is_chat else {"prompt": request.prompt_ids}
         arguments |= {"messages": request.messages} if is_chat else {"prompt": ""}
         if settings.temperature > 0:
@@ -435,10 +438,12 @@ class OpenAIEngine:
         return arguments | {"extra_body": body}
 
     async def response(self, server: Server, call: Awaitable[Any]) -> Any:
-        """What a call of the client gives.
+        """Await a call of the client and translate its errors.
 
         Raises:
-            Refused, ServerFails, UserError: It is about this request, about the server now, about every request.
+            Refused: The server rejects this request.
+            ServerFails: The server fails at the moment.
+            UserError: The server would reject every request.
         """
         try:
             return await call
@@ -502,7 +507,7 @@ class _Message(BaseModel):
 class _Choice(BaseModel):
     """Token ids are an extension; vLLM's end with the stop token, and `stop_reason` names it."""
 
-    index: Literal[0] = 0  # one answer is asked for
+    index: Literal[0] = 0  # requests have n = 1
     finish_reason: str
     text: str | None = None
     message: _Message | None = None
@@ -518,11 +523,11 @@ class _Answer(BaseModel):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is known of the target's tokens when an answer is read.
+    """Facts about the target's tokens for checking answers.
 
-    size: token ids are below it.
-    control: what no text of an answer holds; ending: the part of it that ends answers.
-    count: the tokens of a text.
+    size: token ids must be below it.
+    control: control tokens, which no answer's text may contain; ending: those that end answers.
+    count: function that counts the tokens of a text.
     """
 
     end_ids: tuple[int, ...]
@@ -546,12 +551,13 @@ class Vocabulary:
 
 
 def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabulary) -> Outcome:
-    """Read the outcome in the body of a response.
+    """Parse and check the body of a response.
 
-    Token ids are cut after the first end token. Ids of a stopped answer that hold none cannot be used; its text can.
+    Token ids are cut after the first end token. If a stopped answer's ids contain no end token, its text is used
+    instead.
 
     Raises:
-        ServerFails: The body is not what the API promises or of another prompt, or the server gave the request up.
+        ServerFails: The body violates the API or answers another prompt, or the server aborted the request.
     """
     try:
         answer = _Answer.model_validate_json(content)
@@ -576,7 +582,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
         if end is not None:
             ids = ids[: end + 1]
         if len(ids) > limit + 1:  # some servers do not count the end token
-            raise ServerFails("malformed answer: longer than was asked for")
+            raise ServerFails("malformed answer: longer than max_new_tokens")
         if not all(0 <= token_id < vocabulary.size for token_id in ids):
             raise ServerFails("malformed answer: token ids outside the target's vocabulary")
         if end is not None:
@@ -598,16 +604,16 @@ def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabul
         return Failure(CONTROL_TOKENS)
     limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
     if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
-        raise ServerFails("malformed answer: longer than was asked for")
+        raise ServerFails("malformed answer: longer than max_new_tokens")
     if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:
         return Failure(CUT_EARLY)
     return Completion(None, "length" if is_cut else "stop", text, thoughts)
 
 
 def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
-    """A short reason that counts alike for alike refusals: numbers are left out, and the key, should it be quoted."""
-    said = error.body if isinstance(error.body, dict) else {}
-    code, message = said.get("code"), said.get("message") or said.get("detail")
+    """Return a short reason that is equal for similar errors: without numbers, and without the API key if quoted."""
+    body = error.body if isinstance(error.body, dict) else {}
+    code, message = body.get("code"), body.get("message") or body.get("detail")
     text = code if isinstance(code, str) else message if isinstance(message, str) else ""
     text = re.sub(r"\d+", "N", text.replace(api_key or MASK, MASK))
     text = one_line(re.split(r"\.\s|[\r\n]", text, maxsplit=1)[0]).strip(" .")

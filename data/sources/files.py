@@ -232,7 +232,7 @@ def _goes_on_over_lines(head: bytes) -> bool:
 
 
 def _first_value_ends(text: str) -> bool:
-    """Whether the file begins with JSON; else what is wrong is told line by line."""
+    """Return whether the file starts with a JSON value; otherwise it is read, and errors are reported, by line."""
     with suppress(json.JSONDecodeError, RecursionError):
         DECODER.raw_decode(text, _after_blanks(text, 0))
         return True

@@ -64,7 +64,7 @@ class Tally:
     unread_keys: Counter[str] = field(default_factory=Counter)
 
     def sentence(self) -> str:
-        """Say it in one line, for the console."""
+        """Return the counts in one line, for the console."""
         parts = [f"{self.kept} of {self.read} records kept"]
         parts += [f"invalid: {counted_reasons(self.invalid)}"] if self.invalid else []
         parts += [f"duplicates: {self.duplicates}"] if self.duplicates else []
@@ -101,18 +101,18 @@ class SourceCounts:
         return total
 
     def sentence(self) -> str:
-        """Say it in a line for each source."""
+        """Return the counts in one line per source."""
         return "\n".join(f"{name}: {tally.sentence()}" for name, tally in self.by_source.items())
 
 
 def load_conversations(
     recipe: Recipe, counts: SourceCounts | None = None, tokenizer: Any = None
 ) -> Iterator[Conversation]:
-    """Yield the conversations that the recipe asks for, one at a time; the order depends on nothing but the sources.
+    """Yield the recipe's conversations one at a time, in an order that depends on the sources alone.
 
     Args:
-        recipe: Its `data` section is used, and `eval.questions` by default to decontaminate.
-        counts: Receives what became of every record.
+        recipe: Its `data` section is used, and `eval.questions` by default for decontamination.
+        counts: Is filled with the counts of kept and dropped records.
         tokenizer: The target's, for `filters.max_tokens`, which is not applied without one.
 
     Raises:
@@ -158,14 +158,14 @@ def interleave(sources: list[tuple[float, Iterator[T]]]) -> Iterator[T]:
 
 
 class Filters:
-    """What `data.conversations.filters` leaves out.
+    """The filters of `data.conversations.filters`.
 
-    Languages are told by py3langid (a naive Bayes model of byte n-grams, 4 MB, part of the package), whose confidence
-    is calibrated. A conversation stays where it is low (a name, a formula, code, two words) and where a wanted language
-    is not out of the question (short English is easily taken for Nigerian Pidgin).
+    py3langid recognises languages (a naive Bayes model of byte n-grams, 4 MB, part of the package), with calibrated
+    confidence. A conversation is kept if the confidence is low (a name, a formula, code, two words) or if a listed
+    language is still possible (short English is easily taken for Nigerian Pidgin).
 
     Args:
-        recipe: What is wanted.
+        recipe: The recipe's filters.
         tokenizer: The target's; without it `max_tokens` is not applied.
 
     Raises:
@@ -221,7 +221,7 @@ class Filters:
 
 
 class _Selection:
-    """What the sources have in common: the prompts that came before, the questions to avoid, and the filters."""
+    """State shared by all sources: the prompts seen so far, the evaluation questions to avoid, and the filters."""
 
     def __init__(self, recipe: Recipe, counts: SourceCounts, tokenizer: Any) -> None:
         self._recipe, self._counts = recipe, counts

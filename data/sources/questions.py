@@ -1,9 +1,9 @@
-"""Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are asked one after the other.
+"""Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are user messages in order.
 
 Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target; `spec_bench`
-are that paper's 480, fetched once from its repository and checked by hash, which are no part of this project: the sets
-that they were taken from have licences of their own. Questions are read here, not in evaluation, because
-conversations to train on are kept apart from them (`Contamination`).
+are that paper's 480, downloaded once from its repository and checked by hash. They are not part of this project, as
+their original datasets have different licences. Questions are read here, not in evaluation, because training data must
+not contain them (`Contamination`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COMMIT = "66230f10cb0a02aced5ef3ce1e85163c16160454"
 URL = f"https://raw.githubusercontent.com/hemingkx/Spec-Bench/{COMMIT}/data/spec_bench/question.jsonl"
 SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 TIMEOUT_S = 60.0
-# The task that these categories are together in Spec-Bench's own file (its evaluation/speed.py). Every other category,
-# and the same names in any other file (SPEED-Bench has eleven), is a task of its own.
+# The task that these categories form together in Spec-Bench's file (its evaluation/speed.py). Every other category, and
+# the same names in any other file (SPEED-Bench has eleven), is a separate task.
 MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 # SPEED-Bench ships without the texts of its sources: whole turns, or a line of a turn, wait to be filled in.
@@ -64,7 +64,7 @@ class Question:
 
 
 def task_of(category: str) -> str:
-    """Return the one of Spec-Bench's six tasks that a category of its own file belongs to."""
+    """Return the task, of Spec-Bench's six, that a category of Spec-Bench's file belongs to."""
     return MT_BENCH if category in MT_BENCH_CATEGORIES else category
 
 

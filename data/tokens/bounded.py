@@ -1,8 +1,8 @@
-"""Chat templates are programs of strangers: each run of one has a time, a room and a size.
+"""Limits of time, memory and output for chat templates, which are untrusted programs.
 
-transformers' sandbox keeps them from files and the network, and lets them loop for ever and double a string until the
-machine is full. A thread that lives while templates run looks at those under way, and raises in the thread of one that
-has had its share.
+transformers' sandbox keeps them from files and the network, but lets them loop for ever, or double a string until
+memory is full. A watching thread, which lives while templates run, checks the running ones and raises in the thread of
+a template that exceeds a limit.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class EndlessTemplate(UserError):
 
 @dataclass
 class _Run:
-    """A template that is under way in a thread.
+    """A template that is running in a thread.
 
-    began_s: Of the thread's seconds, when it was looked at first.
-    began_bytes: The process' size at the last look before.
-    told_s: When it was told to end.
+    began_s: CPU seconds of the thread at the first check.
+    began_bytes: size of the process at the last check before the start.
+    told_s: time at which the exception was raised in the thread.
     """
 
     thread: int
@@ -54,12 +54,12 @@ class _Run:
 
 
 class _Watch:
-    """The runs under way, by their number, and the thread that looks at them."""
+    """The running templates by number, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._number = 0
         self.forget()
-        os.register_at_fork(after_in_child=self.forget)  # where nobody looks, and the lock may be held for ever
+        os.register_at_fork(after_in_child=self.forget)  # a child has no watching thread, and may inherit a held lock
 
     def forget(self) -> None:
         self._lock = threading.Lock()

@@ -1,17 +1,17 @@
-"""Token ids of a conversation and the mask of exactly those that the assistant produced.
+"""Token ids of a conversation, and the loss mask of exactly the tokens that the assistant generated.
 
-Works with any chat template, with or without `{% generation %}`: answers are found by comparing what it renders, and
-the pieces between their borders are tokenised. Offsets are not used: `trim_offsets` (Llama 3) moves them.
+Works with any chat template, with or without `{% generation %}`: answers are located by comparing renderings, and the
+pieces between their borders are tokenised. Token offsets are not used: `trim_offsets` (Llama 3) shifts them.
 
-An answer need not be tokenised again where the ids that the target generated are known: they take its place, after the
-very prompt that asked for them. What the template writes between the prompt and an answer (a space, an empty <think>
-block) is of the answer's ids then, and an answer that was cut short has no end token that would carry loss.
+If the ids that the target generated are known, an answer is not tokenised again: the ids are put after their own
+prompt. They then include whatever the template writes between the prompt and an answer (a space, an empty <think>
+block), and an answer that was cut short has no end token that would carry loss.
 
-A template may rewrite an answer once later turns follow (Qwen3 takes its thoughts out). What the target reads there is
-then not what it said: those words stay, without loss, as `unsaid_turns`. So does an answer of weight 0.
+A template may rewrite an answer once later turns follow (Qwen3 removes its thoughts). The target then reads another
+text than it generated: such turns stay, without loss, as `unsaid_turns`. So do answers of weight 0.
 
-Thoughts in a separate field of a turn are given to the template under the name that it reads, or between
-`<think>` and `</think>` in the content, if that is where it looks for them.
+Thoughts in a separate field of a turn are passed to the template under the name that it reads, or in the content
+between `<think>` and `</think>` if the template expects them there.
 
 For the assistant turn i of a conversation whose full rendering is F:
 
@@ -26,8 +26,8 @@ For the assistant turn i of a conversation whose full rendering is F:
 
 In a turn that calls tools the marker stands for the functions' names, and the call's own ending is part of the turn's.
 
-These are three renderings of everything for each answer. Of many answers only the two at each end are found so; what
-is around those in between is read off renderings in which markers stand for all contents together.
+This takes three renderings of the conversation for each answer. Of many answers only the two at each end are located
+so; the text around the others is read off renderings in which markers replace all contents together.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ Tools = tuple[Tool, ...]
 AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
 END_TOKENS = 16  # more than any template puts after an answer
-COPIED_TOKENS = 12  # so many in a row that an answer has said before are a copy
+COPIED_TOKENS = 12  # a run of this many tokens that occurred before in the answer is a copy
 CHARACTERS_ALWAYS_READ = 1 << 20
 LOOK_BACK_CHARACTERS = 1000
 OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer begin with thoughts
@@ -82,10 +82,11 @@ class Span:
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """`loss_mask[t]` is 1 iff `input_ids[t]` is a token of an assistant turn, its end token included.
+    """A tokenised conversation.
 
-    `unsaid_turns` are the turns whose words in the history are not what the target said: they carry no loss.
-    `answer_ends_tokens` are the numbers of tokens up to the end of each answer.
+    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. unsaid_turns: assistant turns
+    that the template rewrites in the history, which carry no loss. answer_ends_tokens: number of tokens up to the end
+    of each answer.
     """
 
     input_ids: list[int]
@@ -112,14 +113,17 @@ class TokenizedConversation:
         return TokenizedConversation(self.input_ids[:length_tokens], self.loss_mask[:length_tokens], (), ends)
 
     def without_copies(self) -> "TokenizedConversation":
-        """The same tokens without loss on those that an answer copies from itself: see `copies_in`."""
+        """Return the conversation without loss on tokens that an answer copies from itself, see `copies_in`."""
         mask = list(self.loss_mask)
         for start, end in self._bounds():
             mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
         return replace(self, loss_mask=mask)
 
     def with_copies(self) -> "TokenizedConversation":
-        """Undo `without_copies`, but for a copy that an answer ends with: what is between two parts was a copy."""
+        """Undo `without_copies`: put loss back on copies between two parts of an answer.
+
+        A copy at the end of an answer cannot be recognised and stays without loss.
+        """
         mask = list(self.loss_mask)
         places = [place for place, carries_loss in enumerate(mask) if carries_loss]
         begin = places[0] if places else 0
@@ -159,9 +163,9 @@ class TokenizedConversation:
 
 
 def copies_in(answer: list[int]) -> list[bool]:
-    """Return for each token whether it is in a copy: in a run of `COPIED_TOKENS` that began earlier in the answer too.
+    """Return for each token whether it is in a copy: a run of `COPIED_TOKENS` that also occurs earlier in the answer.
 
-    Both runs may overlap, so of a loop of fewer tokens the first turn alone is no copy. The first tokens never are.
+    Both runs may overlap, so that of a short loop only the first pass is no copy. The first tokens never are a copy.
     """
     copied = [False] * len(answer)
     seen: set[tuple[int, ...]] = set()
@@ -185,7 +189,7 @@ def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
     if opening is None or closing is None:
         missing = data.reasoning_tokens[opening is not None]
         raise UserError(
-            f"the target's tokenizer has no token {missing}, so that thoughts cannot be told from answers: set "
+            f"the target's tokenizer has no token {missing}, so that thoughts cannot be separated from answers: set "
             "data.reasoning_tokens to the two that it thinks between, or data.reasoning=learn if it does not think"
         )
     return opening, closing
@@ -199,22 +203,22 @@ def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn], tools
 def tokenize_conversation(
     tokenizer: Any, conversation: Conversation, answer_ids: AnswerIds | None = None
 ) -> TokenizedConversation:
-    """Tokenise through the chat template, with the loss mask.
+    """Tokenise a conversation with the chat template, and compute its loss mask.
 
     Args:
         tokenizer: The target's, with a chat template.
-        conversation: Its turns.
-        answer_ids: For each assistant turn what the target generated, its end token included unless the answer was cut
-            short; None for a turn that is to be tokenised. A conversation that ends with such an answer ends with it,
+        conversation: The conversation.
+        answer_ids: For each assistant turn the ids that the target generated, with the end token unless the answer was
+            cut short; None for a turn that must be tokenised. A conversation whose last answer has ids ends with these,
             whatever the template would write after it.
 
     Raises:
-        UserError: The tokenizer has no chat template, or the answers' ids are not those of this conversation.
-        TemplateProblem: The template refuses this conversation or hides an answer, or the mask would be empty or full.
+        UserError: The tokenizer has no chat template, or `answer_ids` does not fit this conversation.
+        TemplateProblem: The template rejects this conversation or hides an answer, or the mask would be empty or full.
     """
     turns, tools, given = conversation.turns, conversation.tools, _ids_by_turn(conversation, answer_ids)
     last = len(turns) - 1
-    # Ids that are given for the last answer follow the prompt that asked for it, so the answer itself is not rendered.
+    # If the last answer has ids, they are put after its prompt, so the answer itself is not rendered.
     asking = last in given
     shown = turns[:-1] if asking else turns
     text = render(tokenizer, shown, add_generation_prompt=asking, tools=tools)
@@ -278,11 +282,12 @@ def tokenize_conversation(
 def tokenize_shortened(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
 ) -> tuple[TokenizedConversation, int] | None:
-    """Like `tokenize_conversation`, without so many last turns that it fits and still ends with an assistant turn.
+    """Tokenise as `tokenize_conversation`, after dropping last turns until the conversation fits.
+
+    The shortened conversation still ends with an assistant turn.
 
     Returns:
-        The tokens and the number of turns dropped from the end; None if not even the first exchange fits, or the first
-        ones up to an answer that is learned.
+        The tokens and the number of dropped turns; None if the turns up to the first answer with loss do not fit.
     """
     turns = conversation.turns
     _ids_by_turn(conversation, answer_ids)
@@ -331,7 +336,11 @@ def up_to_turn(
 
 
 def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
-    """Thoughts may go missing from the history, as at inference, but what the target just said must all be there."""
+    """Reject templates that drop part of the last answer. Earlier answers may lose their thoughts, as at inference.
+
+    Raises:
+        TemplateProblem: Part of the last answer is missing.
+    """
     last = next((turn for turn in reversed(turns) if turn.role == "assistant"), Turn("assistant", ""))
     if not _is_whole(last, text):
         raise TemplateProblem(
@@ -360,17 +369,17 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
 
 
 def _has_another_prompt(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
-    """Whether the last answer comes after other words than the target was asked with.
+    """Return whether the text before the last answer differs from the prompt that generates it.
 
-    Mistral's templates have the system prompt in the last turn if that is the user's, and nowhere if it is not.
-    A prompt that goes on where the answer starts (with an opened <think>) is another matter.
+    Mistral's templates write the system prompt in the last turn if it is the user's, and nowhere otherwise. A prompt
+    that extends into the answer (an opened <think>) does not count as a difference.
     """
     prompt = render(tokenizer, conversation.turns[:-1], add_generation_prompt=True, tools=conversation.tools)
     return not text.startswith(prompt) and not prompt.startswith(text[: span.start])
 
 
 def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
-    """Token ids of the pieces of `text` between the borders (ascending), each as it follows what is before it."""
+    """Tokenise the pieces of `text` between the borders (ascending), each as a continuation of the text before it."""
     bounds = [0, *borders, len(text)]
     pieces = [token_ids(tokenizer, text[start:end]) if end > start else [] for start, end in pairwise(bounds)]
     if list(chain(*pieces)) == token_ids(tokenizer, text):
@@ -381,8 +390,8 @@ def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
 
 
 def _continuation(tokenizer: Any, text: str, start: int, end: int) -> list[int] | None:
-    """The ids of `text[start:end]` after what is before it; None if a token would extend across its start."""
-    seen = max(0, start - LOOK_BACK_CHARACTERS)  # tokens depend on nothing that is farther away
+    """Tokenise `text[start:end]` as a continuation of the text before; None if a token would extend across `start`."""
+    seen = max(0, start - LOOK_BACK_CHARACTERS)  # tokens do not depend on text farther away
     before, through = token_ids(tokenizer, text[seen:start]), token_ids(tokenizer, text[seen:end])
     return through[len(before) :] if through[: len(before)] == before else None
 
@@ -415,7 +424,13 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
 
 
 def _first_marked(marked: list[int], start: int, content_end: int, number: int) -> int:
-    """The template may count what it inserts before an answer (an empty <think> block) as not generated."""
+    """Return the first token of an answer that the template marks as generated.
+
+    The template may exclude text that it inserts before an answer, such as an empty <think> block.
+
+    Raises:
+        TemplateProblem: It marks no token of this answer.
+    """
     first = next((t for t in range(start, content_end) if marked[t]), None)
     if first is None:
         raise TemplateProblem(
@@ -458,7 +473,7 @@ def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> lis
     if not end_ids:
         raise UserError(
             "the target has no end-of-sequence token (generation_config, tokenizer and chat template name none): "
-            "set tokenizer.eos_token and save the tokenizer beside the model"
+            "set tokenizer.eos_token and save the tokenizer in the model's folder"
         )
     return end_ids
 
@@ -486,7 +501,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     if not tokenizer.chat_template:
         raise UserError(
             f"the target's tokenizer ({tokenizer.name_or_path or 'unnamed'}) has no chat template: "
-            "take an instruct model, or set tokenizer.chat_template and save the tokenizer beside the model"
+            "use an instruct model, or set tokenizer.chat_template and save the tokenizer in the model's folder"
         )
     way_out = "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
     if tools and template_calls(tokenizer) is None:
@@ -622,9 +637,9 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def template_answer_lead(tokenizer: Any) -> str:
-    """What the template itself writes between the generation prompt and an answer, such as the space of Llama 2.
+    """Return the text that the template writes between the generation prompt and an answer, as the space of Llama 2.
 
-    The target generates it; it must be taken off the answer before the template adds it again.
+    The target generates it too; it must be removed from the answer before the template adds it again.
     """
     prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True)
     text = render(tokenizer, PROBE)
@@ -656,8 +671,9 @@ def find_spans(
         found = _spans_between(tokenizer, turns, answers, text, spans, asking) if plain else {}
         if not found and len(answers) > MOST_RENDERED_ONE_BY_ONE:
             raise TemplateProblem(
-                f"the target's chat template does not write all {len(answers)} answers of a conversation alike, and so "
-                "many cannot be told apart one by one: take shorter conversations, or correct tokenizer.chat_template"
+                f"the target's chat template does not write all {len(answers)} answers of a conversation in the same "
+                f"way, and more than {MOST_RENDERED_ONE_BY_ONE} cannot be located one by one: use shorter "
+                "conversations, or correct tokenizer.chat_template"
             )
         spans |= found or {index: span_of(index) for index in between}
     return {index: spans[index] for index in answers}
@@ -666,9 +682,10 @@ def find_spans(
 def _spans_between(
     tokenizer: Any, turns: tuple[Turn, ...], answers: list[int], text: str, spans: dict[int, Span], asking: bool
 ) -> dict[int, Span]:
-    """The spans of the answers between those at both ends, which are known; none if the template writes them unalike.
+    """Locate the answers between those at both ends, whose spans are known.
 
-    `around[n]` is what the template writes before the n-th answer and after the one before it, questions included.
+    Empty if the template does not write all answers in the same way. `around[n]` is the text between the answers n - 1
+    and n, questions included.
     """
     around = _around_markers(tokenizer, turns, ("assistant",), asking)
     without_contents = _around_markers(tokenizer, turns, ("assistant", "user"), asking)
@@ -690,7 +707,7 @@ def _spans_between(
         if not (text.startswith(before, content_end) and after.startswith(ending)):
             return {}
         begin = content_end + len(before)
-        if opened and text.startswith(opened, begin):  # an answer that goes on where its prompt ended, perhaps
+        if opened and text.startswith(opened, begin):  # the answer may continue an opening in its prompt
             return {}
         content_end = _content_end(text, begin, turns[index].content, after)
         found[index] = Span(begin - lead, content_end, content_end + len(ending))
@@ -700,14 +717,14 @@ def _spans_between(
 
 
 def _around_markers(tokenizer: Any, turns: tuple[Turn, ...], roles: tuple[str, ...], asking: bool) -> list[str]:
-    """What the template writes around the contents of these roles; nothing if contents or template confuse that."""
+    """Return the texts that the template writes around the contents of these roles; empty if they cannot be split."""
     marked = tuple(Turn(turn.role, MARKER) if turn.role in roles else turn for turn in turns)
     around = render(tokenizer, marked, asking).split(MARKER)
     return around if len(around) == 1 + sum(turn.role in roles for turn in turns) else []
 
 
 def _content_end(text: str, begin: int, content: str, after: str) -> int:
-    """Where the content that begins there ends, as it is, trimmed, or without its thoughts; -1 if that is not clear."""
+    """Return the end of the content that starts at `begin`, unchanged, trimmed or without thoughts; -1 if unclear."""
     for shown in (content, content.strip()):
         if text.startswith(shown + after, begin):
             return begin + len(shown)
@@ -803,12 +820,12 @@ def _calling_span(
 def _dropped(index: int) -> TemplateProblem:
     return TemplateProblem(
         f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
-        "tokens cannot be told apart: correct tokenizer.chat_template"
+        "tokens cannot be located: correct tokenizer.chat_template"
     )
 
 
 def _rewritten(index: int) -> TemplateProblem:
     return TemplateProblem(
         f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
-        "so that the assistant's tokens cannot be told apart: correct tokenizer.chat_template"
+        "so that the assistant's tokens cannot be located: correct tokenizer.chat_template"
     )

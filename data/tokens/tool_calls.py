@@ -32,13 +32,13 @@ Render = Callable[[Conversation, bool], str]  # raises what the template raises
 
 @dataclass(frozen=True)
 class CallForm:
-    """What a template writes around a call's name: before it, and between it and the JSON of the arguments."""
+    """A template's form of tool calls: the text before a function's name, and between the name and its arguments."""
 
     before: re.Pattern[str]
     between: re.Pattern[str] | None
 
     def names(self, text: str) -> list[str]:
-        """The names of the functions that an answer calls, in their order."""
+        """Return the names of the functions that an answer calls, in order."""
         return [found["name"] for found in self.before.finditer(text)]
 
     def turn(self, text: str, call_ids: list[str]) -> Turn:

@@ -28,7 +28,7 @@ COLOURS = {
 
 
 def record() -> dict[str, Any]:
-    """Ask, and note what came when: text, how much of it was drafted, seconds since the question."""
+    """Generate an answer and record its pieces: text, its drafted part, seconds since the question."""
     from draftsmith.data.sources.conversation import Turn
     from draftsmith.data.tokens.chat_tokens import prompt_token_ids
     from draftsmith.eval.commands.artifacts import with_tuned_trees
@@ -63,7 +63,7 @@ def record() -> dict[str, Any]:
 
 
 def runs_of(pieces: list[list[Any]]) -> list[tuple[int, int, str, bool, float]]:
-    """(line, column, text, whether it was drafted, seconds) of what is written, broken at words."""
+    """Break the text into lines at words. Returns runs (line, column, text, whether it was drafted, seconds)."""
     letters = []  # each with its piece
     for text, drafted, at_s in pieces:
         letters += [(letter, place < drafted, at_s) for place, letter in enumerate(text)]
@@ -121,7 +121,7 @@ def draw(figures: dict[str, Any], colours: dict[str, str]) -> str:
 
 
 def pictures() -> dict[Path, str]:
-    """The files, and what is in them."""
+    """Return the content of each picture by its file."""
     figures = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
     return {DOCS / "pictures" / f"chat-{name}.svg": draw(figures, colours) for name, colours in COLOURS.items()}
 

@@ -81,7 +81,7 @@ def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str
 
 
 def pictures() -> dict[Path, str]:
-    """Each file and what it must hold."""
+    """Return the content of each picture by its file."""
     folder, figures = DOCS / "pictures", json.loads(RESULT.read_text(encoding="utf-8"))["figures"]
     speedups = {
         folder / f"speedup-{name}.svg": draw(figures["rows"], figures["asked"], colours)

@@ -26,7 +26,7 @@ IN_REAL_VLLM = ("vllm", "speculators")  # formats whose every kind real vLLM is 
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put what is made in place of the marks."""
+    """Replace the marks of a page by the generated text."""
     return MARK.sub(lambda mark: "\n".join(MADE[mark[1]]()), markdown)
 
 
@@ -87,7 +87,7 @@ def write_kinds_by_engine() -> None:
 
 
 def commands() -> list[str]:
-    """What typer says of every command, with their names as the headings."""
+    """Return the help of every command in Markdown, with their names as headings."""
     import typer
     from typer.cli import get_docs_for_click
 
@@ -153,7 +153,7 @@ def cell(text: str) -> str:
 
 
 def _own_fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
-    """The fields of a section; of an entry of a mixture only those that the section around it does not have."""
+    """Return the fields of a section; of a mixture's entry only those that the enclosing section lacks."""
     in_mixture = model.__name__ == "MixedSourceRecipe"
     return [(name, each) for name, each in model.model_fields.items() if not in_mixture or name in ("source", "weight")]
 
@@ -211,7 +211,8 @@ def _default(field: Any) -> str:
 
 
 def _meaning(name: str, field: Any) -> str:
-    """
+    """Return the description of a key as a table cell.
+
     Raises:
         ValueError: The key has no description.
     """
@@ -223,7 +224,7 @@ def _meaning(name: str, field: Any) -> str:
 
 
 def targets() -> list[str]:
-    """What a target of each architecture can do, as `targets.py` found it."""
+    """Return the table of supported features per target architecture, from the results of `targets.py`."""
     found = json.loads(Path(__file__).with_name("targets.json").read_text(encoding="utf-8"))
     columns = ("logits", "attention", "trees", "drafter")
     lines = [f"| `model_type` | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]

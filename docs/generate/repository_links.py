@@ -73,10 +73,10 @@ def _copy_of(name: str) -> str:
 
 
 def _file_of(name: str) -> Path:
-    """The file, or the one that says what is in the folder.
+    """Return the file, or the one that describes the folder of that name.
 
     Raises:
-        PluginError: There is none.
+        PluginError: It does not exist.
     """
     place = ROOT / name
     for file in (place, place / "__init__.py", place / "README.md"):

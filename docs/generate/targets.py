@@ -52,7 +52,7 @@ ROUNDING_FRAC = 1e-4
 
 @dataclass
 class Row:
-    """What a target of one `model_type` can do; `defects` are what a user would be told nothing of."""
+    """Features of a target of one `model_type`. defects: failures without a message for the user."""
 
     model_type: str
     cells: dict[str, str] = field(default_factory=dict)

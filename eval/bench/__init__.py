@@ -1,6 +1,7 @@
-"""Measuring: every question through every method in one process, beside the autoregressive baseline.
+"""Measurement: every question with every method in one process, together with the autoregressive baseline.
 
-Read `measured_methods` (what is compared), `spec_bench`, then `records` (what it writes, and when a speedup may be
-told) and `bandwidth` (how good the baseline is); `theory` is measured off the clock, as is `traced`, a few answers
-round by round; `replay` drafts through known answers. May import `eval.methods` and what is before it.
+Read `measured_methods` (the methods of a recipe), `spec_bench` (the harness), then `records` (its output, and when
+times may be compared) and `bandwidth` (how good the baseline is). `theory` and `traced` (a few answers round by round)
+are measured in untimed passes; `replay` drafts through known answers. May import `eval.methods` and the folders before
+it.
 """

@@ -1,7 +1,7 @@
-"""How fast this machine reads as many bytes as a step of the target must: what a good baseline comes near to.
+"""Speed of a plain read of as many bytes as one step of the target reads: an upper bound for the baseline.
 
-Few rows through a model are a matter of reading its weights. The read is timed between questions, so that it is of the
-same minute as the baseline's steps; small weights stay in caches for both.
+A forward of few tokens is bound by reading the weights. The read is timed between questions, so that it runs under the
+same load as the baseline's steps; small weights stay in caches for both.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from draftsmith.models.cpu_kernels import has_kernels
 
-READS = 3  # the first also waits for what a device still has to do
-BUFFER_BYTES = 2**28  # read again and again; more than GPUs keep in caches
+READS = 3  # the first also waits for the device's pending work
+BUFFER_BYTES = 2**28  # read repeatedly; larger than GPUs' caches
 
 
 class WeightReading:
-    """A read of as many bytes as a step of one row reads.
+    """A timed read of as many bytes as a step of one token reads.
 
-    bytes: of all parameters, each memory once. Embeddings are left out, of which a step reads single rows, unless the
-    output head is the same memory. The KV cache is not counted. None for a mixture of experts, whose steps read what
-    its router chooses.
+    bytes: size of all parameters, shared memory counted once. Embeddings are left out, as a step reads single rows of
+    them, unless the output head shares their memory. The KV cache is not counted. None for a mixture of experts, whose
+    steps read only the experts that the router chooses.
 
-    On a CPU the weights themselves are read, by our kernel. Elsewhere, and without a compiler, a buffer is summed: a
-    sum for each weight would tell how fast kernels start.
+    On a CPU the weights themselves are read, by our kernel. Elsewhere, and without a compiler, a buffer is summed: one
+    sum per weight would measure the start of kernels.
     """
 
     def __init__(self, target: Any) -> None:
@@ -38,7 +38,7 @@ class WeightReading:
         self.bytes = None if experts else sum(weight.nbytes for weight in self._weights)
 
     def seconds(self) -> float | None:
-        """The median seconds of a few reads of all of them; None where `bytes` is."""
+        """Return the median seconds of a few reads of all bytes; None if `bytes` is None."""
         if self.bytes is None:
             return None
         if self._device.type == "cpu" and has_kernels():
@@ -53,7 +53,7 @@ class WeightReading:
 
 
 def weights_of_a_step(target: nn.Module) -> list[Tensor]:
-    """All parameters but those of embeddings; what modules share is there once."""
+    """Return all parameters except embeddings; parameters that modules share are listed once."""
     weights: dict[int, Tensor] = {}
     for module in target.modules():
         if not isinstance(module, nn.Embedding):
@@ -63,7 +63,7 @@ def weights_of_a_step(target: nn.Module) -> list[Tensor]:
 
 
 def _read_buffer(buffer: Tensor, words: int) -> int:
-    """Sum as many words, which also waits for the device."""
+    """Sum `words` int64 words by reading the buffer repeatedly; waits for the device."""
     total = buffer.sum()
     for begin in range(len(buffer), words, len(buffer)):
         total += buffer[: words - begin].sum()
@@ -71,9 +71,9 @@ def _read_buffer(buffer: Tensor, words: int) -> int:
 
 
 def _median_s(read: Callable[[], object]) -> float:
-    taken = []
+    times_s = []
     for _ in range(READS):
         started = time.perf_counter()
         read()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+        times_s.append(time.perf_counter() - started)
+    return statistics.median(times_s)

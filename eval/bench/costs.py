@@ -1,6 +1,7 @@
-"""What a round costs on this machine, measured before anything is timed: `adaptive.RoundCosts`.
+"""Measurement of a round's costs on this machine, before anything else is timed: `adaptive.RoundCosts`.
 
-A draft's cost is that of its forwards; verification's is that of the target's forward, by its number of nodes.
+The cost of a draft is that of its forwards; the cost of verification is that of the target's forward, by its number of
+nodes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
 from draftsmith.recipes.schema import MethodRecipe
 
-SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # drafted nodes
+SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # nodes without the root
 TIMED_FORWARDS = 30
 DRAFTED_TOKENS = 64  # at most, of the answer whose drafts are timed
 
 
 def give_costs(session: TargetSession, methods: Sequence[MeasuredMethod], prompt: list[int]) -> None:
-    """Measure what adaptive methods weigh tokens against, for those that do not know it yet; see `MeasuredCosts`."""
+    """Measure the round costs for adaptive methods that do not have them yet; see `MeasuredCosts`."""
     costs = MeasuredCosts(session, prompt)
     for measured in methods:
         session.read_layers(measured.feature_layers)
@@ -33,11 +34,11 @@ def give_costs(session: TargetSession, methods: Sequence[MeasuredMethod], prompt
 
 
 class MeasuredCosts:
-    """Costs of rounds in a session, measured when they are first asked for.
+    """Costs of rounds in a session, measured when they are first needed.
 
     Args:
-        session: Its cache is overwritten.
-        prompt: Of a usual length.
+        session: The session to measure in; its KV cache is overwritten.
+        prompt: Token ids of a prompt of typical length.
     """
 
     def __init__(self, session: TargetSession, prompt: list[int]) -> None:
@@ -46,11 +47,14 @@ class MeasuredCosts:
 
     @cached_property
     def curve(self) -> Curve:
-        """What verification costs, by nodes."""
+        """Seconds of a verification forward by number of nodes."""
         return verify_curve(self._session, self._prompt)
 
     def give(self, method: Method) -> None:
-        """Tell a method the costs if it cuts its trees by some and knows none; the session reads its layers."""
+        """Set the costs of an adaptive method that has none yet.
+
+        The session must read the feature layers of its drafter.
+        """
         if not isinstance(method, DrafterMethod) or method.adaptive is None or method.adaptive.costs is not None:
             return
         decoder = method.decoder
@@ -71,30 +75,34 @@ class MeasuredCosts:
 
 
 def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
-    """Measure verification in turns of sizes: (nodes, root included; median seconds of a forward over so many)."""
+    """Measure verification for each size of tree, in turns.
+
+    Returns:
+        (number of nodes with the root, median seconds of a forward over that many nodes), ascending, never falling.
+    """
     sizes = [size for size in (1, *(size + 1 for size in SIZES)) if len(prompt) + size <= session.max_length_tokens]
     session.prefill(prompt)
     trees = {size: DraftTree([prompt[-1]] * size, bushy(size)) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(TIMED_FORWARDS + 3):
         for size, tree in trees.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             session.forward_tree(tree)
             session.synchronize()
             if turn >= 3:
-                times[size].append(time.perf_counter() - began)
+                times[size].append(time.perf_counter() - started)
     return never_falling(tuple((size, statistics.median(times[size])) for size in sizes))
 
 
 def bushy(size: int) -> TreeShape:
-    """A tree of `size` nodes, root included, with two children a node."""
+    """Return a tree of `size` nodes with the root, with two children per node."""
     return TreeShape.of((-1, *((node - 1) // 2 for node in range(1, size))))
 
 
 def draft_seconds(
     session: TargetSession, decoder: SequenceDecoder, depth: int | None, prompt: list[int], new_tokens: int
 ) -> float:
-    """Measure the mean seconds of a draft of that depth, over the rounds of one answer."""
+    """Measure the mean seconds of a draft of `depth` depths (None: all), over the rounds of one answer."""
     recipe = MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
     out = generate(session, drafter_method(recipe, decoder, Sampling()), prompt, Sampling(), new_tokens)
     return out.draft_s / max(1, out.rounds)

@@ -1,12 +1,12 @@
-"""Where a greedy answer parts from the target's, and whether that is a numerical tie or a bug.
+"""Comparison of a greedy answer with the target's: the first difference, and whether it is a numerical tie or a bug.
 
-Rounding depends on how many tokens are computed at once, so a draft tree's forward and single steps do not give the
-same bits, and where two logits are nearly equal either may come out larger. In fp32 that is rare; in half precision an
-answer of some dozens of tokens often has such a place. After it the two answers are answers to different prefixes.
+Rounding depends on the number of tokens in a forward, so a draft tree's forward and single steps do not give the same
+bits, and if two logits are nearly equal either may turn out larger. In fp32 that is rare; in half precision an answer
+of some dozens of tokens often has such a position. After it the two answers continue different prefixes.
 
-Of a tie, the token that was found has a logit as large as the target's largest, within the noise between correct ways
-of computing the same logits: all at once, in blocks after a cache as a draft tree's, and token by token as without a
-draft.
+A difference is a tie if the found token's logit equals the target's largest one within the noise between correct ways
+of computing the same logits: in one forward, in blocks after a KV cache like a draft tree, and token by token as
+without a draft.
 
 Shapes: P prompt, n answer tokens, V vocabulary.
 """
@@ -25,15 +25,18 @@ from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
-TIE_NOISE = 2.0  # a gap of up to so many times the noise is a tie
-NEAR = 8  # largest logits, of which the noise is the largest
-BLOCKS_TOKENS = (8, 1)  # the slower one only where the first does not explain the gap
+TIE_NOISE = 2.0  # a gap of up to this multiple of the noise is a tie
+NEAR = 8  # the noise is the largest difference over this many largest logits
+BLOCKS_TOKENS = (8, 1)  # the slower block size only if the first does not explain the gap
 
 
 @dataclass
 class Divergence:
-    """Where a greedy answer first differed, in logits: `gap` from the largest one down to the token that was found;
-    `noise` of correct computations."""
+    """The first difference of a greedy answer from the target's.
+
+    position: index of the token. expected, found: token ids. gap: largest logit minus that of the lower of the two.
+    noise: largest difference between correct computations of the logits.
+    """
 
     question_id: int | str
     position: int
@@ -57,7 +60,7 @@ class RecordedDivergence(Divergence):
 
 
 def first_difference(expected: list[int], found: list[int]) -> int | None:
-    """Find where two answers first differ; None if they do not."""
+    """Return the index of the first token in which two answers differ; None if they are equal."""
     if expected == found:
         return None
     pairs = enumerate(zip(expected, found, strict=False))
@@ -75,18 +78,18 @@ def divergence_at(
     found: list[int],
     blocks_tokens: Sequence[int] = BLOCKS_TOKENS,
 ) -> Divergence:
-    """Measure by how little the target decided where a greedy answer parts from the expected one.
+    """Measure gap and noise of the target's logits at the first difference of a greedy answer.
 
     Args:
-        position: See `first_difference`.
-        session: Of the target, long enough for `expected` after its prompt.
-        blocks_tokens: Tokens of the answer in one forward after the cache, tried in turn until one explains the gap.
+        position: Index of the difference, see `first_difference`.
+        session: Session of the target that holds the prompt with `expected`.
+        blocks_tokens: Block sizes for recomputing the answer after the KV cache, tried until one explains the gap.
     """
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
     largest = at_once_v.topk(min(NEAR, len(at_once_v)))
     gap = float(largest.values[0] - at_once_v[[expected[position], found[position]]].min())
-    # The logits themselves are rounded.
+    # The noise is at least the rounding of the logits themselves.
     spacing = torch.finfo(target.dtype).eps * float(largest.values[0].abs())
     parted = Divergence(question_id, position, expected[position], found[position], gap, spacing)
     for block_tokens in blocks_tokens:
@@ -98,7 +101,7 @@ def divergence_at(
 
 
 def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[int], block_tokens: int) -> Tensor:
-    """The logits [V] after the answer, computed block by block."""
+    """Return the logits [V] after the answer, computed block by block."""
     step = session.prefill(prompt)
     for start in range(0, len(answer), block_tokens):
         block = answer[start : start + block_tokens]
@@ -108,7 +111,7 @@ def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[in
 
 
 def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodRecord, MethodRecord]]:
-    """Yield (method@temperature, its answers, the baseline's) where a lossless greedy method's answers differ."""
+    """Yield (method@temperature, its answers, the baseline's) for lossless greedy methods whose answers differ."""
     for key in record.answers:
         answer, baseline = record.beside_baseline(key)
         if answer.temperature == 0 and answer.lossless and answer.ids != baseline.ids:
@@ -118,9 +121,9 @@ def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodRecor
 def find_divergences(
     bench: SpecBench, records: Iterable[QuestionRecord], known: Iterable[RecordedDivergence]
 ) -> list[RecordedDivergence]:
-    """Find the first differing place of every greedy answer that is not the baseline's; known ones stay as they are.
+    """Find the first difference of every greedy answer that is not the baseline's; known ones are not measured again.
 
-    A later turn's prompt has the answers before it, so that only the first turn which differs can be compared.
+    A later turn's prompt holds the earlier answers, so that only the first differing turn can be compared.
     """
     turns_of = {question.question_id: question.turns for question in bench.questions}
     by_place = {
@@ -128,7 +131,7 @@ def find_divergences(
         for each in known
     }
     measured: dict[tuple[object, ...], Divergence] = {}
-    found: list[RecordedDivergence] = []
+    divergences: list[RecordedDivergence] = []
     for record in records:
         question_id = record.question_id
         for key, answer, baseline in differing_answers(record):
@@ -147,6 +150,6 @@ def find_divergences(
                             position, bench.target, bench.session, question_id, prompt, theirs.ids, ours.ids
                         )
                     by_place[place] = RecordedDivergence(**asdict(measured[same]), run=record.run, turn=turn, arm=key)
-                found.append(by_place[place])
+                divergences.append(by_place[place])
                 break
-    return found
+    return divergences

@@ -1,4 +1,4 @@
-"""What a recipe compares: its target, its drafters, and and each method at each temperature."""
+"""The target, the drafters and the methods that a recipe measures, each method at each temperature."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 class MeasuredMethod:
     """One method at one temperature: one row of the table.
 
-    feature_layers: what its drafter reads of the target; lenience: below 1 it is not lossless.
+    feature_layers: layers of the target that its drafter reads. lenience: below 1 the method is not lossless.
     """
 
     method: Method
@@ -54,39 +54,40 @@ class MeasuredMethod:
         stop: StopStrings | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> AnswerRecord:
-        """Answer a prompt, see `generate`; the session gives what the drafter reads."""
+        """Generate the answer to a prompt, see `generate`; sets the session's feature layers."""
         session.read_layers(self.feature_layers)
         how = (self.sampling, new_tokens, end_ids, self.generator, stop, self.lenience, on_round)
         return generate(session, self.method, prompt_ids, *how)
 
 
 def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafter]]:
-    """The target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
+    """Load the target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
 
     Raises:
-        UserError: One cannot be loaded, or of several drafters one changes the target, which the others do not know.
+        UserError: A model cannot be loaded, or one of several drafters changes the target for which the others were
+            trained.
     """
     target, tokenizer = load_target(recipe.target)
     drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
     for folder, drafter in drafters.items():
         if drafter.target_change and len(drafters) > 1:
-            raise UserError(f"{folder} changes the target: measure it in a run of its own, not beside other drafters")
+            raise UserError(f"{folder} changes the target: measure it in a separate run, without other drafters")
     for model in (target, *drafters.values()):  # after adapters were merged into the target
         pack_linears(model)
     return target, tokenizer, drafters
 
 
 def compiles(recipe: Recipe) -> bool:
-    """Whether decoding is compiled: as the recipe says, or else where a C++ compiler is."""
-    asked = recipe.eval.compile
-    return compiles_by_default(target_device(recipe.target)) if asked is None else asked
+    """Return whether decoding is compiled: as the recipe says, or by default if there is a C++ compiler."""
+    chosen = recipe.eval.compile
+    return compiles_by_default(target_device(recipe.target)) if chosen is None else chosen
 
 
 def compile_decoder(recipe: Recipe, decoder: SequenceDecoder) -> SequenceDecoder:
-    """The decoder, on CUDA its rounds compiled where the target's are.
+    """Return the decoder, compiled if the target is compiled and on CUDA.
 
-    On a CPU a compiled draft takes longer: 1.4 ms instead of 1.0 for one layer of SmolLM2-135M, whose operations are
-    few, and whose inputs are made in every round.
+    On a CPU a compiled draft takes longer: 1.4 ms instead of 1.0 for one layer of SmolLM2-135M, which has few
+    operations, and whose inputs are built in every round.
     """
     on_cuda = target_device(recipe.target).type == "cuda"
     if on_cuda and compiles(recipe) and isinstance(decoder, Compilable):
@@ -97,10 +98,10 @@ def compile_decoder(recipe: Recipe, decoder: SequenceDecoder) -> SequenceDecoder
 def measured_methods(
     recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
 ) -> list[MeasuredMethod]:
-    """The baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
+    """Build the baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
 
     Raises:
-        UserError: Two methods have one name, or a method's kind or options are wrong.
+        UserError: Two methods have the same name, or a method's kind or options are wrong.
     """
     decoders = {
         folder: compile_decoder(recipe, drafter.decoder(max_length_tokens)) for folder, drafter in drafters.items()
@@ -124,15 +125,15 @@ def measured_methods(
     keys = [measured.key for measured in methods]
     for key in keys:
         if keys.count(key) > 1:
-            raise UserError(f"eval.methods and eval.temperatures give {key} twice: each method needs a name of its own")
+            raise UserError(f"eval.methods and eval.temperatures give {key} twice: give each method a different name")
     return methods
 
 
 def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
-    """Find the method's drafter: the run's own, unless it names another, a folder or one of the Hub's.
+    """Return the folder of the method's drafter: the run's own, unless it names another folder or a Hub id.
 
     Raises:
-        UserError: The Hub does not give it.
+        UserError: It cannot be downloaded from the Hub.
     """
     if method.drafter is None:
         return RunFolder(recipe).drafter
@@ -140,13 +141,13 @@ def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
 
 
 def drafter_folders(recipe: Recipe) -> list[Path]:
-    """The folders of all measured drafters, each once, in the order of the methods."""
+    """Return the folders of all measured drafters, without duplicates, in the order of the methods."""
     drafted = (method for method in recipe.eval.methods if method.kind == DRAFTER_KIND)
     return list(dict.fromkeys(drafter_folder(recipe, method) for method in drafted))
 
 
 def method_kinds(recipe: Recipe, drafters: dict[Path, Drafter]) -> dict[str, str]:
-    """What drafts, by method: the kind of its drafter, or its own."""
+    """Return for each method, by name, the kind of its drafter, or its own kind if it has none."""
     kinds = {folder: drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for folder, drafter in drafters.items()}
     return {
         method.name: kinds[drafter_folder(recipe, method)] if method.kind == DRAFTER_KIND else method.kind

@@ -1,8 +1,8 @@
-"""What is measured, as `records.jsonl` stores it, and the check that its times may be compared.
+"""Records of a measurement, as `records.jsonl` stores them, and the check that their times may be compared.
 
-A line holds what all methods did with one question in one run. Times are compared within one process, on the same
-target, dtype, prompts, sampling and token limit. Every answer carries these settings as they were when it was made, so
-that no later edit of a recipe, a target or a record can make two of them look alike.
+A line holds the answers of all methods to one question in one run. Times are compared within one process, on the same
+target, dtype, prompts, sampling and token limit. Every answer stores these settings as they were when it was generated,
+so that no later edit of a recipe, a target or a record can make two different ones look equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodName
 
-# Keys of `MethodRecord.settings`, and how an error calls them.
+# Keys of `MethodRecord.settings`, and their names in messages.
 SETTINGS = {
     "target": "target weights",
     "dtype": "dtype",
@@ -42,13 +42,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class MethodRecord:
-    """What one method did with one question at one temperature.
+    """Answers of one method to all turns of one question at one temperature.
 
-    lenience: below 1 it is not lossless; process: that measured it, as only times of one are compared; sequential: see
-    `Method`; settings: what the answers were made with, see `answer_settings`; turns_left_out: later ones without room.
+    lenience: below 1 the method is not lossless. process: id of the measuring process, as only times of the same one
+    are compared. sequential: see `Method`. settings: see `answer_settings`. turns_left_out: number of later turns that
+    left no room for an answer.
     """
 
-    method: MethodName  # a file of answers is called by it
+    method: MethodName  # part of the name of a file of answers
     temperature: float
     lenience: float
     process: str
@@ -63,16 +64,16 @@ class MethodRecord:
 
     @property
     def ids(self) -> list[list[int]]:
-        """The token ids of each turn."""
+        """Token ids of each turn's answer."""
         return [turn.ids for turn in self.turns]
 
 
 @dataclass(slots=True)
 class QuestionRecord:
-    """What all methods did with one question in one run.
+    """Answers of all methods to one question in one run.
 
-    answers: by `method@temperature`; weights_bytes, weights_read_s: see `WeightReading`; task: what the question counts
-    under. The last three are None of earlier versions, whose tasks were Spec-Bench's in every file.
+    answers: by `method@temperature`. weights_bytes, weights_read_s: see `WeightReading`. task: the task that the
+    question belongs to. The last three are None in records of earlier versions, whose tasks were always Spec-Bench's.
     """
 
     run: int
@@ -86,7 +87,7 @@ class QuestionRecord:
 
     @property
     def task_name(self) -> str:
-        """The task that the question counts under."""
+        """The task that the question belongs to."""
         return task_of(self.category) if self.task is None else self.task
 
     @property
@@ -94,7 +95,7 @@ class QuestionRecord:
         return f"run {self.run} of question {self.question_id}"
 
     def beside_baseline(self, key: str) -> tuple[MethodRecord, MethodRecord]:
-        """The answers of `method@temperature` and those of the baseline at the same temperature."""
+        """Return the answers of `method@temperature` and those of the baseline at the same temperature."""
         answer = self.answers[key]
         return answer, self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
 
@@ -103,8 +104,8 @@ class QuestionRecord:
         """Check and build a record from a line of the file.
 
         Raises:
-            UserError: An earlier version of draftsmith measured less than this one needs.
-            ValueError, TypeError, KeyError, AttributeError: These are no records.
+            UserError: An earlier version of draftsmith wrote the record without fields that this one needs.
+            ValueError, TypeError, KeyError, AttributeError: The line is no record.
         """
         missing: set[str] = set()
         for answer in values["answers"].values():
@@ -118,11 +119,11 @@ class QuestionRecord:
                 "eval` again"
             )
         record: QuestionRecord = _FORM.validate_python(values)
-        for key, found in record.answers.items():
-            is_key = key == f"{found.method}@{found.temperature:g}"
-            if not (found.turns and is_key and SETTINGS.keys() <= found.settings.keys()):
+        for key, answer in record.answers.items():
+            is_key = key == f"{answer.method}@{answer.temperature:g}"
+            if not (answer.turns and is_key and SETTINGS.keys() <= answer.settings.keys()):
                 raise ValueError(key)
-            for each in found.turns:
+            for each in answer.turns:
                 per_round: list[Sized] = [each.draft_lengths, each.draft_depths, each.round_s]
                 if any(len(part) != each.rounds for part in per_round) or each.wall_time_s <= 0:
                     raise ValueError(key)
@@ -131,15 +132,15 @@ class QuestionRecord:
 
 _FORM = TypeAdapter(QuestionRecord)
 _OF_METHODS = {each.name for each in fields(MethodRecord)}
-# Earlier versions did not measure the others, without which a report can do.
+# Earlier versions did not record the excluded fields, which the report does not need.
 _OF_TURNS = {each.name for each in fields(AnswerRecord)} - {"outside_tokens", "ended_outside", "phases_s"}
 
 
 class RecordLog:
     """The append-only file of records, which survives Ctrl-C, a killed process and a full disk.
 
-    A record is in the file whole, on a line of its own, or not at all once the file is opened again. Several processes
-    may append, one after the other.
+    A record is one line of the file. Opening the file removes a line that was not written completely. Several processes
+    may append; a lock serialises them.
     """
 
     def __init__(self, file: Path) -> None:
@@ -147,11 +148,11 @@ class RecordLog:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(f"{file}.lock")
         if file.exists():
-            with self._lock, file.open("rb+") as stream:  # drop what an interrupted append wrote after the last newline
+            with self._lock, file.open("rb+") as stream:  # drop an incomplete last line, left by an interrupted append
                 stream.truncate(stream.read().rfind(b"\n") + 1)
 
     def append(self, record: QuestionRecord) -> None:
-        """Write a record and wait until it is on disk."""
+        """Append a record and wait until it is on disk."""
         with self._lock, self.file.open("ab") as stream:
             stream.write((json.dumps(asdict(record), ensure_ascii=False) + "\n").encode("utf-8"))
             stream.flush()
@@ -161,7 +162,7 @@ class RecordLog:
         """Read the records one by one.
 
         Raises:
-            UserError: A line is damaged, or was written by a version that measured less.
+            UserError: A line is damaged, or was written by a version that recorded fewer fields.
         """
         if not self.file.exists():
             return
@@ -173,8 +174,8 @@ class RecordLog:
                     record = QuestionRecord.from_json(from_json(line, allow_inf_nan=False))
                 except (ValueError, TypeError, KeyError, AttributeError):
                     raise UserError(
-                        f"{self.file} line {number} is no record, so the file was damaged: delete that line (it will "
-                        "be measured again) or the whole folder"
+                        f"{self.file} line {number} is damaged: delete that line (its question will be measured "
+                        "again) or the whole folder"
                     ) from None
                 yield record
 
@@ -182,12 +183,13 @@ class RecordLog:
 def answer_settings(
     of_target: dict[str, str], prompt_ids: list[int], turns: tuple[str, ...], sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
-    """What an answer was made with.
+    """Return the settings that an answer depends on.
 
     Args:
-        of_target: `target_settings` of the model that is measured.
-        prompt_ids: Of the first turn. The later ones follow each method's own answers: they count as asked.
-        turns: The question's, as asked.
+        of_target: `target_settings` of the measured model.
+        prompt_ids: Token ids of the first turn's prompt. Later prompts depend on the method's own answers, so that only
+            the texts of their turns are compared.
+        turns: All turns of the question.
     """
     prompts = json.dumps([prompt_ids, turns[1:]]).encode()
     return {
@@ -199,15 +201,15 @@ def answer_settings(
 
 
 def target_settings(target: Any) -> dict[str, str]:
-    """The settings that depend on the target alone."""
+    """Return the settings that depend on the target alone."""
     return {"target": weights_fingerprint(target), "dtype": str(target.dtype).removeprefix("torch.")}
 
 
 @torch.no_grad()
 def weights_fingerprint(model: nn.Module) -> str:
-    """Tell a model by its weights, not by its name: a hash of names, shapes and bits of all parameters.
+    """Hash the names, shapes and bits of all parameters, to identify a model by its weights and not by its name.
 
-    SHA-256 over integer sums of the bits, row by row, which every device adds up alike in a moment.
+    SHA-256 over integer sums of the bits of each row, which are fast and equal on every device.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
@@ -219,10 +221,10 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def check_fair_clock(records: list[QuestionRecord]) -> None:
-    """Check that every speedup compares like with like, in one process.
+    """Check that every speedup compares answers with equal settings, measured in one process.
 
     Raises:
-        UserError: Names the record and what differs.
+        UserError: A record does not; the message names it and the difference.
     """
     if not records:
         raise UserError("nothing has been measured yet: run `draftsmith eval` with this recipe first")
@@ -235,11 +237,11 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
             if answer.temperature not in baselines:
                 raise UserError(f"{where} lacks its autoregressive baseline: {MEASURE_AGAIN}")
             for setting, word in SETTINGS.items():
-                found, wanted = answer.settings[setting], baselines[answer.temperature].settings[setting]
-                if found != wanted:
+                value, of_baseline = answer.settings[setting], baselines[answer.temperature].settings[setting]
+                if value != of_baseline:
                     raise UserError(
                         f"{where}: {answer.method} was measured with other {word} than its autoregressive baseline "
-                        f"({found} against {wanted}), so no speedup can be told: {MEASURE_AGAIN}"
+                        f"({value} against {of_baseline}), so there is no valid speedup: {MEASURE_AGAIN}"
                     )
         if record.answers.keys() != records[0].answers.keys():
             raise UserError(f"{where} has other methods than the first record: {MEASURE_AGAIN}")

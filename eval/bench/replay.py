@@ -1,4 +1,4 @@
-"""Replay: the tau of a drafter on known answers of the target, at T = 0, without a forward of the target per round."""
+"""Replay: a drafter's tau on known answers of the target, at T = 0, without a forward of the target per round."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from draftsmith.train.drafter.rows import answers_in
 
 @torch.inference_mode()
 def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float | None:
-    """Draft through every answer of every row, at T = 0 without the target; tau over all rounds, None without any.
+    """Draft through every answer of every example at T = 0. Returns tau over all rounds; None without any round.
 
-    Self-distilled answers are what the target would say after every token, and one forward over a row gives the
-    features of all rounds. Ties aside, rounds are those of `decoding/loop.py`; where the data were sampled, tau is that
-    of following the sample.
+    A self-distilled answer gives the target's next token after every token, and one forward of the target over an
+    example gives the features of all rounds. Except for ties, the rounds equal those of `decoding/loop.py`; if the
+    answers were sampled, a draft token counts as accepted when it equals the sampled one.
 
     Args:
-        rows: Token ids [S], loss mask [S], 1 at the tokens of answers, and the features [S, F] that the method reads.
+        rows: Token ids [S], loss mask [S] (1 at tokens of answers) and the features [S, F] that the method reads.
     """
     lengths: list[int] = []
     for ids_s, mask_s, features_sf in rows:
@@ -32,7 +32,7 @@ def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> flo
 
 
 def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first: int, last: int) -> list[int]:
-    """Count the tokens that each round commits, the target's own included, of the answer from `first` to `last`."""
+    """Return the tokens that each round commits, the target's own included, in the answer from `first` to `last`."""
     method.start(ids[:first], features_sf[:first])
     method.observe([ids[first]], features_sf[first - 1 : first])
     newest, lengths = first, []
@@ -47,7 +47,7 @@ def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first:
 
 
 def _accepted(tree: DraftTree, following: list[int]) -> int:
-    """Count how many of the tokens that follow the root are in the tree, from the root on."""
+    """Count the tokens of `following` that a path of the tree matches from the root on."""
     node, accepted = 0, 0
     while (child := next((c for c in tree.children(node) if tree.tokens[c] == following[accepted]), None)) is not None:
         node, accepted = child, accepted + 1

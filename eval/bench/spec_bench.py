@@ -1,6 +1,6 @@
-"""The Spec-Bench harness: every question through every method in one process, one after the other, in rotating order.
+"""The Spec-Bench harness: every question with every method in one process, one after the other, in rotating order.
 
-One record holds what all methods did with one question in one run, so that each speedup compares times of the same
+One record holds the answers of all methods to one question in one run, so that each speedup compares times of the same
 process, minute and prompt. Records are appended atomically; a finished (run, question) is never measured again.
 
 Answers are exported in the format that Spec-Bench's own scripts read (hemingkx/Spec-Bench, evaluation/eval.py).
@@ -32,21 +32,24 @@ from draftsmith.recipes.progress import progress_bar
 from draftsmith.recipes.run_folder import write_atomically
 
 WARMUP_NEW_TOKENS = 64
-FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is not asked
+FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is left out
 PROCESS = uuid.uuid4().hex
 
 
 class SpecBench:
-    """Asks questions.
+    """Answers questions with several methods and records times and tokens.
 
     Args:
         target: The target model.
         tokenizer: Its tokenizer, with a chat template.
-        questions: Those that do not fit the target's context are left out and counted in `left_out`.
-        max_new_tokens: Per turn.
-        seed: Of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
+        questions: Questions that do not fit the target's context are left out and counted in `left_out`.
+        max_new_tokens: Longest answer to a turn.
+        seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
         stop: Strings that end an answer; see `draftsmith.eval.decoding.loop.StopStrings`.
-        compiles: Run the target through `torch.compile`, for all methods; None: if it can be, see `open_session`.
+        compiles: Run the target through `torch.compile`, for all methods; None: if possible, see `open_session`.
+
+    Raises:
+        UserError: No question leaves room for an answer.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class SpecBench:
         self._of_target = target_settings(target)
         self._reading = WeightReading(target)
         limit = longest_sequence_tokens(target)
-        # The first turn leaves room for an answer worth measuring.
+        # The first turn must leave room for an answer long enough to measure.
         fewest = min(max_new_tokens, FEWEST_NEW_TOKENS)
         self.questions = [
             question
@@ -90,24 +93,26 @@ class SpecBench:
         warmup_questions: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Measure every (run, question) that the log does not hold yet.
+        """Measure every (run, question) that has no record in the log yet.
 
         Args:
-            methods: What is compared; each temperature has its autoregressive one.
-            part: (number, count) of the process, where several share the questions.
+            methods: The methods to measure, with the autoregressive baseline of each temperature.
+            runs: Number of runs over all questions.
+            warmup_questions: Questions that are answered without recording first.
+            part: (number, count) of this process, if several share the questions.
         """
         number, count = part
         questions = list(enumerate(self.questions))[number::count]
         finished = {(record.run, record.question_id) for record in log}
-        wanted = [
+        missing = [
             (run, index, question)
             for run in range(runs)
             for index, question in questions
             if (run, question.question_id) not in finished
         ]
-        if not wanted:
+        if not missing:
             return
-        for measured in methods:  # what is compiled gives the layers of all of them
+        for measured in methods:  # so that the compiled target returns the feature layers of all methods
             self.session.read_layers(measured.feature_layers)
         give_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
         # Compiling itself must not be measured.
@@ -118,17 +123,17 @@ class SpecBench:
         if isinstance(self.session, CompiledSession):
             self.session.keep_sizes()
         total = runs * len(questions)
-        with progress_bar(total, "measure", "question", initial=total - len(wanted), shown=number == 0) as progress:
-            for run, index, question in wanted:
+        with progress_bar(total, "measure", "question", initial=total - len(missing), shown=number == 0) as progress:
+            for run, index, question in missing:
                 log.append(self._record(methods, run, index, question))
                 progress.update()
 
     def _record(self, methods: list[MeasuredMethod], run: int, index: int, question: Question) -> QuestionRecord:
-        """All methods on one question. Which goes first rotates, so that none always finds the caches warm."""
+        """Measure all methods on one question, in rotating order, so that no method always has warm caches."""
         shift = (run + index) % len(methods)
         answers = {measured.key: self.answer(measured, question, run) for measured in methods[shift:] + methods[:shift]}
         in_order = {measured.key: answers[measured.key] for measured in methods}
-        read_s = self._reading.seconds()  # right after the answers, so that it is of their minute
+        read_s = self._reading.seconds()  # right after the answers, under the same load
         return QuestionRecord(
             run,
             question.question_id,
@@ -148,10 +153,11 @@ class SpecBench:
         most_new_tokens: int | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> MethodRecord:
-        """What one method does with all turns of a question, with its own answers as history.
+        """Answer all turns of a question with one method, with its own answers as history.
 
         Args:
-            most_new_tokens: A turn, where it is fewer than the bench's.
+            run: Number of the run, which changes the sampling.
+            most_new_tokens: Longest answer to a turn, if shorter than the bench's.
             on_round: See `generate`.
         """
         max_new_tokens = min(self._max_new_tokens, most_new_tokens or self._max_new_tokens)
@@ -184,7 +190,7 @@ class SpecBench:
         )
 
     def prompt_ids(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        """Tokenise the turn that follows so many answers, with these and the turns before it as history."""
+        """Tokenise the prompt of the turn after these answers, with all earlier turns and answers as history."""
         history: list[Turn] = []
         for text, answer in zip(turns, answers, strict=False):
             history += [Turn("user", text), Turn("assistant", answer)]
@@ -192,7 +198,7 @@ class SpecBench:
 
 
 def request_seed(seed: int, run: int, question_id: int | str, turn: int, method_key: str) -> int:
-    """The seed of one answer's generator, so that what is sampled depends on nothing that was measured before it."""
+    """Return the seed of one answer's generator, so that its samples do not depend on earlier measurements."""
     return zlib.crc32(f"{seed}/{run}/{question_id}/{turn}/{method_key}".encode())
 
 
@@ -206,17 +212,23 @@ def first_turn_prompts(
     """Choose (question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
 
     Raises:
-        UserError: None of them does.
+        UserError: No question leaves room.
     """
     tokenised = ((question.question_id, first_turn_ids(tokenizer, question)) for question in questions)
     fitting = [(name, ids) for name, ids in tokenised if limit is None or len(ids) + max_new_tokens <= limit]
     if not fitting:
-        raise UserError(f"no question leaves room for {max_new_tokens} tokens in the target's {limit} positions")
+        raise UserError(
+            f"none of {len(questions)} questions leaves room for {max_new_tokens} tokens in the target's {limit} "
+            "positions: use shorter questions in eval.questions, or fewer new tokens"
+        )
     return fitting[:: max(1, len(fitting) // count)][:count]
 
 
 def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tokens: int, limit: int | None) -> int:
-    """The tokens of the longest conversation: answers read back may be a little longer than they were generated."""
+    """Return the length of the longest conversation.
+
+    One eighth is added to every answer, as its text may have more tokens when it is tokenised again.
+    """
     longest = 0
     for question in questions:
         turns = [Turn("user", question.turns[0])]
@@ -228,7 +240,7 @@ def session_length_tokens(tokenizer: Any, questions: list[Question], max_new_tok
 
 
 def write_answers(records: Iterable[QuestionRecord], folder: Path, run_name: str) -> list[Path]:
-    """Write Spec-Bench's answer files, one for each method, temperature and run, from the harness's records."""
+    """Write answer files in Spec-Bench's format, one per method, temperature and run. Returns the files."""
     lines: dict[str, list[str]] = {}
     for record in records:
         for answer in record.answers.values():

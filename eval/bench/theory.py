@@ -1,36 +1,38 @@
-"""What theory expects of a drafter, and its alpha and arithmetic as measured off the clock.
+"""Predictions of theory for a drafter, and its alpha and arithmetic, measured in an untimed pass.
 
 Leviathan et al. (arXiv 2211.17192, section 3) predict the gain of speculative sampling from three numbers: alpha =
 acceptance rate, gamma = drafted tokens along a path, c = drafting time over the time of one target step. Their c is
 that of one drafted token, so that a round costs gamma * c + 1; a parallel drafter (ParallelSpec, 2410.05589) drafts all
 gamma in one forward, so that a round costs c + 1. Both assume that acceptances are independent of one another and that
-verification takes no longer than a single step. `theory_row` has for the report
+verification takes no longer than a single step. `theory_row` computes for the report
 
 gamma                the longest path that was drafted
-alpha                accepted over tried: drafted positions that verification came to, and those where it went on
+alpha                accepted / tried draft tokens: a position is tried if verification reaches it
 alpha (overlap)      E[sum min(p, q)] at the same positions, corollary 3.6
-c                    drafting time over a target step's: of one drafted token for a sequential drafter, of the round
-                     for a parallel one
-c (operations)       the same ratio in arithmetic, of one drafted token
-tau (equation 1)     expected tokens with this alpha at each round's own depth. What the measured tau has above that is
-                     due to rounds being alike, as easy text comes in stretches
+c                    drafting time over the time of a target step: of one draft token for a sequential drafter, of the
+                     round for a parallel one
+c (operations)       the same ratio in arithmetic, of one draft token
+tau (equation 1)     expected tokens with this alpha at each round's own depth. A larger measured tau means that
+                     acceptances are correlated, as easy text comes in stretches
 theorem 3.8          that tau over (gamma c + 1), or over (c + 1)
-theorem 3.11         arithmetic per token over the target's own; as counted, in the untimed pass
-best gamma           section 3.5; for a parallel drafter, where c does not grow, `sufficient_gamma`
+theorem 3.11         arithmetic per token over the target's own; also as counted in the untimed pass
+best gamma           section 3.5; for a parallel drafter, whose c does not grow, `sufficient_gamma`
 
-Theory knows chains. Of a tree, a position is tried once whatever number of children it has, and gamma is its depth.
+The theory is about chains. In a tree, a position is tried once, whatever its number of children, and gamma is the
+depth.
 
-`measure_untimed` asks some questions again, so that the timed loop computes nothing of this. p and q are standardised
-alike. At a node with children
+`measure_untimed` answers some questions again, so that the timed loop computes none of this. Temperature, top-k and
+top-p are applied to p and to q. At a node with children
 
-    overlap   sum min(p, q) with the q of the draw that verification tries first: its chance of acceptance. Those after
-              it meet what is left of p, from the same q without its token or from another model's; they are not
-              counted. For a deterministic draft, whose q is the point mass on its first child x, the sum is p(x)
-    drafter   sum min(p, q) with the drafter's whole distribution there, however the tree used it: what a chain sampled
-              from it would be accepted with
+    overlap   sum min(p, q) with the q of the draw that verification tries first: its probability of acceptance. Later
+              draws are compared with the residual of p, from the same q without the first token or from another
+              model's; they are not counted. For a deterministic draft, whose q is the point mass on its first child x,
+              the sum is p(x)
+    drafter   sum min(p, q) with the drafter's whole distribution there, whatever the tree used of it: the acceptance
+              probability of a token sampled from the drafter
 
-At T = 0 both are the share of matches. Operations are counted from each answer's second round on: in the first the
-drafter also reads the prompt, which theory leaves out on both sides.
+At T = 0 both are the share of matches. Operations are counted from each answer's second round on: in the first one the
+drafter also reads the prompt, which the theory ignores on both sides.
 
 Shapes: N tree nodes, W nodes of one level, G drafted depths, V vocabulary.
 """
@@ -56,25 +58,25 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.verify import DraftTree, Sampling, drawn_below, root_only
 
-MOST_TOKENS = 32  # gammas tried
-Path = tuple[int, ...]  # drafted tokens from the root down
+MOST_TOKENS = 32  # largest gamma considered
+Path = tuple[int, ...]  # draft tokens from the root down
 aten = torch.ops.aten
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Equation 1: E[tokens of a round] = (1 - alpha^(gamma+1)) / (1 - alpha), the target's own token included."""
+    """Return E[tokens of a round] = (1 - alpha^(gamma+1)) / (1 - alpha), the target's token included (equation 1)."""
     if not 0 <= alpha <= 1 or gamma < 0:
         raise ValueError(f"alpha={alpha} must be in [0, 1] and gamma={gamma} at least 0")
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def walltime_factor(alpha: float, gamma: int, c: float) -> float:
-    """Theorem 3.8: the expected speedup, E[tokens] / (gamma c + 1)."""
+    """Return the expected speedup, E[tokens] / (gamma c + 1) (theorem 3.8)."""
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Theorem 3.11: arithmetic per token over the target's own, (1-a)(g c' + g + 1) / (1 - a^(g+1)).
+    """Return the arithmetic per token over the target's own, (1-a)(g c' + g + 1) / (1 - a^(g+1)) (theorem 3.11).
 
     Args:
         c_operations: The drafter's operations for one token over the target's.
@@ -83,14 +85,14 @@ def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
 
 
 def best_gamma(alpha: float, c: float, at_most: int = MOST_TOKENS) -> int:
-    """Section 3.5: find the gamma of the largest speedup; 0 where drafting does not pay."""
+    """Return the gamma with the largest expected speedup (section 3.5); 0 if drafting does not pay."""
     return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c))
 
 
 def sufficient_gamma(alpha: float) -> int:
-    """For a drafter whose cost does not grow with gamma: the least gamma with 99 % of what endless drafts give.
+    """Return the smallest gamma with 99 % of the tokens of infinitely long drafts, for drafters of constant cost.
 
-    They give 1 / (1 - alpha) tokens a round, of which gamma drafted tokens give a share of 1 - alpha^(gamma+1).
+    Infinite drafts give 1 / (1 - alpha) tokens per round, and gamma draft tokens a share of 1 - alpha^(gamma+1).
     """
     return next((gamma for gamma in range(MOST_TOKENS) if 1 - alpha ** (gamma + 1) >= 0.99), MOST_TOKENS)
 
@@ -98,13 +100,13 @@ def sufficient_gamma(alpha: float) -> int:
 def theory_row(
     turns: list[AnswerRecord], sequential: bool, cost_ratio: float, untimed: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The figures of the module's table, for one method at one temperature.
+    """Compute the figures of the module's table, for one method at one temperature.
 
     Args:
-        turns: All its answers.
+        turns: All answers of the method.
         sequential: See `draftsmith.eval.decoding.method.Method`.
-        cost_ratio: A round's drafting time over a target step's.
-        untimed: Its figures of `measure_untimed`; None where it was not asked to.
+        cost_ratio: Drafting time of a round over the time of a target step.
+        untimed: The method's figures of `measure_untimed`; None if there are none.
     """
     depths = [depth for turn in turns for depth in turn.draft_depths]
     tried = sum(turn.tried for turn in turns)
@@ -131,7 +133,7 @@ def theory_row(
 
 
 class _RecordedDecoder:
-    """A drafter's decoder, of either kind, and the logits of its last draft."""
+    """Wrapper of a drafter's decoder, of either kind, that keeps the logits of its last draft."""
 
     def __init__(self, decoder: Any) -> None:
         self.start, self.observe = decoder.start, decoder.observe
@@ -158,25 +160,25 @@ class _RecordedDecoder:
         return logits
 
     def logits_after(self, path: Path) -> Tensor | None:
-        """Logits over `columns` of the children of the node at the end of a path, if the drafter computed them."""
+        """Return the drafter's logits after a path, over `columns`; None if it did not compute them."""
         if self._by_depth is None:
             return self._by_path.get(path)
         return self._by_depth[len(path)] if len(path) < len(self._by_depth) else None
 
 
 class OverlapMeter:
-    """A method that measures what its drafts have in common with the target: `on_round` goes to the loop with it.
+    """Wrapper of a method that measures its overlap with the target; pass its `on_round` to the decoding loop.
 
     Args:
-        method: What drafts.
-        sampling: Of the target, applied to the drafter's logits too.
+        method: The method that drafts.
+        sampling: The target's sampling, applied to the drafter's logits too.
     """
 
     def __init__(self, method: Method, sampling: Sampling) -> None:
         self.name, self.sequential = method.name, method.sequential
         self.overlap: list[float] = []
         self.drafter: list[float] = []
-        # Of the rounds whose operations are counted: depths and nodes of the trees, root included; tokens committed.
+        # For rounds whose operations are counted: depth and nodes (with the root) of each tree, and committed tokens.
         self.operations = LinearOperations()
         self.depths: list[int] = []
         self.nodes: list[int] = []
@@ -201,7 +203,7 @@ class OverlapMeter:
             return self._method.propose()
 
     def on_round(self, round_: Round) -> None:
-        """Measure at every node that decided a token of the answer."""
+        """Measure the overlap at every node that decided a token of the answer."""
         tree, path = round_.tree, round_.verdict.path
         if self._counting:
             self.depths.append(tree.shape.draft_depth)
@@ -221,7 +223,7 @@ class OverlapMeter:
                 self.drafter.append(_overlap(p, q))
 
     def figures(self, target_operations: int) -> dict[str, Any]:
-        """The means, and ratios to the target's operations for one token; None where nothing was drafted."""
+        """Return the mean overlaps, and operations over the target's for one token; None where nothing was drafted."""
         drafted = sum(self.depths)
         in_steps = self.operations.total / target_operations
         return {
@@ -238,28 +240,28 @@ def _overlap(p: Tensor, q: Tensor) -> float:
 
 
 def measure_untimed(bench: SpecBench, methods: list[MeasuredMethod], questions: int) -> dict[str, dict[str, Any]]:
-    """Measure `OverlapMeter.figures` of every method but the baseline, by `method@temperature`.
+    """Measure `OverlapMeter.figures` of every method except the baseline, by `method@temperature`.
 
     Args:
-        questions: Asked in full, spread over the bench's.
+        questions: Number of questions, spread over the bench's, of which all turns are answered.
     """
-    asked = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
-    found = {}
+    chosen = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
+    figures = {}
     for measured in methods:
         if measured.method.name == AUTOREGRESSIVE:
             continue
         meter = OverlapMeter(measured.method, measured.sampling)
-        for question in asked:
+        for question in chosen:
             bench.answer(replace(measured, method=meter), question, on_round=meter.on_round)
         target_step = LinearOperations()
         with torch.inference_mode(), target_step.counted():
             bench.session.forward_tree(root_only(0))
-        found[measured.key] = meter.figures(target_step.total)
-    return found
+        figures[measured.key] = meter.figures(target_step.total)
+    return figures
 
 
 class LinearOperations:
-    """Adds up the arithmetic of linear layers within `with self.counted()`: two operations a parameter and row.
+    """Counter of the arithmetic of linear layers within `with self.counted()`: two operations per parameter and row.
 
     Attention's own products are left out, on every device: they depend on the context's length, and every kernel counts
     them differently. Leviathan's c-hat (definition 3.10) is a ratio of such counts.
@@ -276,13 +278,12 @@ class LinearOperations:
 
 
 def _formulas() -> dict[Any, Any]:
-    """What torch's counter lacks, and what it must not count."""
-
+    """Return counting formulas for operations that torch's counter lacks, and zeros for those it must not count."""
     formulas: dict[Any, Any] = {op: lambda *_, **__: 0 for op in flop_registry if "attention" in str(op)}
     formulas |= {op: lambda *_, **__: 0 for op in (aten.bmm, aten.baddbmm)}
     formulas[aten.mv] = lambda matrix, *_, **__: 2 * math.prod(matrix)
     formulas[aten.addmv] = lambda _bias, matrix, *_, **__: 2 * math.prod(matrix)
-    if hasattr(torch.ops.draftsmith, "linear"):  # loaded, when something is packed
-        # rows [..., D] to out [..., V]; the packed weight does not tell its shape.
+    if hasattr(torch.ops.draftsmith, "linear"):  # exists once a layer was packed
+        # rows [..., D] to out [..., V]; the packed weight has another shape.
         formulas[torch.ops.draftsmith.linear] = lambda rows, *_, out_shape, **__: 2 * math.prod(out_shape) * rows[-1]
     return formulas

@@ -1,7 +1,7 @@
-"""A few answers round by round, in words: what was drafted, what the target accepted of it, and what it made itself.
+"""A few answers round by round, as text: the drafts, the accepted tokens, and the target's own tokens.
 
-An untimed pass with the loop that was measured and the seeds of the first run, so that the answers are those of its
-records. Only first turns are traced, and not further than `TRACED_NEW_TOKENS`.
+They come from an untimed pass with the measured loop and the seeds of the first run, so that the answers equal those in
+its records. Only first turns are traced, up to `TRACED_NEW_TOKENS`.
 
 Shapes: N tree nodes.
 """
@@ -27,9 +27,10 @@ UNFINISHED = "\ufffd"  # how tokenizers show the first bytes of a character
 
 @dataclass
 class TracedRound:
-    """texts, parents: [N] of the draft tree's nodes, root first, whose own text is empty.
+    """One round of a traced answer.
 
-    path: the nodes that were accepted, root first; own: the target's token after them, None if the answer ended before.
+    texts, parents: [N] of the draft tree's nodes, root first, whose text is empty. path: the accepted nodes, root
+    first. own: text of the target's token after them; None if the answer ended before it.
     """
 
     texts: list[str]
@@ -39,19 +40,19 @@ class TracedRound:
 
     @property
     def kept(self) -> int:
-        """The number of drafted tokens that were accepted."""
+        """Number of accepted draft tokens."""
         return len(self.path) - 1
 
     @property
     def drafted(self) -> str:
-        """The accepted drafts."""
+        """Text of the accepted draft tokens."""
         return "".join(self.texts[node] for node in self.path[1:])
 
     @property
     def rejected(self) -> list[str]:
-        """The draft's first choice from where it was left: the first child, its first child, and so on.
+        """Texts of the most likely rejected path: the first child of the last accepted node, its first child, etc.
 
-        Nothing where the answer ended, as then no draft was rejected.
+        Empty if the answer ended in this round, as no draft was rejected then.
         """
         texts: list[str] = []
         node = self.path[-1]
@@ -61,7 +62,11 @@ class TracedRound:
         return texts
 
     def title(self, number: int) -> str:
-        """Describe the round, which is the answer's `number`th, as the page does on hover."""
+        """Describe the round for the report's tooltip.
+
+        Args:
+            number: Number of the round in its answer.
+        """
         ending = "" if self.own is None else f", then the target's {self.own!r}"
         rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
         return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.kept} kept{ending}{rejected}"
@@ -69,7 +74,11 @@ class TracedRound:
 
 @dataclass
 class TracedAnswer:
-    """kind: of what drafted; first: the text of the token that came with the prompt, before any round."""
+    """One traced answer.
+
+    arm: `method@temperature`. kind: kind of the drafter or method. first: text of the prefill's token, before any
+    round.
+    """
 
     arm: str
     kind: str
@@ -89,7 +98,7 @@ class TracedAnswer:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all rounds; that of the prefill belongs to none."""
+        """Number of tokens of all rounds, so without the prefill's."""
         return self.drafted + sum(each.own is not None for each in self.rounds)
 
     @property
@@ -98,7 +107,7 @@ class TracedAnswer:
 
 
 def by_question(traced: Iterable[TracedAnswer]) -> list[list[TracedAnswer]]:
-    """Group the answers by question, in the order in which they were traced; those of no round are left out."""
+    """Group the answers by question, in the order of tracing; answers without a round are left out."""
     questions: dict[int | str, list[TracedAnswer]] = {}
     for answer in traced:
         if answer.rounds:
@@ -107,11 +116,11 @@ def by_question(traced: Iterable[TracedAnswer]) -> list[list[TracedAnswer]]:
 
 
 class Trace:
-    """Collects the rounds of one answer: `on_round` goes to the loop.
+    """Collector of one answer's rounds; pass its `on_round` to the decoding loop.
 
     Args:
-        answer: Filled.
-        tokenizer: Of the target.
+        answer: Gets the rounds.
+        tokenizer: The target's tokenizer.
     """
 
     def __init__(self, answer: TracedAnswer, tokenizer: Any) -> None:
@@ -121,11 +130,11 @@ class Trace:
 
     @property
     def ids(self) -> list[int]:
-        """The answer so far, from its second round on also the tokens of the rounds before."""
+        """Token ids of the answer so far; empty before the first round."""
         return list(self._ids)
 
     def added(self, before: list[int], token: int) -> str:
-        """What a token adds to the text of those before it: empty for all but the last of a character's tokens."""
+        """Return the text that a token adds after `before`; empty for all but the last token of a character."""
         earlier, now = self._text((*before,)), self._text((*before, token))
         same = next((i for i, (a, b) in enumerate(zip(earlier, now, strict=False)) if a != b), len(earlier))
         return now[same:]
@@ -155,12 +164,12 @@ class Trace:
 
 
 def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) -> list[str]:
-    """The methods to show: of every kind the one that took least time per token, the fastest first.
+    """Choose the methods to trace, as `method@temperature`: the fastest per token of each kind, the fastest first.
 
-    Only the lowest temperature, where all of them write the same text.
+    Only the lowest temperature is used, at which lossless greedy methods generate the same text.
 
     Args:
-        kinds: Of what drafts, by method.
+        kinds: Kind of each method's drafter, by method.
     """
     answers: dict[str, list[MethodRecord]] = {}
     for record in records:
@@ -184,12 +193,12 @@ def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) 
 def trace_answers(
     bench: SpecBench, methods: list[MeasuredMethod], records: Iterable[QuestionRecord], kinds: dict[str, str]
 ) -> list[TracedAnswer]:
-    """Trace the best method of each kind on the same questions, from the beginning and the middle.
+    """Trace the best method of each kind on the first and the middle question.
 
     Args:
-        methods: That were measured.
-        records: What was measured.
-        kinds: Of what drafts, by method.
+        methods: The measured methods.
+        records: Their records.
+        kinds: Kind of each method's drafter, by method.
     """
     shown = [measured for key in best_of_each_kind(records, kinds) for measured in methods if measured.key == key]
     answers = []

@@ -1,6 +1,6 @@
-"""What the command line runs.
+"""The commands of the command line.
 
-`cli` has every command with its options, `console` what all of them print and tell with, `stages` what several of them
-run, `artifacts` what they store for one another; what a command finds out has a file of its own (`evaluate`,
-`in_engine`, `compare`, `doctor`, `tune`, `prove`, `push`). May import everything.
+`cli` defines every command with its options, `console` prints and writes `--json`, `stages` runs stages that several
+commands share, `artifacts` reads and writes the files that commands store for one another. The longer commands have a
+separate file each (`evaluate`, `in_engine`, `compare`, `doctor`, `tune`, `prove`, `push`). May import everything.
 """

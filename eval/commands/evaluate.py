@@ -1,4 +1,4 @@
-"""The evaluation stage: load target and drafter, ask every question, write tables, pictures and report."""
+"""The evaluation stage: load target and drafter, answer every question, write tables, pictures and report."""
 
 from __future__ import annotations
 
@@ -55,28 +55,29 @@ DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
 @alone_in_its_run("eval")
 def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
-    """Measure what is not measured yet and write everything under `runs/<name>/`. Returns the summary.
+    """Measure all questions that have no record yet and write the results under `runs/<name>/`. Returns the summary.
 
     Args:
-        command: What repeats it, for the report; by default `draftsmith run` with the run's recipe.
-        processes: So many share the questions, each on a GPU of its own.
+        command: Command that repeats the measurement, for the report; default: `draftsmith run` with the run's recipe.
+        processes: Number of processes that share the questions, one GPU each.
 
     Raises:
-        UserError: No trained drafter, bad questions, records of other settings in the way, or too few GPUs.
+        UserError: There is no trained drafter, the questions are invalid, the folder holds records of other settings,
+            or there are too few GPUs.
     """
     devices = gpus_for(processes) if processes > 1 else []
     recipe = artifacts.with_tuned_trees(recipe)
     folder = RunFolder(recipe)
     for trained in drafter_folders(recipe):
         if not (trained / "config.json").is_file():
-            raise UserError(f"no trained drafter in {trained}: run `draftsmith train` with its recipe first")
+            raise UserError(f"{trained} holds no trained drafter: run `draftsmith train` with its recipe first")
     choices = recipe.eval
     questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)
     check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
     write_settings(folder.eval / artifacts.SETTINGS, settings)
     log = RecordLog(folder.eval / artifacts.RECORDS)
-    # What cannot be continued, and what the report could not read, is refused before anything is measured.
+    # Damaged files that the measurement or the report would read are reported before anything is measured.
     list(log), artifacts.recorded_proof(recipe), recorded_served(recipe), artifacts.recorded_divergences(recipe)
     traced, untimed = artifacts.recorded_traced(recipe), artifacts.recorded_untimed(recipe)
     weights = {
@@ -86,7 +87,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     if devices:
         _measure_in_processes(recipe, questions, devices)
     elif (gpus := torch.cuda.device_count()) > 1:
-        PlainConsole().print(f"one of {gpus} GPUs measures; `draftsmith eval --processes {gpus}` shares the questions")
+        PlainConsole().print(f"measuring on one of {gpus} GPUs; to use all: `draftsmith eval --processes {gpus}`")
     bench, methods, drafters = _bench(recipe, questions)
     target = bench.target
     try:
@@ -117,7 +118,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
 
 
 def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[MeasuredMethod], dict[Path, Drafter]]:
-    """The models loaded, and what is measured; with the drafters by where they are."""
+    """Load the models. Returns the bench, the methods to measure, and the drafters by their folders."""
     choices = recipe.eval
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, questions, choices.max_new_tokens, recipe.seed, choices.stop, choices.compile)
@@ -130,24 +131,24 @@ def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[M
 
 
 def gpus_for(processes: int) -> list[str]:
-    """The GPUs of so many processes, as `CUDA_VISIBLE_DEVICES` has them.
+    """Return one GPU for each of `processes` processes, as values of `CUDA_VISIBLE_DEVICES`.
 
     Raises:
-        UserError: There are fewer: two processes on one device would measure each other.
+        UserError: There are fewer GPUs: two processes on one device would disturb each other's times.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [str(number) for number in range(torch.cuda.device_count())]
     visible = named.split(",")[: len(visible)] if named else visible
     if processes > len(visible):
         raise UserError(
-            f"option --processes {processes} needs as many GPUs, and torch sees {len(visible)}: processes that share a "
-            "device, or a CPU's memory, falsify each other's times"
+            f"option --processes {processes} needs {processes} GPUs, and torch sees {len(visible)}: processes on one "
+            "device, or on one CPU, falsify each other's times; give a smaller number"
         )
     return visible[:processes]
 
 
 def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: list[str]) -> None:
-    """Each measures its part of the questions; what one did is in the log, whatever becomes of the others."""
+    """Measure the questions in one process per device; every process logs its records itself, so none are lost."""
     with ProcessPoolExecutor(len(devices), get_context("spawn"), end_with_parent) as pool:
         parts = [pool.submit(_measure_part, recipe, questions, part, devices) for part in range(len(devices))]
         for each in parts:
@@ -169,7 +170,11 @@ def _store(file: Path, values: Any, indent: int | None = 2) -> None:
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
-    """Write tables, pictures and report from the records alone, and print the table. Returns the summary."""
+    """Write tables, pictures and report from the records, and print the table. Returns the summary.
+
+    Args:
+        show: Print the table.
+    """
     measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
     recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)

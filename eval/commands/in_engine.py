@@ -1,4 +1,4 @@
-"""`draftsmith eval --engine vllm`, or `llamacpp`: the same questions through it, with and without our drafter."""
+"""`draftsmith eval --engine vllm` (or `llamacpp`): the same questions in that engine, with and without the drafter."""
 
 from __future__ import annotations
 
@@ -63,24 +63,24 @@ WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
 LARGEST_CPU_CACHE_BYTES = 4 << 30
 CACHE_BLOCK_TOKENS = 128  # vLLM's on a CPU
 BYTES_OF_AN_ELEMENT = 4
-# With which llama-server's logits are our fp32 target's, however many rows it computes at once.
+# Options with which llama-server's logits equal our fp32 target's, whatever its batch size.
 UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Hold the options of a measurement in an engine.
+    """Options of a measurement in an engine.
 
     engine: vllm or llamacpp.
     concurrency: numbers of questions in flight, one measurement each, as `1,4,16`.
-    server: URL of one that drafts; plain_server: the same target without a drafter. Without, vLLM's is started.
-    server_model: its name there; api_key_env: the environment variable that holds the key.
-    engine_options: of a server that is started, `VllmOptions` in YAML. correct_cpu_sampling: see `cpu_sampling`.
-    llama_server: the program; target_gguf, dtype: of `export_run`; draft_tokens: at most in a round, as `1,2,5`: a
-    server of llama.cpp for each.
+    server: URL of a running server that drafts; None: start one. plain_server: URL of a server of the same target
+    without a drafter. server_model: the target's name there; api_key_env: environment variable with the API key.
+    engine_options: `VllmOptions` in YAML, for a server that is started. correct_cpu_sampling: see `cpu_sampling`.
+    llama_server: the program's path; target_gguf, dtype: see `export_run`; draft_tokens: most draft tokens per round,
+    as `1,2,5`, with one llama-server for each number.
 
     Raises:
-        UserError: What is given does not go together.
+        UserError: The options contradict one another, or a number is invalid.
     """
 
     concurrency: str = "1,4,16,64"
@@ -105,11 +105,10 @@ class ServingOptions:
         foreign = of_llamacpp if self.engine == "vllm" else of_vllm
         for name, value in foreign.items():
             if value:
-                raise UserError(f"option {name} is not of --engine {self.engine}: leave it out")
+                raise UserError(f"option {name} does not apply to --engine {self.engine}: leave it out")
         for name, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens or "1"}.items():
             if not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
-                wanted = "numbers above 0 with commas between them, as 1,4,16"
-                raise UserError(f"option {name}: {wanted}, not {text!r}")
+                raise UserError(f"option {name}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
         of_given = {
             "--plain-server": self.plain_server,
             "--server-model": self.server_model,
@@ -118,9 +117,9 @@ class ServingOptions:
         of_started = {**of_vllm, **of_llamacpp}
         for name, value in (of_given if self.server is None else of_started).items():
             if value and self.server is None:
-                raise UserError(f"option {name} goes with --server, the URL of a server that drafts")
+                raise UserError(f"option {name} needs --server, the URL of a running server that drafts: add that")
             if value:
-                raise UserError(f"option {name} is for a server that is started here: give it without --server")
+                raise UserError(f"option {name} is for a server that is started here: leave out {name} or --server")
 
     @property
     def name(self) -> str:
@@ -138,7 +137,7 @@ def _ascending(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """Hold what both servers are asked, the one with a drafter and the one without."""
+    """Questions and settings that the server with the drafter and the one without share."""
 
     recipe: Recipe
     options: ServingOptions
@@ -148,14 +147,16 @@ class _Setting:
 
 @alone_in_its_run("eval")
 def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
-    """Measure, show, and write `eval/vllm.json` (`vllm-server.json` of a given server; or `llamacpp`); the report, if
-    there is one, again.
+    """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
+
+    The file of a given server is `<engine>-server.json`. An existing report is written again.
 
     Raises:
-        UserError: No trained drafter, one that the engine cannot serve, no engine, no server, or a wrong option.
+        UserError: There is no trained drafter, the engine cannot serve it, the engine or server is missing, or an
+            option is wrong.
     """
     if recipe.eval.stop:
-        raise UserError("eval.stop: strings that end an answer are not sent to an engine: set eval.stop=[]")
+        raise UserError(f"key `eval.stop`: engines do not get stop strings, here {recipe.eval.stop}: set eval.stop=[]")
     tokenizer = loading.load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
@@ -175,10 +176,10 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
         fastest = max(
             (row for row in rows if row.concurrency == rows[0].concurrency), key=lambda row: row.tokens_per_s or 0
         )
-        notes.append(f"Fastest with {fastest.concurrency} at once: {fastest.arm}.")
+        notes.append(f"Fastest at concurrency {fastest.concurrency}: {fastest.arm}.")
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
     served = Served(place, rows, own, notes, len(questions), options.name)
-    # Written before the target is loaded for the greedy answers that differ: measuring takes long.
+    # Written before the target is loaded to compare greedy answers: a failure there must not lose the measurement.
     file = served_file(recipe, options.engine, options.server is not None)
     lines = [
         {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
@@ -203,7 +204,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
 
 
 def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
-    """Export the drafter, and return how both servers are started, one after the other."""
+    """Export the drafter. Returns contexts that start the server without and the one with the drafter."""
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options)
     drafter = exporting.trained_drafter(recipe)
@@ -213,7 +214,7 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
         _check_sampling(options)
         notes += [f"Sampled with vLLM's kernel replaced ({CORRECTION})."] if options.correct_cpu_sampling else []
     exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
-    notes += [] if exported.caveat is None else [f"Mind: {exported.caveat}."]
+    notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
     target = loading.target_without_weights(recipe.target)
     limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
     length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, new_tokens, None)
@@ -235,11 +236,13 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
 
 
 def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
-    """The same with `llama-server`, which takes the target's own GGUF file."""
+    """Export the drafter for `llama-server`, which loads the target's GGUF file. Returns contexts as above."""
     recipe, options = setting.recipe, setting.options
     program = find_server(options.llama_server)
     if program is None:
-        raise UserError("there is no llama-server: `make llamacpp-env` builds it, and --llama-server names one")
+        raise UserError(
+            "llama-server was not found on PATH: build it with `make llamacpp-env`, or name it with --llama-server"
+        )
     exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
     depth = exported.made.num_speculative_tokens
     length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
@@ -270,10 +273,11 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
 
 
 def read_engine_options(text: str) -> VllmOptions:
-    """Read the options of a vLLM server that is started, YAML's `{key: value, ...}`.
+    """Parse the options of a vLLM server that is started, a YAML mapping `{key: value, ...}`.
 
     Raises:
-        UserError: They are no mapping, not vLLM's, or of several copies of the target.
+        UserError: The text is no mapping, has a key that is no option of vLLM, or asks for several copies of the
+            target.
     """
     try:
         values = parse_yaml(text)
@@ -286,19 +290,22 @@ def read_engine_options(text: str) -> VllmOptions:
     except ValidationError as error:
         raise UserError(explain(VllmOptions, error, OPTIONS_KEY)) from None
     if options.data_parallel_size not in (None, 1):
-        raise UserError(f"{OPTIONS_KEY}: data_parallel_size is of distillation: one copy of the target is measured")
+        raise UserError(
+            f"option {OPTIONS_KEY}: data_parallel_size={options.data_parallel_size} is for distillation; one copy of "
+            "the target is measured: leave it out"
+        )
     return options
 
 
 def measured_arguments(
     options: VllmOptions, setting: EngineSetting, config: PreTrainedConfig, length_tokens: int, most_at_once: int
 ) -> dict[str, Any]:
-    """Return the arguments of `VllmServer`; those that the user left open are sized for these questions.
+    """Return the arguments of `VllmServer`; those that the user did not set are sized for these questions.
 
     Args:
-        config: The target's.
-        length_tokens: Of the longest conversation, with room for a draft.
-        most_at_once: Requests.
+        config: The target's config.
+        length_tokens: Length of the longest conversation, with room for a draft.
+        most_at_once: Largest number of concurrent requests.
     """
     sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": most_at_once, "data_parallel_size": 1}
     if not torch.cuda.is_available():
@@ -308,7 +315,10 @@ def measured_arguments(
 
 
 def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, most_at_once: int) -> int:
-    """Size the cache for so many conversations and the drafter's as many: at most 4 GiB, unless one needs more."""
+    """Return the size of vLLM's KV cache on a CPU: room for `most_at_once` conversations of target and drafter.
+
+    At most 4 GiB, unless a single conversation needs more.
+    """
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
     of_one = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
     return max(of_one, min(most_at_once * of_one, LARGEST_CPU_CACHE_BYTES))
@@ -322,15 +332,15 @@ def _check_sampling(options: ServingOptions) -> None:
         raise UserError(f"{CORRECTION}: vLLM does not see draftsmith's plugin: install draftsmith into its environment")
     if on_a_cpu and not options.correct_cpu_sampling:
         raise UserError(
-            "vLLM 0.32 on a CPU draws from another distribution while it drafts at temperatures above 0: give "
-            f"{CORRECTION}, which replaces the one function at fault in the server, or eval.temperatures=[0.0]"
+            "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: give "
+            f"{CORRECTION}, which replaces the faulty function in the server, or eval.temperatures=[0.0]"
         )
 
 
 def _given_servers(
     setting: _Setting, notes: list[str], stack: ExitStack
 ) -> dict[str, AbstractContextManager[Endpoint]]:
-    """Connect to both before anything is measured, so that what is wrong shows first."""
+    """Connect to both given servers before anything is measured, so that errors show early."""
     options = setting.options
     opened: dict[str, AbstractContextManager[Endpoint]] = {}
     for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
@@ -341,15 +351,16 @@ def _given_servers(
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
     if max(setting.recipe.eval.temperatures) > 0 and options.engine == "vllm":
-        notes.append("A vLLM 0.32 server on a CPU draws from another distribution at temperatures above 0.")
+        notes.append("A vLLM 0.32 server on a CPU samples from a wrong distribution at temperatures above 0.")
     return opened
 
 
 def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[Asked]:
-    """Measure every temperature and concurrency in one server, each with prompts that it has forgotten, if it can.
+    """Measure every temperature and concurrency in one server, whose prefix cache is emptied before each, if it can be.
 
     Raises:
-        UserError: A given server drafts that must not, or does not; or nothing is answered.
+        UserError: The server given as `--plain-server` drafts, the one given as `--server` does not, or no question
+            was answered.
     """
     choices, options, tokenizer = setting.recipe.eval, setting.options, setting.of_engine.tokenizer
     seed = setting.recipe.seed
@@ -357,28 +368,31 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
         warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, choices.max_new_tokens))
         warmed = ask(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
         if options.server is not None and arm == PLAIN and warmed.counts.drafts:
-            raise UserError(f"{options.plain_server} drafts too: --plain-server is for the same target without one")
+            raise UserError(
+                f"option --plain-server: {options.plain_server} drafts: give a server of the target without a drafter"
+            )
         could_draft = arm != PLAIN and any(len(answer.ids) > 1 for answer in warmed.answers)
         if options.server is not None and could_draft and not warmed.counts.drafts:
             raise UserError(
-                f"{options.server} drafts nothing: start it with the command that `draftsmith export` prints"
+                f"option --server: {options.server} does not draft: start it with the command that `draftsmith export` "
+                "prints"
             )
         for temperature in choices.temperatures:
             settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
             for concurrency in options.levels:
                 endpoint.forget_prompts()
-                asked = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
-                if not asked.answers:
-                    reasons = ", ".join(asked.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
-                    raise UserError(f"{options.name} {arm} answered nothing ({reasons})")
-                yield asked
+                result = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
+                if not result.answers:
+                    reasons = ", ".join(result.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
+                    raise UserError(f"{options.name} {arm} answered no question ({reasons})")
+                yield result
 
 
 def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -> list[GreedyProof]:
-    """Compare the answers with and without the drafter at each concurrency, of turns with the same prompt.
+    """Compare greedy answers with and without the drafter at each concurrency, for turns with the same prompt.
 
     Args:
-        notes: Of what cannot be proven.
+        notes: Gets a sentence for each comparison that cannot be proven.
     """
     greedy = {
         (asked.concurrency, asked.arm): {f"{a.question_id}/{a.turn}": a for a in asked.answers}
@@ -398,11 +412,11 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
         if answers[0] == answers[1]:
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue
-        if rounds:  # otherwise with other numbers of rows, and not as our target: nothing here says what was a tie
+        if rounds:  # llama.cpp's rounding depends on the batch size and is not our target's: ties cannot be recognised
             equal = sum(answers[0][key] == answers[1][key] for key in same)
             notes.append(
-                f"{_same_sentence(name, equal, len(same))} llama.cpp rounds otherwise when it computes several rows at "
-                "once; with --dtype f32 and a target in F32 it does not, and every answer can be proven."
+                f"{_same_sentence(name, equal, len(same))} llama.cpp rounds differently for other batch sizes; with "
+                "--dtype f32 and a target in F32 it does not, and every answer can be proven."
             )
             continue
         target = target or loading.load_target(setting.recipe.target)[0]
@@ -417,7 +431,7 @@ def _same_sentence(name: str, same: int, prompts: int) -> str:
 
 
 def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
-    """Name the differences one by one, and say of each whether it is a numerical tie."""
+    """Describe the differences one by one, and whether each is a numerical tie."""
     sentences = []
     for proof in proofs:
         sentences.append(_same_sentence(proof.method, proof.prompts - len(proof.divergences), proof.prompts))
@@ -431,14 +445,13 @@ def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
 
 
 def _count_sentences(measured: list[Asked]) -> list[str]:
-    """Say where the counters are not of our answers alone, and what was not asked."""
+    """Describe where the engine's counters include other requests, which requests failed and what was left out."""
     sentences = []
     for asked in measured:
         if asked.counts.generated_tokens != asked.tokens:
             sentences.append(
                 f"{asked.label}: the engine counted {asked.counts.generated_tokens} generated tokens, our answers have "
-                f"{asked.tokens}, so its counters are not of these questions alone (others used the server, or answers "
-                "failed)."
+                f"{asked.tokens}, so its counters include other requests (of other clients, or failed ones)."
             )
         sentences += [f"{asked.label}: {count} failed ({reason})." for reason, count in asked.failures.items()]
     left_out = max(asked.turns_left_out for asked in measured)
@@ -451,31 +464,31 @@ Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the
 
 
 def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedRow], list[str]]:
-    """Return our own decoder's rows, as far as the run has the same prompts and drafter, and notes of what is missing.
+    """Return our decoder's table rows for the same prompts and drafter, and notes on missing ones.
 
     Args:
-        depth: Tokens that the engine drafted in a round.
+        depth: Draft tokens per round of the engine.
     """
     file = RunFolder(recipe).eval / RECORDS
     if not file.is_file():
-        return [], ["Our own decoder has not been measured: `draftsmith eval` without --engine does."]
+        return [], ["Our own decoder has not been measured: run `draftsmith eval` without --engine."]
     recorded = recorded_settings(recipe)
     chain = chain_of(recorded.eval, depth)
     if chain is None:
-        return [], [f"Our own decoder's records are not compared: no method is its whole chain of {depth}."]
+        return [], [f"Our own decoder is not compared: eval.methods has no lossless chain of {depth} draft tokens."]
     of_this_run = recipe.eval.model_copy(update={"methods": [MethodRecipe(name="x")]})
     weights = drafter_weights(recipe.model_copy(update={"eval": of_this_run}))
     if recorded.target != recipe.target or weights[0] not in recorded.drafter_weights:
-        return [], ["Our own decoder's records are not compared: they are of another target or drafter."]
+        return [], ["Our own decoder is not compared: its records belong to another target or drafter."]
     records, rows = list(RecordLog(file)), []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
         rows += own_figures(records, chain.name, prompts, sampling, recipe.eval.max_new_tokens)
-    return with_speedups(rows), [] if rows else ["Our own decoder's records have none of these prompts."]
+    return with_speedups(rows), [] if rows else ["Our own decoder is not compared: its records lack these prompts."]
 
 
 def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodRecipe | None:
-    """Find the method that drafts as an engine does: the run's drafter, its whole chain, losslessly."""
+    """Find the method that drafts as an engine does: the whole chain of the run's own drafter, without lenience."""
     own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
     chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
     return next((method for method in chains if method.max_depth in (None, drafted_tokens)), None)
@@ -484,10 +497,10 @@ def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodRecipe | None
 def own_figures(
     records: Iterable[QuestionRecord], chain: str, prompts: Prompts, sampling: Sampling, max_new_tokens: int
 ) -> list[ServedRow]:
-    """Return a row without and one with the drafter; none where nothing was measured with these prompts.
+    """Return one table row without and one with the drafter; empty if no record has one of these prompts.
 
     Args:
-        chain: The name of the chain's method.
+        chain: Name of the method that drafts chains.
     """
     temperature = sampling.temperature
     arms: dict[str, list[tuple[QuestionRecord, MethodRecord]]] = {PLAIN: [], DRAFTING: []}
@@ -495,10 +508,10 @@ def own_figures(
         if record.question_id not in prompts:
             continue
         question, prompt_ids = prompts[record.question_id]
-        wanted = answer_settings({}, prompt_ids, question.turns, sampling, max_new_tokens)
+        expected = answer_settings({}, prompt_ids, question.turns, sampling, max_new_tokens)
         for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTING, chain)):
             answer = record.answers.get(f"{name}@{temperature:g}")
-            if answer is not None and wanted.items() <= answer.settings.items():
+            if answer is not None and expected.items() <= answer.settings.items():
                 arms[arm].append((record, answer))
     if not arms[DRAFTING]:
         return []
@@ -516,6 +529,6 @@ def own_figures(
         row = ServedRow.of_answers(
             arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=asked
         )
-        # Nothing is accepted past an answer's end here: there is the committed tau alone.
+        # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.
         rows += [replace(row, tau=None)] if answers else []
     return rows

@@ -1,24 +1,25 @@
-"""`draftsmith serve --learn`: the drafter learns from the answers that are served.
+"""`draftsmith serve --learn`: train the drafter on the answers that are served.
 
-What a target answers while it serves is self-distilled data. Under `runs/<name>/learned/`:
+The answers of a target that serves are self-distilled data. Files under `runs/<name>/learned/`:
 
-    answers.jsonl    the newest answers: the tokens of a prompt and of what was said; one line each, whole or not there
+    answers.jsonl    the newest answers, one line each: token ids of the prompt and of the answer
     drafters/<n>/    drafters that were good enough to serve
-    state.json       which of them serves, which one did before, and what became of every candidate
-    trainer.log      what training printed
+    state.json       the number of the serving drafter, of the previous one, and the result of every candidate
+    trainer.log      the output of training
 
-Only their owner reads them. One server at a time learns in a folder, and one process trains in it: the learner of a
-server that was killed ends with it, and the next one waits until it has. A full disk costs no answer: it is not kept,
-and training is tried again.
+Only their owner can read them. One server at a time learns in a folder, and one process trains in it: the trainer of a
+killed server ends with the server, and the next trainer waits until it has. If the disk is full, the client still gets
+its answer, which is not stored, and training is tried again later.
 
-A process of its own, at a lower priority, goes on from the drafter that serves: it trains for a few minutes on the
-newest answers, and on as many older ones and rows of the run's own data so that these are not forgotten. The candidate
-keeps a part of the weights that learning began with: it forgets less than what was trained (weight-space ensembles,
-arXiv 2109.01903), from which training goes on. It is weighed on answers that are kept out of all training: by replay,
-which is the tau of the tree in use at T = 0.
-A candidate that is better beyond noise is written whole, named in `state.json` and taken by the server between two
-answers; one that is worse beyond noise is dropped; else training goes on from it. No drafter changes an answer: that is
-the verification's part, and a candidate whose greedy answers were not the target's own would not be taken either.
+A separate process of lower priority trains the serving drafter further: for a few minutes, half on the newest answers
+and half on older ones and examples of the run's own data, so that these are not forgotten. The candidate is an
+interpolation between the trained weights and those at the start of learning: it forgets less than the trained drafter
+(weight-space ensembles, arXiv 2109.01903), which the next training continues from. The candidate is evaluated by replay
+on held-out answers: the tau of the serving tree at T = 0.
+A candidate that is significantly better is saved, named in `state.json` and loaded by the server between two answers. A
+significantly worse one is dropped together with the trained drafter; otherwise the next training continues from the
+latter. No drafter can change an answer, as the target verifies every draft; still, a candidate whose greedy answers
+differ from the target's is rejected.
 """
 
 from __future__ import annotations
@@ -70,18 +71,18 @@ from draftsmith.train.drafter.stage import train_drafter
 LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
     "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles", ".trainer.lock",
 )  # fmt: skip
-KEPT_ANSWERS = 4000  # of the newest, by default
+KEPT_ANSWERS = 4000  # default number of answers on disk
 KEPT_OUT_FRAC, FEWEST_KEPT_OUT, MOST_KEPT_OUT = 0.15, 8, 64
-FEWEST_NEW_TOKENS = 1500  # of answers, before another training
-FIRST_CYCLE_TOKENS = 16_000  # read in the first training, whose speed says how many there are in the next
+FEWEST_NEW_TOKENS = 1500  # new answer tokens that start another training
+FIRST_CYCLE_TOKENS = 16_000  # of the first training, whose speed sets the number for the next one
 SHORTEST_ROW_TOKENS = 16
-BEGINNING_FRAC = 0.25  # what a candidate keeps of the weights that learning began with: less of the old is forgotten
+BEGINNING_FRAC = 0.25  # share of the weights at the start of learning in a candidate, against forgetting
 CANDIDATE = "candidate"
 RESAMPLES, LEVEL = 1000, 0.05
 PROVEN_PROMPTS, PROVEN_TOKENS = 2, 48
 LOWEST_PRIORITY = 19
 LOOKS_EVERY_S = 2.0
-TRIES_AGAIN_AFTER_S = 60.0  # of a disk that is full
+TRIES_AGAIN_AFTER_S = 60.0  # after an error of the system, such as a full disk
 OWNER_ALONE, OWNERS_FOLDER = 0o600, 0o700
 TRAINING: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -98,12 +99,12 @@ ROWS_OF_A_STEP = TRAINING["per_device_train_batch_size"] * TRAINING["gradient_ac
 
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
-Row = tuple[list[int], list[int]]  # token ids, and the mask of those that carry loss
+Row = tuple[list[int], list[int]]  # token ids and loss mask of a training example
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of a prompt and of its answer, and a hash of both."""
+    """Token ids of a prompt and of its answer; `key` is a hash of both."""
 
     prompt_ids: list[TokenId]
     ids: list[TokenId]
@@ -114,7 +115,7 @@ class Answer:
 
     @property
     def is_kept_out(self) -> bool:
-        """By its tokens alone, so that the same answer is always on the same side."""
+        """Whether the answer is held out from training; depends on its tokens alone, so it never changes sides."""
         return int(self.key[:8], 16) / 16**8 < KEPT_OUT_FRAC
 
     @property
@@ -127,7 +128,7 @@ class Answer:
 
     @staticmethod
     def of_line(line: bytes) -> Answer | None:
-        """Read a line of `answers.jsonl`; None if it is damaged."""
+        """Parse a line of `answers.jsonl`; None if it is damaged."""
         try:
             return LINE.validate_json(line)
         except ValidationError:
@@ -139,9 +140,10 @@ LINE = TypeAdapter(Answer)
 
 @dataclass(frozen=True)
 class Weighed:
-    """A candidate beside the drafter that served: tau of both on the kept-out answers, and their difference's interval.
+    """Comparison of a candidate with the serving drafter on the held-out answers.
 
-    number: its folder, if it was taken.
+    at: Unix time. answers: number of held-out answers. serving, candidate: tau of the two drafters. low, high: interval
+    of their difference. number: folder of the candidate under `drafters/`; None if it was not adopted.
     """
 
     at: float
@@ -154,17 +156,23 @@ class Weighed:
     number: int | None = None
 
     def sentence(self) -> str:
-        """Say it in one line."""
-        taken = "thrown away" if self.high < 0 else "goes on" if self.number is None else f"serves as {self.number}"
+        """Return the comparison in one line."""
+        decision = (
+            "dropped" if self.high < 0 else "trained further" if self.number is None else f"serves as {self.number}"
+        )
         return (
             f"candidate: tau {self.serving:.2f} -> {self.candidate:.2f} ({self.low:+.2f} to {self.high:+.2f}) on "
-            f"{self.answers} kept-out answers: {taken}"
+            f"{self.answers} held-out answers: {decision}"
         )
 
 
 @dataclass
 class State:
-    """current, previous: numbers of drafters, 0 the one that learning began with; begun_with: a hash of its weights."""
+    """Content of `state.json`.
+
+    begun_with: hash of the weights at the start of learning. current, previous: numbers of the serving drafter and of
+    the one before it; 0 is the drafter at the start of learning. weighed: all candidates so far.
+    """
 
     begun_with: str
     current: int = 0
@@ -173,20 +181,23 @@ class State:
 
 
 class Learned:
-    """What a run has learned while it served, in its folder.
+    """Folder `learned/` of a run: its answers, drafters and state.
 
     Args:
-        recipe: What is served; its first method drafts.
-        kept_answers: So many of the newest answers stay on disk.
+        recipe: The recipe that is served; its first method drafts.
+        kept_answers: Number of the newest answers that stay on disk.
+
+    Raises:
+        UserError: The folder was started with another drafter than the recipe's, or its state is damaged.
     """
 
     def __init__(self, recipe: Recipe, kept_answers: int = KEPT_ANSWERS) -> None:
         self.recipe, self.kept_answers = recipe, kept_answers
         self.folder = RunFolder(recipe).root / LEARNED
         self.folder.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # somebody else's folder, who shares it
+        with suppress(PermissionError):  # the folder belongs to another user, who shares it
             self.folder.chmod(OWNERS_FOLDER)
-        self.damaged_lines = 0  # of the answers' file, when it was read last
+        self.damaged_lines = 0  # of `answers.jsonl`, at its last reading
         (self.begun_with,) = drafter_folders(recipe)
         self._changed, self._current = 0, -1
         self._lines = 0
@@ -195,32 +206,33 @@ class Learned:
             self.write(State(weights))
         if self.state.begun_with != weights:
             raise UserError(
-                f"{self.folder} was learned from another drafter than {self.begun_with} holds: restore that one, or "
-                "delete the folder to learn anew"
+                f"{self.folder} was learned from other weights than those in {self.begun_with}: restore those weights, "
+                "or delete the folder to learn from scratch"
             )
         self.newer()
 
     @property
     def state(self) -> State:
-        """
+        """State as read from `state.json` now.
+
         Raises:
             UserError: The file is damaged.
         """
-        return read_json(self.folder / STATE, State, f"delete {self.folder} to learn anew")
+        return read_json(self.folder / STATE, State, f"delete {self.folder} to learn from scratch")
 
     def write(self, state: State) -> None:
         write_atomically(self.folder / STATE, json.dumps(asdict(state), indent=1) + "\n")
 
     def drafter(self, number: int) -> Path:
-        """The folder of a drafter by its number."""
+        """Return a drafter's folder by its number."""
         return self.folder / DRAFTERS / str(number) if number else self.begun_with
 
     def serving(self) -> Path:
-        """The folder of the drafter that serves."""
+        """Return the folder of the serving drafter."""
         return self.drafter(self.state.current)
 
     def newer(self) -> Path | None:
-        """The folder of another drafter than at the last call, if there is one."""
+        """Return the serving drafter's folder if it has changed since the last call, else None."""
         changed = (self.folder / STATE).stat().st_mtime_ns
         if changed == self._changed:
             return None
@@ -229,29 +241,32 @@ class Learned:
         return None if self._current == before else self.serving()
 
     def roll_back(self) -> str:
-        """Let the drafter serve that served before; says which.
+        """Make the previous drafter the serving one again. Returns a sentence that names both.
 
         Raises:
-            UserError: There is none.
+            UserError: There is no previous drafter.
         """
         state = self.state
         if state.current == state.previous:
-            raise UserError(f"{self.folder} has no drafter to go back to: {state.current} is the only one that served")
+            raise UserError(
+                f"{self.folder} has no earlier drafter: {state.current} is the only one that served; leave out "
+                "--rollback"
+            )
         state.current, state.previous = state.previous, state.current
         self.write(state)
         return f"drafter {state.current} serves again, in place of {state.previous}"
 
     def add(self, prompt_ids: list[int], record: AnswerRecord) -> None:
-        """Keep an answer, on disk when this returns; forget the oldest now and then.
+        """Append an answer to the file and sync it to disk; removes the oldest answers now and then.
 
         Raises:
-            OSError: The disk is full; the lines that were there before are left.
+            OSError: The disk is full; the earlier lines are left as they were.
         """
         file = self.folder / ANSWERS
         if self._lines == 0:
             self._lines = self._trim(file)
         line = memoryview(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
-        lines, self._lines = self._lines, 0  # what stops this may leave a part of the line: looked at by the next call
+        lines, self._lines = self._lines, 0  # an interruption may leave part of the line: the next call trims the file
         with open(file, "ab", buffering=0, opener=_for_the_owner) as stream:
             begin = stream.tell()
             try:
@@ -266,7 +281,7 @@ class Learned:
             self._lines = self._trim(file)
 
     def _trim(self, file: Path) -> int:
-        """Leave the newest lines, without damaged ones; how many."""
+        """Remove damaged lines and all but the newest ones. Returns the number of lines left."""
         whole = self._whole_lines()
         lines = [line for line in whole if Answer.of_line(line) is not None]
         if damaged := len(whole) - len(lines):
@@ -278,30 +293,30 @@ class Learned:
         return len(lines)
 
     def _whole_lines(self) -> list[bytes]:
-        """One that is torn, or still being written, is left out."""
+        """Read the complete lines; leaves out a last one that is torn or still being written."""
         file = self.folder / ANSWERS
         lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
         return [line for line in lines if line.endswith(b"\n")]
 
     def size_bytes(self) -> int:
-        """Of the answers' file: whether there are others is told without reading them."""
+        """Return the size of `answers.jsonl`, which shows without reading it whether answers were added."""
         file = self.folder / ANSWERS
         return file.stat().st_size if file.is_file() else 0
 
     def answers(self) -> list[Answer]:
-        """The newest answers that something can be learned from, each once, the oldest first.
+        """Read the newest answers that are long enough for training, without duplicates, the oldest first.
 
-        Damaged lines are left out, and counted in `damaged_lines`.
+        Damaged lines are left out and counted in `damaged_lines`.
         """
-        found: dict[str, Answer] = {}
+        by_key: dict[str, Answer] = {}
         self.damaged_lines = 0
         for line in self._whole_lines():
             answer = Answer.of_line(line)
             if answer is None:
                 self.damaged_lines += 1
             elif len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
-                found[answer.key] = answer
-        return list(found.values())[-self.kept_answers :]
+                by_key[answer.key] = answer
+        return list(by_key.values())[-self.kept_answers :]
 
 
 def _for_the_owner(file: str, flags: int) -> int:
@@ -309,10 +324,10 @@ def _for_the_owner(file: str, flags: int) -> int:
 
 
 def start_learning(learned: Learned, minutes: float) -> Any:
-    """Start the process that learns; it ends with the one that called this.
+    """Start the training process, which ends with the calling process.
 
     Args:
-        minutes: Of a training, before its candidate is weighed.
+        minutes: Duration of a training before its candidate is evaluated.
     """
     process = get_context("spawn").Process(target=_learn, args=(learned, minutes), daemon=True)
     process.start()
@@ -320,14 +335,17 @@ def start_learning(learned: Learned, minutes: float) -> Any:
 
 
 def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
-    """`Learned.newer`, which also says once that the process that learns has ended."""
-    told: list[bool] = []
+    """Return a function like `Learned.newer` that also logs, once, if the training process has ended."""
+    is_logged = False
 
     def newer() -> Path | None:
-        if not process.is_alive() and not told:
-            told.append(True)
+        nonlocal is_logged
+        if not process.is_alive() and not is_logged:
+            is_logged = True
             log = learned.folder / LOG
-            logging.getLogger(__name__).warning("what learns has ended, as %s says; answers go on without it", log)
+            logging.getLogger(__name__).warning(
+                "the process that trains the drafter has ended, see %s; the server continues without it", log
+            )
         return learned.newer()
 
     return newer
@@ -341,7 +359,7 @@ def _learn(learned: Learned, minutes: float) -> None:
     else:
         os.nice(LOWEST_PRIORITY)
     with (
-        FileLock(learned.folder / TRAINER_LOCK),  # that of a server which was killed may still end
+        FileLock(learned.folder / TRAINER_LOCK),  # the trainer of a killed server may still be ending
         (learned.folder / LOG).open("a", encoding="utf-8", buffering=1) as log,
         redirect_stdout(log),
         redirect_stderr(log),
@@ -355,9 +373,9 @@ def _learn(learned: Learned, minutes: float) -> None:
 
 
 def cycle_or_pause_s(learner: Learner) -> float:
-    """Train and weigh a candidate if there is something new; the seconds until the next look.
+    """Train and evaluate a candidate if there are new answers. Returns the seconds to wait before the next call.
 
-    A disk that is full, or whatever else the system refuses, is told in `trainer.log`, and tried again.
+    An error of the system, such as a full disk, is written to `trainer.log`, and training is tried again.
     """
     try:
         weighed = learner.cycle()
@@ -377,35 +395,35 @@ def cycle_or_pause_s(learner: Learner) -> float:
 
 
 class Learner:
-    """Trains candidates and weighs them.
+    """Trains and evaluates candidates.
 
     Args:
-        learned: The folder.
-        minutes: About so long is a training.
+        learned: The folder with answers, drafters and state.
+        minutes: Approximate duration of a training.
     """
 
     def __init__(self, learned: Learned, minutes: float) -> None:
         self.learned, self.minutes = learned, minutes
         recipe = learned.recipe
-        # AdamW's steps are smaller than bf16's: trained in fp32, weighed in the dtype that serves.
+        # AdamW's updates are below bf16's resolution: train in fp32, evaluate in the dtype that serves.
         on_cpu = target_device(recipe.target).type == "cpu"
         self.training_target = recipe.target.model_copy(update={"dtype": "float32"} if on_cpu else {})
         self.target, _ = load_target(recipe.target)
-        pack_linears(self.target)  # as where it serves: a token has the same bits alone and in a tree
+        pack_linears(self.target)  # as in the server: a token's logits have the same bits alone and in a tree
         self.method = drafter_alone(recipe.eval.methods[0])
         self.drafter = recipe_of_drafter(learned.begun_with)
         if "until_first_error" in load_drafter_class(self.drafter["kind"]).config_class.Options.model_fields:
-            self.drafter["options"] |= {"until_first_error": True}  # what follows a mistake is never drafted from
+            self.drafter["options"] |= {"until_first_error": True}  # drafts after a first error are never accepted
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
-        self._seen_bytes = -1  # of the file, when there was too little in it
-        self.trainee: Path | None = None  # what was trained last, unless its candidate was worse
+        self._seen_bytes = -1  # size of `answers.jsonl` at the last cycle
+        self.trainee: Path | None = None  # the drafter trained last, unless its candidate was worse
         self._features: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._taus: dict[tuple[Path, str], float] = {}
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
 
     def cycle(self) -> Weighed | None:
-        """Train a candidate and weigh it; None if there is too little that is new, or to weigh on."""
+        """Train and evaluate a candidate; None if there are too few new or too few held-out answers."""
         if (size := self.learned.size_bytes()) == self._seen_bytes:
             return None
         self._seen_bytes = size
@@ -433,7 +451,7 @@ class Learner:
             number = 1 + max((each.number or 0 for each in state.weighed), default=0)
             place = self.learned.drafter(number)
             place.parent.mkdir(exist_ok=True)
-            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed before it could name it
+            shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed before it wrote the state
             candidate.rename(place)
             self._taus = {(place, key): tau for (folder, key), tau in self._taus.items() if folder == candidate}
             state.current, state.previous = number, state.current
@@ -446,11 +464,11 @@ class Learner:
         return weighed
 
     def look_again(self) -> None:
-        """Let the next cycle look at the answers, also if there are no new ones."""
+        """Make the next cycle read the answers even if the file has not changed."""
         self._seen_bytes = -1
 
     def _chosen(self, train: Sequence[Answer], weighed: Sequence[Weighed]) -> list[Row]:
-        """Rows of a cycle's tokens: half of the newest answers, half of older ones and of the run's own data."""
+        """Choose a cycle's training examples: half the tokens newest answers, half older ones and run data."""
         generator = random.Random(len(weighed))
         rows = [answer.row for answer in train]
         newest = _taken(rows, self.cycle_tokens // 2)
@@ -463,7 +481,7 @@ class Learner:
         return newest + _taken(rows, self.cycle_tokens // 2)
 
     def _train(self, begun_from: Path, rows: list[Row], number: int) -> Path:
-        """The folder of a drafter that has gone on from another."""
+        """Train a drafter from the weights in `begun_from`. Returns its folder."""
         cycles = self.learned.folder / CYCLES
         recipe = Recipe.model_validate(
             {
@@ -490,7 +508,7 @@ class Learner:
         return run.drafter
 
     def _candidate(self, trained: Path) -> Path:
-        """A drafter between the one that was trained, which training goes on from, and the one learning began with."""
+        """Write the candidate, between the trained weights and those at the start of learning. Returns its folder."""
         candidate = trained.with_name(CANDIDATE)
         shutil.rmtree(candidate, ignore_errors=True)
         shutil.copytree(trained, candidate, ignore=shutil.ignore_patterns("checkpoints"))
@@ -498,19 +516,19 @@ class Learner:
         return candidate
 
     def taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
-        """The tau of each answer with this drafter."""
-        wanted = [answer for answer in answers if (folder, answer.key) not in self._taus]
-        if wanted:
+        """Return the tau of each answer with the drafter in `folder`; computed values are cached."""
+        missing = [answer for answer in answers if (folder, answer.key) not in self._taus]
+        if missing:
             drafter = load_drafter(folder, self.target)
-            decoder = drafter.decoder(max(answer.tokens for answer in wanted) + drafter.config.num_depths + 1)
+            decoder = drafter.decoder(max(answer.tokens for answer in missing) + drafter.config.num_depths + 1)
             method = drafter_method(self.method, decoder, Sampling())
-            for answer in wanted:
+            for answer in missing:
                 tau = replay(method, [self._row(answer, drafter.feature_layers)])
                 self._taus[folder, answer.key] = 1.0 if tau is None else tau
         return [self._taus[folder, answer.key] for answer in answers]
 
     def _row(self, answer: Answer, layers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [S], loss mask [S] and features [S, F]."""
+        """Return an answer's token ids [S], loss mask [S] and features [S, F]; cached."""
         if answer.key not in self._features:
             ids, mask = answer.row
             ids_s, mask_s = torch.tensor(ids, device=self.target.device), torch.tensor(mask)
@@ -522,7 +540,7 @@ class Learner:
         return self._features[answer.key]
 
     def _proven(self, folder: Path, answers: Sequence[Answer]) -> bool:
-        """Whether greedy answers with this drafter are those of the target alone."""
+        """Check that greedy answers with this drafter equal those of the target alone."""
         drafter = load_drafter(folder, self.target)
         prompts = [answer.prompt_ids for answer in answers[-PROVEN_PROMPTS:]]
         length = max(map(len, prompts)) + PROVEN_TOKENS + self.method.nodes + 1
@@ -534,14 +552,20 @@ class Learner:
                     for each in (method, Autoregressive())
                 )
                 if drafted != plain:
-                    print(f"not taken: a greedy answer differs from the target's own ({folder})")
+                    print(f"candidate rejected: a greedy answer with {folder} differs from the target's own")
                     return False
         return True
 
 
 @torch.no_grad()
 def keep_some_of(begun_with: Path, folder: Path, frac: float) -> None:
-    """Take the weights in a drafter's folder so far back towards those that it once began with (arXiv 2109.01903)."""
+    """Interpolate a drafter's weights towards those at the start of learning, in place (arXiv 2109.01903).
+
+    Args:
+        begun_with: Folder of the drafter at the start of learning.
+        folder: Folder of the drafter that is changed.
+        frac: Weight of the start: 0 changes nothing, 1 restores it.
+    """
     file = folder / SAFE_WEIGHTS_NAME
     earlier, weights = (load_file(each / SAFE_WEIGHTS_NAME) for each in (begun_with, folder))
     for name, value in weights.items():
@@ -554,13 +578,22 @@ def keep_some_of(begun_with: Path, folder: Path, frac: float) -> None:
 
 
 def tau_of(tokens: Sequence[int], taus: Sequence[float]) -> float:
-    """Tokens per round over all answers, from each answer's own; its first token, which comes with the prompt, is not
-    among its tokens."""
+    """Combine the taus of single answers to the tau over all of them.
+
+    Args:
+        tokens: Tokens of each answer, without its first one, which the prefill gives.
+        taus: Tau of each answer.
+    """
     return sum(tokens) / sum(count / tau for count, tau in zip(tokens, taus, strict=True))
 
 
 def paired_interval(tokens: Sequence[int], before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """What lies between so much and so much in 90 of 100 resamplings of the answers: tau after minus tau before."""
+    """Return the 90 % paired-bootstrap interval of tau after minus tau before, resampling the answers.
+
+    Args:
+        tokens: Tokens of each answer.
+        before, after: Tau of each answer with the two drafters.
+    """
     counts = np.array(tokens, dtype=float)
     rounds = np.stack([counts / np.array(each) for each in (before, after)])
     drawn = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
@@ -570,22 +603,22 @@ def paired_interval(tokens: Sequence[int], before: Sequence[float], after: Seque
 
 
 def _taken(rows: list[Row], tokens: int) -> list[Row]:
-    """The last rows, taken out until they have so many tokens."""
-    found: list[Row] = []
+    """Remove examples from the end of `rows` until they have at least `tokens` tokens; returns them, the last first."""
+    popped: list[Row] = []
     while rows and tokens > 0:
-        found.append(rows.pop())
-        tokens -= len(found[-1][0])
-    return found
+        popped.append(rows.pop())
+        tokens -= len(popped[-1][0])
+    return popped
 
 
 def drafter_alone(method: MethodRecipe) -> MethodRecipe:
-    """A method's tree as the drafter alone decides it: without lookups, and whatever a round costs."""
+    """Return the method without lookups, and best-first in place of adaptive: its tree depends on the drafter alone."""
     tree = "best_first" if method.tree == "adaptive" else method.tree
     return method.model_copy(update={"lookup": False, "tree": tree})
 
 
 def recipe_of_drafter(folder: Path) -> dict[str, Any]:
-    """The `drafter` section that makes a drafter like the one in this folder."""
+    """Return the `drafter` section of a recipe that builds a drafter like the one in this folder."""
     config = drafter_config(folder)
     kind = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
     known = load_drafter_class(kind).config_class.Options.model_fields

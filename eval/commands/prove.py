@@ -1,14 +1,14 @@
-"""`draftsmith prove`: evidence, on the user's own target and drafter, that nothing but the speed changes.
+"""`draftsmith prove`: evidence, on the user's own target and drafter, that drafting changes nothing but the speed.
 
-Of lossless methods; those with a lenience below 1 are left out and named.
+Methods with a lenience below 1 are not lossless: they are left out and named.
 
-1. Greedy identity: every method's greedy answers against the loop's without a draft. At the first difference a
-   numerical tie is told from a bug (`draftsmith.eval.bench.divergence`).
+1. Greedy identity: every method's greedy answers are compared with those of the loop without a draft. The first
+   difference is either a numerical tie or a bug (`draftsmith.eval.bench.divergence`).
 2. Distribution: sampled answers against the target's probabilities, by Rosenblatt's transform. If x is drawn from p,
-   u = p(tokens more likely than x) + v p(x) with v uniform is uniform on [0, 1], at every position whatever came
-   before. So all tokens of all answers make one chi-square test, for any vocabulary and any prompts; the baseline's own
+   u = p(tokens more likely than x) + v p(x) with v uniform is uniform on [0, 1], at every position and after any
+   prefix. So one chi-square test covers all tokens of all answers, for any vocabulary and any prompts; the baseline's
    answers pass through the same test as a control.
-3. Enumeration: the exact distribution of the verifier's result over everything that chance can do (`enumeration.py`).
+3. Enumeration: the exact distribution of the verifier's result over all random draws (`enumeration.py`).
 
 Shapes: P prompt, n answer tokens, V vocabulary.
 """
@@ -44,7 +44,7 @@ from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_ato
 from draftsmith.recipes.schema import Recipe
 
 BINS = 20  # of a distribution test
-DEFAULT_TEMPERATURE = 1.0  # where the recipe only decodes greedily
+DEFAULT_TEMPERATURE = 1.0  # if the recipe has no temperature above 0
 
 
 @alone_in_its_run("prove")
@@ -52,29 +52,29 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     """Collect the evidence and write it to `runs/<name>/eval/proof.json`.
 
     Args:
-        prompts: First turns of that many questions.
-        samples: Sampled answers to each prompt.
-        new_tokens: Of every answer at most.
+        prompts: Number of questions, of which the first turn is used.
+        samples: Sampled answers per prompt.
+        new_tokens: Longest answer.
 
     Raises:
-        UserError: There is no trained drafter, no lossless method, or no question that fits the target.
+        UserError: There is no trained drafter, no lossless method, or no question that fits the target's context.
     """
     left_out = [method.name for method in recipe.eval.methods if method.lenience < 1]
     weights = artifacts.drafter_weights(recipe)
     lossless = [method for method in artifacts.with_tuned_trees(recipe).eval.methods if method.lenience == 1]
     if left_out and not lossless:
         raise UserError(
-            "every method of eval.methods has a lenience below 1, which is not lossless, so there is nothing to prove: "
-            "add a method without lenience"
+            f"eval.methods: every method ({', '.join(left_out)}) has a lenience below 1, which is not lossless, so "
+            "there is nothing to prove: add a method without lenience"
         )
     temperatures = [t for t in recipe.eval.temperatures if t > 0] or [DEFAULT_TEMPERATURE]
     evaluation = recipe.eval.model_copy(update={"methods": lossless, "temperatures": [0.0, *temperatures]})
     recipe = recipe.model_copy(update={"eval": evaluation})
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
-    asked = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
+    first_turns = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
-    length = max(len(ids) for _, ids in asked) + new_tokens
+    length = max(len(ids) for _, ids in first_turns) + new_tokens
     methods = measured_methods(recipe, drafters, target, tokenizer, length)
     greedy: list[GreedyProof] = []
     distribution: list[DistributionProof] = []
@@ -83,7 +83,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
         open_session(target, length, recipe.eval.compile) as session,
         progress_bar(len(methods), "prove", "method") as progress,
     ):
-        give_costs(session, methods, asked[0][1])
+        give_costs(session, methods, first_turns[0][1])
         for measured in methods:
             measured.generator.manual_seed(recipe.seed)
             name, sampling = measured.method.name, measured.sampling
@@ -92,13 +92,13 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
                 return measured.answer(session, prompt, new_tokens, end_ids).ids
 
             if not sampling.greedy:
-                drawn = ((ids, answer(ids)) for _, ids in asked for _ in range(samples))
+                drawn = ((ids, answer(ids)) for _, ids in first_turns for _ in range(samples))
                 distribution.append(_test(target, measured, drawn))
             elif name == AUTOREGRESSIVE:
-                reference = {question: answer(ids) for question, ids in asked}
+                reference = {question: answer(ids) for question, ids in first_turns}
             else:
-                answers = {question: answer(ids) for question, ids in asked}
-                greedy.append(compare_answers(target, session, name, asked, reference, answers))
+                answers = {question: answer(ids) for question, ids in first_turns}
+                greedy.append(compare_answers(target, session, name, first_turns, reference, answers))
             progress.update()
     samplings = [Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p) for temperature in temperatures]
     proof = Proof(greedy, distribution, largest_error([Sampling(1.0), *samplings]), weights, left_out)
@@ -111,18 +111,21 @@ def compare_answers(
     target: PreTrainedModel,
     session: TargetSession,
     method: str,
-    asked: list[tuple[int | str, list[int]]],
+    prompts: list[tuple[int | str, list[int]]],
     reference: dict[int | str, list[int]],
     answers: dict[int | str, list[int]],
 ) -> GreedyProof:
-    """Find where answers to the same prompts first differ, and by how little the target decided there.
+    """Find the first difference between two answers to each prompt, and the gap between the target's logits there.
 
     Args:
-        session: Long enough for the longest of `reference` after its prompt.
-        asked: Keys of both, with their prompts.
+        session: Session that holds the longest prompt with its answer in `reference`.
+        method: Name of the method that gave `answers`.
+        prompts: (question id, token ids); the ids are the keys of `reference` and `answers`.
+        reference: The target's answers without a draft.
+        answers: The method's answers.
     """
-    proof = GreedyProof(method, len(asked), sum(map(len, answers.values())))
-    for question_id, prompt in asked:
+    proof = GreedyProof(method, len(prompts), sum(map(len, answers.values())))
+    for question_id, prompt in prompts:
         expected, found = reference[question_id], answers[question_id]
         position = first_difference(expected, found)
         if position is not None:
@@ -152,23 +155,26 @@ def _test(
 
 
 def rosenblatt(p: Tensor, tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Return uniform numbers, if tokens [n] were drawn from the rows of p [n, V]; and how many had no probability.
+    """Map tokens [n] to numbers that are uniform on [0, 1] if the tokens were drawn from the rows of p [n, V].
 
     Args:
-        generator: Breaks up the step that each token's own probability makes.
+        generator: Draws v, which spreads each token over an interval as long as its probability.
+
+    Returns:
+        The numbers, fp64, for tokens of probability above 0; and the number of tokens with probability 0.
     """
     p = p.double()
     own = p.gather(1, tokens[:, None])
     possible = own[:, 0] > 0
     below = p.masked_fill(p <= own, 0).sum(-1)
-    # Equally likely tokens share one step, so that their order does not matter.
+    # Equally likely tokens share one interval, so that their order does not matter.
     step = p.masked_fill(p != own, 0).sum(-1)
     u = below + step * torch.rand(len(p), generator=generator, dtype=torch.float64)
     return u[possible], int((~possible).sum())
 
 
 def chi_square_uniform(u: Tensor) -> tuple[float, float]:
-    """Return the statistic of u [n] in [0, 1] over `BINS` equal bins, and its p-value."""
+    """Return the chi-square statistic of u [n] in [0, 1] over `BINS` equal bins, and its p-value."""
     counts = torch.histc(u.clamp(0, 1), bins=BINS, min=0, max=1)
     expected = len(u) / BINS
     statistic = float(((counts - expected) ** 2).sum() / expected) if expected else 0.0
@@ -182,11 +188,11 @@ def show_proof(proof: Proof) -> None:
     rows = [(g.method, g.prompts, g.tokens, len(g.divergences), g.ties, _yes(g.holds)) for g in proof.greedy]
     print_table(headings, rows, "greedy identity")
     for greedy in proof.greedy:
-        for found in greedy.divergences:
+        for each in greedy.divergences:
             console.print(
-                f"{greedy.method}, question {found.question_id}, token {found.position}: {found.found} instead of "
-                f"{found.expected}; its logit is {found.gap:.2e} below the largest, noise {found.noise:.2e}: "
-                + ("a tie" if found.is_tie else "[bold red]a bug[/bold red]")
+                f"{greedy.method}, question {each.question_id}, token {each.position}: {each.found} instead of "
+                f"{each.expected}; its logit is {each.gap:.2e} below the largest, noise {each.noise:.2e}: "
+                + ("a tie" if each.is_tie else "[bold red]a bug[/bold red]")
             )
     columns = ("method", "T", "tokens", "impossible", f"chi-square ({BINS - 1} df)", "p-value", "holds")
     tested = [
@@ -197,7 +203,7 @@ def show_proof(proof: Proof) -> None:
     print_table(columns, tested, "distribution of sampled tokens")
     console.print(f"verifier, by enumeration: largest error {proof.enumeration_error:.1e}")
     if proof.left_out:
-        console.print(f"not lossless by their lenience, so left out: {', '.join(proof.left_out)}", style="bold")
+        console.print(f"left out, as a lenience below 1 is not lossless: {', '.join(proof.left_out)}", style="bold")
     console.print("[bold]proved[/bold]" if proof.holds else "[bold red]NOT PROVED[/bold red]")
 
 

@@ -1,9 +1,9 @@
-"""`draftsmith push`: the run's drafter to the Hub, with the recipe, the figures and the model card that say what it is.
+"""`draftsmith push`: publish the run's drafter on the Hub, with recipe, figures and model card.
 
-1. Everything that goes up is put together in `runs/<name>/hub/`, without a folder or secret of this machine.
-2. It becomes one commit, so that nobody ever reads half a drafter. What the repository has already is not sent again.
+1. All files are collected in `runs/<name>/hub/`, without local paths or secrets.
+2. They are uploaded as one commit, so that nobody can download half a drafter. Unchanged files are not sent again.
 
-What `draftsmith export` wrote into the run's `export/` goes with it, and so does what `--exports` names, made anew.
+The exports in the run's `export/` are uploaded too, and so are the formats that `--exports` names, exported first.
 """
 
 import json
@@ -34,12 +34,12 @@ from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_tex
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe
 
-YOU = "YOU"  # in a name, before anybody asked the Hub who that is
+YOU = "YOU"  # stands for the user name if the Hub is not queried for it
 LONGEST_NAME = 96  # of a repository
 TEXTS = {".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".jinja"}
-# What of an earlier push is deleted if this one has it not: a shard too many would be weights that nobody trained.
+# Files of an earlier push that are deleted if this one lacks them: a left-over shard would corrupt the weights.
 OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export)/.*")
-DOWNLOADED = "drafter"  # where the card's commands put an export: no name that vLLM takes for a method
+DOWNLOADED = "drafter"  # download folder in the card's commands; a name that vLLM does not take for a method
 LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
@@ -55,21 +55,23 @@ def push(
     dry_run: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Send the run's drafter to the Hub.
+    """Publish the run's drafter on the Hub.
 
     Args:
         repo: `name` or `user/name`.
-        revision: A branch.
-        base_model: The target's id on the Hub, where the recipe names its folder.
-        license_id: As the Hub spells it; by default the target's.
+        revision: Branch.
+        public: Make the repository public if it is created; an existing one must be as this says.
+        base_model: The target's id on the Hub, if the recipe names a folder.
+        license_id: License as the Hub spells it; default: the target's.
         exports: Formats to export to first.
-        dtype: Of the weights there; by default as they were trained.
+        dry_run: Collect the files only; upload nothing.
+        dtype: Dtype of the published weights; default: as trained.
 
     Returns:
-        `repo`, the commit's `address`, None if nothing was sent, and `files_bytes`, sizes by their names there.
+        `repo`, `address` (the commit's URL, None if nothing was sent) and `files_bytes` (sizes by name).
 
     Raises:
-        UserError: There is no trained drafter, something of this machine would go up, or the Hub refuses.
+        UserError: There is no trained drafter, a file names a local path or a secret, or the Hub refuses.
     """
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
@@ -77,28 +79,33 @@ def push(
     trained = {"drafter.kind": check_as_trained(folder), **read_training(folder).settings}
     for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
         if trained.get(key, value) != value:
-            raise UserError(f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give its own recipe")
+            raise UserError(
+                f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give the recipe of its training"
+            )
     if base_model is not None and hub_id(base_model) is None:
-        raise UserError(f"option --base-model: {base_model} is no id of the Hub: give owner/name")
+        raise UserError(f"option --base-model: {base_model} is no Hub id: give owner/name")
     api, user, repo = HfApi(), YOU, repo or default_name(recipe, base_model)
     if not dry_run:
         with told_in_one_sentence("nothing was pushed", repo):
             user = api.whoami()["name"]
     repo = repo if "/" in repo else f"{user}/{repo}"
     if hub_id(repo) is None or len(repo.rpartition("/")[2]) > LONGEST_NAME:
-        raise UserError(f"option --repo: {repo} is no name of a repository: give name or user/name")
+        raise UserError(
+            f"option --repo: {repo} is no valid repository name: give name or user/name, of at most {LONGEST_NAME} "
+            "characters"
+        )
     for to in exports:
         console.print(export_run(recipe, to, None).lines()[0], markup=False)
     licence = {"license": license_id} if license_id else license_of(base_model or recipe.target.model, dry_run)
     card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
     if not card.license:
-        console.print("The card names no licence, as the target's tells none: --license gives one", markup=False)
+        console.print("The target's card names no licence, so the drafter's has none: --license sets one", markup=False)
     sizes = {name: file.stat().st_size for name, file in stage(recipe, card, dtype).items()}
     console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
     for name, size in sizes.items():
         console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
     if dry_run:
-        console.print(f"Nothing was sent; it is in {card.folder}", markup=False)
+        console.print(f"Nothing was sent; the files are in {card.folder}", markup=False)
         return {"repo": repo, "address": None, "files_bytes": sizes}
     address = _send(api, card, list(sizes), revision, public)
     console.print(f"\nPushed    {address}", markup=False)
@@ -108,7 +115,7 @@ def push(
 
 
 def default_name(recipe: Recipe, base_model: str | None = None) -> str:
-    """Name a repository `{target}-{method}`, the method spelled as engines detect it."""
+    """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it."""
     target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
     method = load_drafter_class(kind).published_as or kind.replace("_", "-")
@@ -117,14 +124,14 @@ def default_name(recipe: Recipe, base_model: str | None = None) -> str:
 
 
 def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -> dict[str, Path]:
-    """Put together what goes up in the card's folder. Returns its files by their names in the repository.
+    """Collect the files to upload in the card's folder. Returns them by their names in the repository.
 
     Args:
-        card: Gets its pictures and exports here.
-        dtype: Of the weights; None: as they are.
+        card: Its `pictures` and `exports` are filled in here.
+        dtype: Dtype of the weights; None: unchanged.
 
     Raises:
-        UserError: Something of this machine would go up.
+        UserError: A file names a local path or a secret.
     """
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -153,7 +160,7 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
 
 
 def _convert(folder: Path, dtype: torch.dtype) -> None:
-    """Write the weights that are linked there in another dtype, and note their hashes."""
+    """Replace the linked weights by copies in another dtype, and update dtype and hashes in the JSON files."""
     for file in folder.glob("*.safetensors"):
         weights = {
             name: value.to(dtype) if value.is_floating_point() else value for name, value in load_file(file).items()
@@ -169,17 +176,17 @@ def _convert(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
-    """Put an export beside the drafter. Returns the command that serves it after a download.
+    """Add an export to the files to upload. Returns the command that serves it after a download.
 
     Raises:
-        UserError: It is of other weights.
+        UserError: It was made from other weights than the drafter's.
     """
     export, place = noted.parent, card.folder / "export" / noted.parent.name
     way_out = f"delete {export}, and export again"
     made = read_json(noted, Export, way_out)
     if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
-        again = f"`draftsmith export --to {made.to}` makes it anew"
-        raise UserError(f"nothing was pushed: {export} was made of other weights: delete it, or {again}")
+        again = f"run `draftsmith export --to {made.to}` again"
+        raise UserError(f"nothing was pushed: {export} was made from other weights: delete it, or {again}")
     target = card.base_model or public_recipe(recipe)["target"]["model"]
     if made.command is not None:
         made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
@@ -193,28 +200,28 @@ def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
 
 
 def license_of(model: str, from_here: bool = False) -> dict[str, str]:
-    """Return the target's licence, as its card tells it, if it does.
+    """Return the licence keys of the target's model card; empty if it names none or cannot be read.
 
     Args:
-        from_here: The network is not asked.
+        from_here: Do not use the network.
     """
     folder = EMBEDDED_TARGET if model == "embedded" else Path(model)
     try:
         card = folder / CARD_FILE
         if not folder.is_dir():
             card = Path(hf_hub_download(model, CARD_FILE, local_files_only=from_here))
-        said = ModelCard.load(card).data.to_dict()
-    except Exception:  # of any kind: no card, no network, no YAML; the drafter goes up without a license
+        data = ModelCard.load(card).data.to_dict()
+    except Exception:  # no card, no network, invalid YAML, ...: the drafter is published without a licence
         return {}
-    found = {key: str(said[key]) for key in LICENSE_KEYS if said.get(key)}
-    if "://" not in found.get("license_link", "://"):  # a file beside the target's card
-        link = found.pop("license_link")
-        found |= {} if folder.is_dir() else {"license_link": f"{constants.ENDPOINT}/{model}/blob/main/{link}"}
-    return found
+    licence = {key: str(data[key]) for key in LICENSE_KEYS if data.get(key)}
+    if "://" not in licence.get("license_link", "://"):  # a file in the target's repository
+        link = licence.pop("license_link")
+        licence |= {} if folder.is_dir() else {"license_link": f"{constants.ENDPOINT}/{model}/blob/main/{link}"}
+    return licence
 
 
 def _add(source: Path, place: Path, way_out: str = "") -> None:
-    """Link a file to its place; JSON is written there without secrets and folders of this machine."""
+    """Link a file into the folder; JSON is copied instead, without secrets and local paths."""
     if source.suffix == ".json" and way_out:
         _write(place, read_json(source, dict[str, Any], way_out))
         return
@@ -227,9 +234,10 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 
 def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
-    """
+    """Check that no text file names a local path or the user's token.
+
     Raises:
-        UserError: A text, written by us or by hand, names a folder or the token of this machine.
+        UserError: A file does; the message names it.
     """
     folders = {str(Path.home()), str(Path.cwd()), str(RunFolder(recipe).root.absolute())}
     private = {f"{folder.rstrip('/')}/": "a folder of this machine" for folder in folders if folder != "/"}
@@ -239,17 +247,17 @@ def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
         if file.suffix not in TEXTS:
             continue
         text = file.read_text(encoding="utf-8", errors="replace")
-        found = next((what for needle, what in private.items() if needle in text), None)
-        if found is not None:
-            raise UserError(f"nothing was pushed: {name} names {found}; take it out of {file} where it comes from")
+        leak = next((what for needle, what in private.items() if needle in text), None)
+        if leak is not None:
+            raise UserError(f"nothing was pushed: {name} names {leak}: remove it from {file}, or from its source")
 
 
 def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:
-    """Make one commit in the repository, which is made if it is not there. Returns the commit's address."""
+    """Upload the files as one commit, creating the repository if it is missing. Returns the commit's URL."""
     repo = card.repo
     with told_in_one_sentence("nothing was pushed", repo):
-        there = _existing(api, repo, public)
-        if not there:
+        exists = _existing(api, repo, public)
+        if not exists:
             api.create_repo(repo, private=not public, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -257,7 +265,7 @@ def _send(api: HfApi, card: Publication, files: list[str], revision: str | None,
         done = api.upload_folder(
             repo_id=repo,
             folder_path=card.folder,
-            commit_message="Update the drafter" if there else "Add the drafter",
+            commit_message="Update the drafter" if exists else "Add the drafter",
             revision=revision,
             delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
         )
@@ -265,10 +273,10 @@ def _send(api: HfApi, card: Publication, files: list[str], revision: str | None,
 
 
 def _existing(api: HfApi, repo: str, public: bool) -> bool:
-    """Say whether the repository is there.
+    """Check whether the repository exists.
 
     Raises:
-        UserError: It is open to everybody and that was not asked for, or the other way round, or no drafter's.
+        UserError: It is public without `--public`, private with it, or holds something else than a drafter.
     """
     try:
         info = api.model_info(repo)
@@ -284,7 +292,7 @@ def _existing(api: HfApi, repo: str, public: bool) -> bool:
         config = {}
     if others and not str(config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
         raise UserError(
-            f"nothing was pushed: {repo} is there and is no drafter of draftsmith ({', '.join(others[:3])}): name "
-            "another with --repo"
+            f"nothing was pushed: {repo} exists and holds no drafter of draftsmith ({', '.join(others[:3])}): name "
+            "another one with --repo"
         )
     return True

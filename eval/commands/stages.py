@@ -1,8 +1,8 @@
-"""The stages that several commands run, in their order. Each can be run again; what is done is not done twice.
+"""The stages that several commands run, in their order. Each can be run again; finished work is not repeated.
 
-Each prints what it did, and returns that as figures, for `--json`.
+Each prints a summary and returns it as figures for `--json`.
 
-Each imports what it needs when it runs, so that `--help` and a mistyped recipe answer at once.
+Each imports its modules when it runs, so that `--help` and a mistyped recipe respond immediately.
 """
 
 import shutil
@@ -24,12 +24,12 @@ from draftsmith.recipes.schema import Recipe
 if TYPE_CHECKING:
     from draftsmith.data.engines.engine import Engine, GenerationSettings, LocalTarget
 
-# Of the data section, what only training, the loss mask and the tokeniser's speed know of.
+# Keys of the data section that do not change the distilled conversations.
 NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features", "loops"}
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
-    """Let the target answer the conversations, then tokenise them: `data/shards`, `data/tokens`."""
+    """Generate the target's answers to the conversations, then tokenise them: writes `data/shards`, `data/tokens`."""
     from draftsmith.data.card.card import CARD, write_data_card
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.limits import target_limits
@@ -55,7 +55,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     folder = RunFolder(recipe)
     check_writable(folder.data)
     folder.stages()
-    # Before anything expensive: what training would refuse of this target.
+    # Checked before anything expensive: targets that training does not support.
     load_drafter_class(recipe.drafter.kind).check_target(load_target_config(recipe.target), recipe.drafter.options)
     tokenizer = load_tokenizer(recipe.target)
     if answering is not recipe.target:
@@ -77,8 +77,8 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
             pack_linears(target)
             return local_target(target)
 
-        asked = recipe.model_copy(update={"target": answering})
-        return open_engine(EngineSetting(asked, tokenizer, target_location(answering), end_ids, loaded))
+        teacher = recipe.model_copy(update={"target": answering})
+        return open_engine(EngineSetting(teacher, tokenizer, target_location(answering), end_ids, loaded))
 
     open_or_none = None if recipe.data.distill.engine == "none" else opened
     weights = weights_hash(answering)
@@ -94,7 +94,11 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
 
 
 def local_target(target: Any) -> "LocalTarget":
-    """Make of the loaded target what `engine: transformers` runs."""
+    """Wrap the loaded target for `engine: transformers`.
+
+    Raises:
+        UserError: The target has recurrent layers, which cannot batch sequences of several lengths here.
+    """
     from draftsmith.data.engines.engine import LocalTarget
     from draftsmith.eval.trees.verify import Sampling, first_token
     from draftsmith.models.target.loading import longest_sequence_tokens
@@ -102,8 +106,8 @@ def local_target(target: Any) -> "LocalTarget":
 
     if has_recurrent_layers(target):
         raise UserError(
-            f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or another state, "
-            "which rows of several lengths cannot be batched with here: set data.distill.engine=vllm"
+            f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with another "
+            "recurrent state, which transformers cannot batch over several lengths here: set data.distill.engine=vllm"
         )
     windows = windows_of(target)
 
@@ -117,10 +121,13 @@ def local_target(target: Any) -> "LocalTarget":
 
 
 def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
-    """Write the target's hidden states to `features/`, after their size was said and accepted.
+    """Write the target's hidden states to `features/`, after printing their size and asking for confirmation.
 
     Args:
-        confirmed: Accepted already; otherwise the terminal is asked.
+        confirmed: Do not ask.
+
+    Raises:
+        UserError: The size was not accepted, or does not fit on the disk.
     """
     from draftsmith.train.features.write import project_features, write_features
 
@@ -129,13 +136,14 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     RunFolder(recipe).stages()
     projection = project_features(recipe)
     console.print(projection.sentence(), markup=False)
-    there = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
+    figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
     if not projection.missing:
-        return {**there, "written_bytes": 0}
+        return {**figures, "written_bytes": 0}
     projection.refuse_what_does_not_fit()
     if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
-            f"nothing was written to {projection.folder}: accept its size with `draftsmith features ... --yes`"
+            f"nothing was written to {projection.folder}: without a terminal accept the size with `draftsmith features "
+            "... --yes`"
         )
     try:
         accepted = confirmed or Confirm.ask("Write them?", console=console)
@@ -147,11 +155,11 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     console.print(report.sentence(), markup=False)
     if is_first_process():
         RunFolder(recipe).record("features")
-    return {**there, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
+    return {**figures, "written_bytes": report.written_bytes, "wall_time_s": report.wall_time_s}
 
 
 def run_train(recipe: Recipe) -> dict[str, Any]:
-    """Train the drafter on the token dataset: `drafter/`."""
+    """Train the drafter on the token dataset: writes `drafter/`."""
     from draftsmith.train.drafter.stage import train_drafter
     from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 
@@ -163,12 +171,12 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
 
 
 def make_drafter(recipe: Recipe) -> dict[str, Any]:
-    """Run every stage before the measurement; features only where they come from disk.
+    """Run every stage before the measurement; the features stage only if `data.features.source` is offline.
 
-    Where `drafter.init` names a recipe, its drafter is made before, on the same conversations.
+    If `drafter.init` names a recipe, its drafter is trained first, on the same conversations.
     """
     first = first_stage(recipe)
-    if first is not None and RunFolder(first).data.exists():  # of other settings they are refused here, before any work
+    if first is not None and RunFolder(first).data.exists():  # data of other settings is an error before any work
         make_drafter(first)
         reuse_data(recipe, [first])
         first = None
@@ -182,7 +190,7 @@ def make_drafter(recipe: Recipe) -> dict[str, Any]:
 
 
 def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
-    """Copy the distilled conversations of a recipe that asked for the same ones."""
+    """Copy the distilled conversations of another recipe with equal data settings, if this run has none yet."""
     folder = RunFolder(recipe).data
     if folder.exists():
         return
@@ -199,13 +207,13 @@ def reuse_data(recipe: Recipe, recipes: Sequence[Recipe]) -> None:
 
 
 def run_eval(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
-    """Measure the drafter against the autoregressive loop: `eval/`, `report.{md,html}`. Returns the summary."""
+    """Measure the drafter against the autoregressive loop: writes `eval/`, `report.{md,html}`. Returns the summary."""
     from draftsmith.eval.commands.evaluate import evaluate
 
-    heading("3 measure", f"{recipe.eval.runs} runs, each question beside the autoregressive baseline")
+    heading("3 measure", f"{recipe.eval.runs} runs, every question also with the autoregressive baseline")
     return evaluate(recipe, command, processes)
 
 
 def measured_result(recipe: Recipe) -> dict[str, Any]:
-    """Read what `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
+    """Read the result that `run_eval` wrote to `eval/result.json`: figures, with machine, versions and command."""
     return read_json(RunFolder(recipe).eval / "result.json", dict[str, Any], "run `draftsmith report` again")

@@ -1,19 +1,18 @@
-"""`draftsmith tune`: the tree that pays best with this drafter on this machine.
+"""`draftsmith tune`: find the fastest draft tree for this drafter on this machine.
 
-1. Trace: greedy answers with one large tree (`TRACED_NODES`), noting which of its nodes were accepted and how confident
-   the drafter was of them. The best tree of fewer nodes is made of the most confident ones, so what any size and depth
-   would have accepted is read off the trace: tau(size, depth). The same with the longest chain, for shorter ones, and
-   with lookups among the tree's paths, at every depth.
-2. Cost: seconds of a verification forward against its number of nodes, and of a draft against its depth.
-3. The shapes of the largest tau / (draft + verification), and the adaptive tree, which has a size of its own each
-   round, are measured beside the tree that is the default so far, in turns; the fastest is written into the drafter's
-   config, where `tree: tuned` finds it. So tuning never loses.
+1. Trace: greedy answers with one large tree (`TRACED_NODES`), recording which of its nodes were accepted and how
+   confident the drafter was of them. The best smaller tree consists of the most confident nodes, so the trace shows how
+   many tokens any size and depth would have accepted: tau(size, depth). The same is done with the longest chain, for
+   shorter chains, and with lookups among the tree's paths.
+2. Cost: seconds of a verification forward by its number of nodes, and of a draft by its depth.
+3. Measure: the shapes of the largest tau / (draft + verification), the adaptive tree, whose size changes every round,
+   and the current default are measured in turns; the fastest is written into the drafter's config, where `tree: tuned`
+   finds it. So tuning never makes decoding slower than the default.
 
-Where the questions are of several tasks each task counts alike, as in the headline of an evaluation: tau is the mean of
-the tasks' taus, and the fastest tree that of the largest mean, over tasks, of its speed over the default's.
+If the questions belong to several tasks, all tasks have equal weight, as in the headline of an evaluation: tau is the
+mean of the tasks' taus, and the fastest tree has the largest mean over tasks of its speed over the default's.
 
-Other tree, other positions: a round starts where the last one ended, and the trace's rounds end where the large tree's
-did. That error is why step 3 measures.
+The trace is an approximation: with another tree, rounds would start at other positions. That is why step 3 measures.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ FINALISTS = 3
 ADAPTIVE_NODES = 32
 
 
-Rounds = list[list[int]]  # of every round, the accepted path: each node's place in the order of confidence, from 0
-Trace = list[Rounds]  # of every task
+Rounds = list[list[int]]  # for every round the accepted path, as each node's rank by confidence, from 0
+Trace = list[Rounds]  # one for every task
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold a tree, with what the trace and the clock promise of it. Times are in seconds per round."""
+    """A tree with its tau estimated from the trace and its estimated costs in seconds per round."""
 
     method: MethodRecipe
     tau: float
@@ -76,7 +75,7 @@ class Candidate:
 
 
 def traced_path(round_: Round) -> list[int]:
-    """Return the accepted nodes, root left out, as places in the order of confidence; in a chain, in that of depth."""
+    """Return the accepted nodes without the root, as ranks from 0 by confidence; in a chain, by depth."""
     tree = round_.tree
     order = list(range(1, len(tree)))
     if tree.log_confidence is not None:
@@ -85,7 +84,12 @@ def traced_path(round_: Round) -> list[int]:
 
 
 def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
-    """Return the tokens per round, a mean over tasks, that a tree or chain within the traced one would have kept."""
+    """Return the tau, a mean over tasks, that a smaller tree or chain within the traced one would have had.
+
+    Args:
+        depth: Depth of the smaller tree.
+        nodes: Number of its nodes, without the root.
+    """
 
     def kept(rounds: Rounds) -> float:
         return statistics.fmean(len(list(takewhile(lambda rank: rank < nodes, path[:depth]))) for path in rounds)
@@ -101,14 +105,15 @@ def candidates(
     verify_curve: Curve,
     draft_s: dict[int, float],
 ) -> list[Candidate]:
-    """Return every shape, the most promising first.
+    """Return every shape of tree with its estimates, the fastest first.
 
     Args:
-        depths: Of the drafter, ascending; the last one is its deepest.
-        verify_curve: (nodes, root included; seconds) ascending.
+        trace, chain_trace, lookup_trace: Traces of the large tree, of the longest chain, of the tree with lookups.
+        depths: Depths of the drafter, ascending.
+        verify_curve: (number of nodes with the root, seconds of a verification forward), ascending.
         draft_s: Seconds of a draft, by depth.
     """
-    found = []
+    shapes = []
     for depth in depths:
         cut = None if depth == depths[-1] else depth
         chain = MethodRecipe(name="chain", tree="chain", max_depth=cut)
@@ -121,20 +126,20 @@ def candidates(
                 trees.append((tree, nodes, expected_tau(trace, depth, nodes)))
             if cut is None:
                 looking = tree.model_copy(update={"name": f"{tree.name}-lookup", "lookup": True})
-                # However deep: lookups are not bound to the drafter's depths.
+                # No limit on depth: lookups may be deeper than the drafter's depths.
                 trees.append((looking, nodes, expected_tau(lookup_trace, nodes, nodes)))
         for method, size, tau in trees:
-            found.append(Candidate(method, tau, draft_s[depth], on_curve(verify_curve, size + 1)))
-    return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
+            shapes.append(Candidate(method, tau, draft_s[depth], on_curve(verify_curve, size + 1)))
+    return sorted(shapes, key=lambda candidate: -candidate.tokens_per_s)
 
 
 @dataclass
 class Tuned:
-    """Hold what was found.
+    """Result of tuning.
 
-    measured: of each finalist and of the default, tokens per second, and the mean over tasks of its speed over the
-    default's, by which it is chosen; medians over turns. tasks: how many there are. kept: written to the drafter's
-    config.
+    measured: for the default and each finalist (method, tokens per second, mean over tasks of its speed over the
+    default's), medians over turns; the last figure decides. tasks: number of tasks. promised: all estimates.
+    kept: the chosen tree was written to the drafter's config.
     """
 
     default: MethodRecipe
@@ -165,19 +170,21 @@ class Tuned:
             for method, speed, gain in sorted(self.measured, key=lambda each: -each[2])
         ]
         headings = ("tree", "tau from the trace", "tokens/s", "against the default")
-        over = f"; tau and the last column: means over {self.tasks} tasks, each counted alike" if self.tasks > 1 else ""
+        over = f"; tau and the last column: means over {self.tasks} tasks of equal weight" if self.tasks > 1 else ""
         print_table(headings, rows, f"trees, measured side by side{over}")
         best = f"[bold]{describe(self.chosen)}[/bold]"
         if self.kept:
-            console.print(f"{best} from now on for methods with `tree: tuned`")
+            console.print(f"{best} is now used by methods with `tree: tuned`")
             return
-        console.print(f"{best}; nothing is written to a drafter of the Hub: put into the recipe")
+        console.print(
+            f"{best}; the drafter is from the Hub, so its config is not changed: put into the recipe's method"
+        )
         shape = {key: value for key, value in shape_of(self.chosen).items() if value is not None}
         console.print(json.dumps(shape), markup=False)
 
 
 def describe(method: MethodRecipe) -> str:
-    """Name a tree by its shape."""
+    """Describe a method's tree in words."""
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
     size = f" of {method.nodes} nodes" if method.best_first else ""
     return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"
@@ -185,18 +192,18 @@ def describe(method: MethodRecipe) -> str:
 
 @alone_in_its_run("tune")
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
-    """Find the tree, and write it into the drafter's config.
+    """Find the fastest tree and write it into the drafter's config.
 
-    The run's own drafter, unless all methods name others: then the first one's, to which nothing is written if it is
-    the Hub's.
+    The drafter is the run's own, or the first method's if all methods name other drafters. Nothing is written to a
+    drafter from the Hub.
 
     Args:
-        questions: Traced and measured; spread over the recipe's questions.
-        new_tokens: Of every answer at most.
+        questions: Number of questions, spread over the recipe's.
+        new_tokens: Longest answer.
         turns: Measurements of each finalist.
 
     Raises:
-        UserError: There is no trained drafter, or no question fits the target.
+        UserError: There is no trained drafter, no draft was accepted, or no question fits the target's context.
     """
     drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodRecipe(name="chain")]
     default = next((method for method in drafted if method.drafter is None), drafted[0])
@@ -208,12 +215,12 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     limit = longest_sequence_tokens(target)
     loaded = load_questions(recipe.eval.questions)
     task = {question.question_id: question.task_name for question in loaded}
-    asked = first_turn_prompts(tokenizer, loaded, questions, new_tokens, limit)
-    prompts, tasks = [ids for _, ids in asked], [task[name] for name, _ in asked]
+    first_turns = first_turn_prompts(tokenizer, loaded, questions, new_tokens, limit)
+    prompts, tasks = [ids for _, ids in first_turns], [task[name] for name, _ in first_turns]
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     decoder = compile_decoder(recipe, drafter.decoder(length))
-    # What was loaded, not in inference mode: packed layers ask which version their weights are.
+    # The models are loaded outside inference mode: packed layers need their weights' version counters.
     with torch.inference_mode(), open_session(target, length, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)
         large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
@@ -237,7 +244,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
         trace, chain_trace, lookup_trace = map(traced, (large, MethodRecipe(name="chain"), looking))
         if not any(map(any, trace)):
-            raise UserError(f"the drafter in {folder} drafted nothing that was accepted: train it first")
+            raise UserError(f"no draft token of the drafter in {folder} was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
         depths = list(range(1, deepest + 1))
         costs = MeasuredCosts(session, prompts[0])
@@ -267,21 +274,21 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 def _speeds(
     answer: Callable[[Method, list[int]], AnswerRecord],
     methods: Sequence[Method],
-    asked: list[tuple[str, list[int]]],
+    prompts: list[tuple[str, list[int]]],
     turns: int,
 ) -> list[tuple[float, float]]:
-    """Return of each its tokens per second, and the mean over tasks of its speed over the first's: medians over turns.
+    """Measure each method's tokens per second, and the mean over tasks of its speed over the first's, without prefill.
 
-    Question by question in turns, the prefill left out.
+    Both are medians over turns; in a turn the methods answer each question one after the other.
 
     Args:
-        asked: (task, prompt ids).
+        prompts: (task, prompt ids).
     """
     speeds: list[list[tuple[float, float]]] = [[] for _ in methods]
     with progress_bar(turns + 1, "measure", "turn") as progress:
         for turn in range(turns + 1):
-            counted = [{task: [0.0, 0.0] for task, _ in asked} for _ in methods]  # tokens and seconds
-            for index, (task, prompt) in enumerate(asked):
+            counted = [{task: [0.0, 0.0] for task, _ in prompts} for _ in methods]  # tokens and seconds
+            for index, (task, prompt) in enumerate(prompts):
                 shift = (turn + index) % len(methods)
                 for place in [*range(shift, len(methods)), *range(shift)]:
                     out = answer(methods[place], prompt)
@@ -298,9 +305,12 @@ def _speeds(
 
 
 def speed_and_gain(sums: dict[str, list[float]], of_first: dict[str, list[float]]) -> tuple[float, float]:
-    """Tokens per second over all tasks, and the mean over tasks of it over the first method's.
+    """Return tokens per second over all tasks, and the mean over tasks of the speed over the first method's.
 
-    A task of answers that end with the prefill's token has no speed.
+    Args:
+        sums: [tokens, seconds] of the method, by task.
+        of_first: The same of the first method. Tasks without tokens, whose answers are the prefill's token alone, are
+            left out of the mean.
     """
     tokens, seconds = map(sum, zip(*sums.values(), strict=True))
     decoded = [task for task, (count, _) in of_first.items() if count]

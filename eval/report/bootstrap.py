@@ -1,14 +1,14 @@
-"""How far a figure may be chance of the questions: a studentised bootstrap over them (Efron, Tibshirani, 1993, 12.5).
+"""Confidence intervals of figures by a studentised bootstrap over questions (Efron, Tibshirani, 1993, 12.5).
 
-A figure is a ratio of sums over questions. It is taken in the logarithm, where its error by the delta method is known
-for every resample too; the interval is made of the quantiles of (resampled figure - figure) / resampled error. The
-percentile bootstrap, which is narrower, holds the truth in 83 of 100 cases at 5 questions, 90 at 13, and 88 at ten of
-each of six tasks; this one in 93, 94 and 93 (`docs/results/machinery/interval_coverage.json`).
+A figure is a ratio of sums over questions. The bootstrap works on its logarithm, whose error is known by the delta
+method for every resample too; the interval comes from the quantiles of (resampled figure - figure) / resampled error.
+The percentile bootstrap, which gives narrower intervals, covers the true value in 83 of 100 cases at 5 questions, 90 at
+13, and 88 at ten of each of six tasks; this one in 93, 94 and 93 (`docs/results/machinery/interval_coverage.json`).
 
-Two methods that answered the same questions are compared with the same draws.
+Two methods that answered the same questions are compared with the same resamples.
 
-A question is drawn with all its turns and runs, as these are no independent evidence. The machine's own noise is in the
-spread over runs, not here.
+A question is drawn with all its turns and runs, as these are not independent. The machine's noise shows in the spread
+over runs, not here.
 
 Shapes: Q questions, R resamples.
 """
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from draftsmith.eval.bench.records import MethodRecord
 
 RESAMPLES, LEVEL = 4000, 0.95
-# Resamples of fewer are too often of one question only, whose error is 0.
+# Resamples of fewer questions too often hold a single one, whose error is 0.
 FEWEST_QUESTIONS = 5
-# An error of the logarithm that is rounding alone.
+# Errors of the logarithm below this are rounding.
 NO_ERROR = 1e-12
 
 Floats = NDArray[np.float64]
@@ -36,22 +36,23 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class QuestionSums:
-    """Sums [Q] over a question's turns and runs, of a method's answers and of its baseline's."""
+    """Sums [Q] over each question's turns and runs, for a method's answers and the baseline's."""
 
-    kept: Floats  # tokens of rounds
+    kept: Floats  # tokens that rounds committed
     rounds: Floats
     tokens: Floats
     seconds: Floats
     baseline_tokens: Floats
     baseline_seconds: Floats
-    # The task of each question, where each task counts alike however long its answers are; None pools all questions.
+    # The task of each question, to give all tasks equal weight whatever the length of answers; None pools all
+    # questions.
     tasks: tuple[str, ...] | None = None
 
     @staticmethod
     def of(
         pairs_by_question: Sequence[Sequence[tuple[MethodRecord, MethodRecord]]], tasks: Sequence[str] | None = None
     ) -> QuestionSums:
-        """Sum up, for each question, a method's answers beside the baseline's."""
+        """Build the sums from each question's pairs (a method's answers, the baseline's answers)."""
         rows = []
         for pairs in pairs_by_question:
             turns = [turn for answer, _ in pairs for turn in answer.turns]
@@ -72,11 +73,11 @@ class QuestionSums:
 
     @property
     def strata(self) -> tuple[str, ...]:
-        """The task of each question; one and the same where all are pooled."""
+        """The task of each question; the same for all if they are pooled."""
         return self.tasks or ("",) * len(self.rounds)
 
     def by_task(self) -> Iterator[tuple[NDArray[np.intp], QuestionSums]]:
-        """Yield the places and the sums of each task's questions; those of all questions where none are told."""
+        """Yield the indices and the sums of each task's questions; of all questions if they are pooled."""
         for task in dict.fromkeys(self.strata):
             places = np.flatnonzero([each == task for each in self.strata])
             sums = {each.name: getattr(self, each.name)[places] for each in fields(self) if each.name != "tasks"}
@@ -84,33 +85,33 @@ class QuestionSums:
 
 
 class Figure(NamedTuple):
-    """A product of sums over a product of as many others, by their names in `QuestionSums`."""
+    """A ratio of two products of equally many sums, named by fields of `QuestionSums`."""
 
     over: tuple[str, ...]
     under: tuple[str, ...]
 
 
-# Tokens kept a round; tokens a second over the baseline's.
+# Tokens per round; tokens per second over the baseline's.
 tau = Figure(("kept",), ("rounds",))
 speedup = Figure(("tokens", "baseline_seconds"), ("seconds", "baseline_tokens"))
 
 
 def figure_of(figure: Figure, sums: QuestionSums) -> float:
-    """Compute the figure of all questions: pooled, or the mean over tasks of each one's."""
+    """Compute the figure over all questions: pooled, or as the mean over tasks."""
     log_r, _ = _log_and_influence(figure, sums, np.ones((1, len(sums.rounds))))
     return float(np.exp(log_r[0]))
 
 
 def interval(figure: Figure, sums: QuestionSums) -> list[float] | None:
-    """Return what holds the figure with `LEVEL`, over questions like these. None: too few of them to say."""
+    """Return the confidence interval of the figure at `LEVEL`, over questions; None for too few questions."""
     return _ends([(figure, sums, 1.0)])
 
 
 def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
-    """Return the interval of a method's figure over that of another, for the same questions in the same order.
+    """Return the interval of the ratio of two methods' figures, for the same questions in the same order.
 
     Raises:
-        ValueError: They have not as many questions.
+        ValueError: The numbers of questions differ.
     """
     if len(mine.rounds) != len(other.rounds):
         raise ValueError(f"{len(mine.rounds)} questions cannot be paired with {len(other.rounds)}")
@@ -119,7 +120,7 @@ def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> lis
 
 @lru_cache(maxsize=8)
 def resamples(tasks: tuple[str, ...]) -> Floats:
-    """Counts [R, Q] of how often each question is drawn, as many of a task as it has: the same for every method."""
+    """Draw counts [R, Q] of each question, with the number of questions of each task fixed; equal for all methods."""
     chance, counts_rq = np.random.default_rng(0), np.empty((RESAMPLES, len(tasks)))
     for task in dict.fromkeys(tasks):
         places = np.flatnonzero([each == task for each in tasks])
@@ -128,7 +129,7 @@ def resamples(tasks: tuple[str, ...]) -> Floats:
 
 
 def _log_and_influence(figure: Figure, sums: QuestionSums, counts_rq: Floats) -> tuple[Floats, Floats]:
-    """Return the figure's logarithm [R], and its derivatives [R, Q] by the weight of each question."""
+    """Return the figure's logarithm [R], and its derivatives [R, Q] by each question's weight."""
     figures, influence_rq = [], np.empty_like(counts_rq)
     tasks = list(sums.by_task())
     for places, own in tasks:
@@ -151,7 +152,7 @@ def _ends(terms: Sequence[tuple[Figure, QuestionSums, float]]) -> list[float] | 
     if len(sums.rounds) < FEWEST_QUESTIONS:
         return None
     tasks = sums.strata
-    # Of a task with n questions the error is too small by n / (n - 1); one question alone says nothing of it.
+    # The variance of a task with n questions is too small by the factor (n - 1) / n; with one question it is unknown.
     of_task = np.array([tasks.count(task) for task in tasks])
     if of_task.min() < 2:
         return None
@@ -162,14 +163,14 @@ def _ends(terms: Sequence[tuple[Figure, QuestionSums, float]]) -> list[float] | 
         variance_r = (counts_rq * influence_rq**2) @ (of_task / (of_task - 1))
         return np.sum([sign * log_r for sign, log_r, _ in parts], axis=0), np.sqrt(variance_r)
 
-    with np.errstate(divide="ignore", invalid="ignore"):  # a resample without a round has no tau, and is left out
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample without any round has no tau and is left out
         (log,), (error,) = log_and_error(np.ones((1, len(of_task))))
         logs_r, errors_r = log_and_error(resamples(tasks))
     if not np.isfinite(error):
         return None
     if error < NO_ERROR:
         return [float(np.exp(log))] * 2
-    known = errors_r > NO_ERROR  # which no NaN is
+    known = errors_r > NO_ERROR  # False for NaN
     below = 100 * (1 - LEVEL) / 2
     low, high = np.percentile((logs_r[known] - log) / errors_r[known], [below, 100 - below])
     return [float(np.exp(log - high * error)), float(np.exp(log - low * error))]

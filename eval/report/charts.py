@@ -1,4 +1,4 @@
-"""The report's pictures: bar charts of the summary, and Leviathan's figures 2, 3 and 4 with what was measured here.
+"""The report's pictures: bar charts of the summary, and Leviathan's figures 2, 3 and 4 with measured points.
 
 The curves of the figures (arXiv 2211.17192) are those of `eval/bench/theory.py`.
 
@@ -7,7 +7,7 @@ The curves of the figures (arXiv 2211.17192) are those of `eval/bench/theory.py`
 4   walltime improvement and operations as a function of alpha, for various gamma, with drafting at no cost (c = 0);
     points: measured speedup of decoding and counted operations
 
-Points carry their own c and gamma; how far they are below a curve of figure 4 is what drafting and verifying cost.
+Points have their own c and gamma; their distance below a curve of figure 4 is the cost of drafting and verifying.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import MEAN_OF_TASKS, OVERALL, drafted_rows, shown_categories
 from draftsmith.eval.report.text import NOT_LOSSLESS
 
-# Okabe and Ito: told apart by colour-blind readers too.
+# Palette of Okabe and Ito, which colour-blind readers can distinguish too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 MOST_INCHES = 60.0  # 8,400 pixels; matplotlib draws 65,536 at most
@@ -108,7 +108,7 @@ def save_figure(figure: Figure, axes: Axes, columns: int, file: Path) -> Path:
 
 
 def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
-    """The method, with its temperature where several were measured, and what must not be overlooked."""
+    """Return the method's name in a chart, with its temperature if there are several, and a mark if not lossless."""
     several = len({other["temperature"] for other in summary}) > 1
     name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
     return name if row["lossless"] else f"{name} ({NOT_LOSSLESS})"
@@ -116,10 +116,10 @@ def series_name(row: dict[str, Any], summary: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class TheoryPanel:
-    """One of Leviathan's figures: a curve over alpha for each value of a parameter, and what was measured as points.
+    """One of Leviathan's figures: a curve over alpha for each value of a parameter, and measured points.
 
-    file: the picture in which it is; heading: of the same chart on the page; parameter: `gamma` or `c`; curve: of alpha
-    and the parameter; key: of a timing's row, what is drawn as its point.
+    file: name of the picture. heading: title of the same chart in report.html. parameter: `gamma` or `c`. curve:
+    function of alpha and the parameter. key: key of the timing row that gives a point's height.
     """
 
     file: str
@@ -132,7 +132,7 @@ class TheoryPanel:
     key: str
 
     def over_alphas(self, value: Any) -> list[float]:
-        """The curve of one value, at `ALPHAS`."""
+        """Return the curve of one value, at `ALPHAS`."""
         return [self.curve(alpha, value) for alpha in ALPHAS]
 
 
@@ -201,7 +201,7 @@ def draw_theory(timing: list[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _draw_panel(axes: Axes, panel: TheoryPanel, rows: list[dict[str, Any]]) -> None:
-    """Draw the curves, and a marker a method; no marker where the figure was not measured."""
+    """Draw the curves, and one marker per method whose figure was measured."""
     for colour, value in zip(COLOURS, panel.values, strict=False):
         name = f"{panel.parameter} = {value:g}"
         axes.plot(ALPHAS, panel.over_alphas(value), color=colour, linewidth=1.2, label=name)

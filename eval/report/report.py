@@ -1,4 +1,4 @@
-"""The report of one evaluation in words: what both its forms are made of, and the table in the terminal."""
+"""The report's sentences, which both of its forms use, and the table in the terminal."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SPEEDUP_DEFINITION = (
 )
 
 TASKS_MEANING = (
-    "Each of the tasks counts alike, however long its answers are: means of their pooled figures, which methods are "
-    "ordered and chosen by. Pooled, all questions together, is beside them"
+    "The figures are means over tasks of each task's pooled figure, so that all tasks have equal weight, however long "
+    "their answers are; methods are ordered and chosen by them. The pooled figures of all questions are also shown"
 )
 
 LENIENCE_WARNING = (
@@ -50,7 +50,7 @@ BASELINE_MEANING = (
     "the baseline's step reads = bytes of the target's weights over the time of its step (t_target_step), of what a "
     "plain read of as many bytes reached on this machine between the questions"
 )
-SLOW_SHARE = 0.7  # below it the report says that the speedup is partly the baseline's slowness
+SLOW_SHARE = 0.7  # below it the report warns that the speedup is partly due to a slow baseline
 GIGABYTE = 1e9
 
 FIGURES = (("tau", "tau_interval"), ("speedup_mean", "speedup_interval"))
@@ -60,12 +60,15 @@ FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain", "SLOWER", "too few quest
 TONES = {FASTER: "good", NO_GAIN: "even", SLOWER: "bad", UNCLEAR: "unknown"}
 
 
-# ---- the first things that a reader is told ----
+# ---- the verdicts at the top of the report ----
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of the fastest method at one temperature; `row` is its row of the summary, over all questions."""
+    """Judgement of the fastest method at one temperature.
+
+    why: explanation by tau and costs; None without timing. row: its row of the summary, over all questions.
+    """
 
     word: str
     sentence: str
@@ -78,7 +81,7 @@ class Verdict:
 
 
 def verdict_word(ends: list[float] | None) -> str:
-    """Judge the 95 % interval of the speedup; of a single question there is none."""
+    """Judge the 95 % interval of the speedup; None, for too few questions, is unclear."""
     if ends is None:
         return UNCLEAR
     if ends[0] > 1:
@@ -87,7 +90,7 @@ def verdict_word(ends: list[float] | None) -> str:
 
 
 def verdicts(summary: list[Row], timing: list[Row]) -> list[Verdict]:
-    """Judge the fastest method of each temperature, the lowest first; none where only the baseline was measured.
+    """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured.
 
     Args:
         summary: Rows of `summarize`.
@@ -125,7 +128,7 @@ def _verdict(rows: list[Row], timed: dict[str, Row]) -> Verdict:
 
 
 def fastest_trained(verdict: Verdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
-    """The row of the fastest method with a trained drafter, where the verdict is about one that needs none."""
+    """Return the row of the fastest method with a trained drafter, if the verdict is about a method without one."""
     trained = {method["name"] for method in recipe["eval"]["methods"] if method["kind"] == DRAFTER_KIND}
     if verdict.row["method"] in trained:
         return None
@@ -135,7 +138,7 @@ def fastest_trained(verdict: Verdict, summary: list[Row], recipe: dict[str, Any]
 
 @dataclass(frozen=True)
 class Lossless:
-    """Whether the answers stayed the target's; tone: a class of the page's style sheet."""
+    """Judgement whether the answers equal the target's; tone: a class of the page's style sheet."""
 
     word: str
     tone: str
@@ -143,12 +146,12 @@ class Lossless:
 
 
 def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> Lossless:
-    """Say whether the answers stayed the target's, in one word and one sentence.
+    """Judge whether the answers equal the target's, in one word and one sentence.
 
     Args:
         summary: Rows of `summarize`.
-        proof: What `draftsmith prove` found, if it was run.
-        answers: Of each method: questions times runs.
+        proof: Result of `draftsmith prove`, if it was run.
+        answers: Answers of each method: questions times runs.
     """
     rows = drafted_rows(summary)
     greedy = [row for row in rows if row["greedy_identical"] is not None]
@@ -178,10 +181,10 @@ def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> 
 
 
 def baseline_sentences(rows: list[Row]) -> list[str]:
-    """Say of each temperature how good the baseline is, and what a slow one means for the speedup.
+    """Describe for each temperature how fast the baseline is, and what a slow one means for the speedup.
 
     Args:
-        rows: Of `baseline_speeds`.
+        rows: Rows of `baseline_speeds`.
     """
     sentences = []
     for row in rows:
@@ -191,8 +194,8 @@ def baseline_sentences(rows: list[Row]) -> list[str]:
         sentence = f"{begins} baseline's step reads {step} of {read} GB/s ({100 * row['share']:.0f} %)."
         if row["share"] < SLOW_SHARE:
             sentence += (
-                " Part of any speedup here is the baseline's slowness: beside a step at the speed of a plain read the "
-                "same round would gain less."
+                " Part of any speedup here is due to a slow baseline: compared with a step at the speed of a plain "
+                "read the speedup would be smaller."
             )
         sentences.append(sentence)
     return sentences
@@ -202,7 +205,7 @@ def baseline_sentences(rows: list[Row]) -> list[str]:
 
 
 def proof_sentence(proof: dict[str, Any] | None) -> str | None:
-    """What `draftsmith prove` found, from its JSON."""
+    """Describe the result of `draftsmith prove` in one sentence, from its JSON; None without one."""
     if proof is None:
         return None
     greedy, sampled = proof["greedy"], proof["distribution"]
@@ -221,7 +224,7 @@ def proof_sentence(proof: dict[str, Any] | None) -> str | None:
 
 
 def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) -> list[str]:
-    """Advise what would make it faster, from the numbers."""
+    """Return advice on how to get a larger speedup or a better measurement, from the figures."""
     steps = []
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     if drafted:
@@ -255,13 +258,15 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
 
 
 def print_table(summary: list[Row], console: Console | None = None, baseline: list[Row] | None = None) -> None:
-    """Print the summary in the terminal, and how good the baseline is.
+    """Print the summary in the terminal, with the definitions of its figures and the speed of the baseline.
 
     Args:
+        summary: Rows of `summarize`.
+        console: Console to print to; default: a new one.
         baseline: Rows of `baseline_speeds`.
     """
     table = Table(title="acceptance and speedup", title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
-    # A long method wraps; figures never do.
+    # Long names of methods wrap; figures never do.
     table.add_column("method", overflow="fold")
     table.add_column("category", no_wrap=True)
     for name in ("tau", "no bonus", "speedup", "by\nquestion", "same\ngreedy"):
@@ -300,9 +305,9 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for heading in ("method", "T", "seeds", "tau", "speedup"):
             table.add_column(heading, overflow="fold")
-        for found in over_seeds:
-            figures = (f"{found[f'{key}_mean']:.2f} ± {found[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
-            table.add_row(escape(found["method"]), f"{found['temperature']:g}", str(found["seeds"]), *figures)
+        for row in over_seeds:
+            figures = (f"{row[f'{key}_mean']:.2f} ± {row[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
+            table.add_row(escape(row["method"]), f"{row['temperature']:g}", str(row["seeds"]), *figures)
         console.print(table)
     sentences = baseline_sentences(baseline or [])
     for sentence in sentences:
@@ -320,13 +325,13 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
 
 
 def tasks_and_questions(row: Row) -> str:
-    """Say over which tasks the headline is a mean, and how many questions each has."""
-    asked = ", ".join(f"{task} {count}" for task, count in row["over_tasks"]["questions"].items())
-    return f"{row['over_tasks']['tasks']} tasks (questions: {asked})"
+    """List the tasks of the headline's mean with their numbers of questions."""
+    counts = ", ".join(f"{task} {count}" for task, count in row["over_tasks"]["questions"].items())
+    return f"{row['over_tasks']['tasks']} tasks (questions: {counts})"
 
 
 def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:
-    """Group the rows by method; the baseline is 1 by definition and only shown when it is alone."""
+    """Group the rows by method; leaves out the baseline, whose speedup is 1, unless nothing else was measured."""
     methods: dict[str, list[Row]] = {}
     for row in summary:
         methods.setdefault(series_name(row, summary), []).append(row)

@@ -1,34 +1,35 @@
-"""From the harness's records to figures: what report, page, terminal and `result.json` show.
+"""Figures of an evaluation, computed from the harness's records, for report, page, terminal and `result.json`.
 
-tau                  tokens kept per round, the target's own included (the paper's acceptance length), over all rounds
+tau                  tokens committed per round, the target's own included (the paper's acceptance length), all rounds
 tau_by_question      mean over questions of the tau of each
-tau_without_bonus    drafted tokens kept per round
+tau_without_bonus    accepted draft tokens per round
 speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions, same
                      process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
                      all tokens / all seconds
 ..._interval         95 % over questions like these: `bootstrap.py`
-over_tasks           means over Spec-Bench's tasks of each one's pooled tau and speedup (all runs together), each task
-                     counting alike however long its answers are, with their intervals; of two tasks and more. They
-                     are the headline then, by which methods are ordered and chosen (`headline`); the pooled figures
-                     are beside them
+over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
+there
+                     are two tasks or more: all tasks have equal weight, however long their answers are. They are then
+                     the headline, by which methods are ordered and chosen (`headline`); the pooled figures are also
+                     shown
 speedup_by_question  the same, with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py,
                      whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above.
                      The script's figure is higher: it tokenizes the baseline's text again, without end tokens
 tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
-latency              seconds between tokens as a user sees them: see `latencies`
+latency              seconds between tokens for a user who reads along: see `latencies`
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
-loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): what is lost
-                     in the loop's own Python; decoding = without the prefill
+loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): below 1 by the
+                     overhead of the loop's Python code; decoding = without the prefill
 cost ratio           t_draft / t_target_step, of a whole round
 draft vocabulary     of a drafter that cannot draft every token, see `draft_vocabulary_figures`
-seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds, mean and
-                     spread: how much of a difference between drafters is chance
-baseline             how good it is: the bytes that its step reads in its time, beside a plain read of as many bytes. A
-                     speedup over a slow baseline is partly the baseline's slowness
+seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds; mean and
+                     spread show how much of a difference between drafters is chance
+baseline             bytes per second that its step reads, compared with a plain read of as many bytes. A speedup over
+                     a slow baseline is partly due to its slowness
 
-Spec-Bench has six tasks, of which `mt_bench` is eight categories together. Where the summary has it, the tasks are
-shown beside each other, and what it consists of in a table of its own, so that no question counts twice. What theory
-makes of these figures is in `eval/bench/theory.py`.
+Spec-Bench has six tasks, of which `mt_bench` joins eight categories. If the summary has `mt_bench`, the tasks are shown
+in one table and its categories in another, so that no question counts twice. The predictions of theory from these
+figures are in `eval/bench/theory.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from draftsmith.eval.report import bootstrap
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 OVERALL, MEAN_OF_TASKS = "overall", "mean of tasks"
-# Of each category, what a document may quote.
+# Figures of each category that a document may quote.
 OF_A_CATEGORY = (
     "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
     "different_answers", "numerical_ties",
@@ -67,10 +68,11 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
     """Compute a row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
 
     Args:
-        divergences: Of greedy answers that differ, where what is known of them was found out.
+        records: The records of all runs.
+        divergences: The analysed differences of greedy answers.
 
     Raises:
-        UserError: There is no record, or one compares what cannot be compared.
+        UserError: There is no record, or one has answers that cannot be compared.
     """
     check_fair_clock(records)
     tasks = {record.category: record.task_name for record in records}
@@ -140,7 +142,7 @@ def question_sums(
     """Sum up the answers of `method@temperature` by question, in the order of the first run.
 
     Args:
-        over_tasks: Each of Spec-Bench's tasks is to count alike, in place of each token, where there are several.
+        over_tasks: Give tasks equal weight instead of pooling all tokens, if there are several.
     """
     by_question: dict[int | str, list[tuple[MethodRecord, MethodRecord]]] = {}
     tasks: dict[int | str, str] = {}
@@ -153,11 +155,11 @@ def question_sums(
 
 
 def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
-    """Compute the means over tasks, under the names of the pooled figures; None where there are not several tasks."""
+    """Compute the means over tasks, under the names of the pooled figures; None for a single task."""
     sums = question_sums(records, key, over_tasks=True)
     if sums.tasks is None:
         return None
-    drafted = all(own.rounds.sum() for _, own in sums.by_task())  # a task of answers of one token has no tau
+    drafted = all(own.rounds.sum() for _, own in sums.by_task())  # a task whose answers have one token has no tau
     return {
         "tasks": len(set(sums.tasks)),
         "questions": dict(Counter(sums.tasks)),
@@ -176,7 +178,7 @@ def _intervals(sums: bootstrap.QuestionSums, answer: MethodRecord) -> dict[str, 
 def _identity(
     records: list[QuestionRecord], key: str, category: str, ties: Collection[tuple[int, int | str, str]]
 ) -> dict[str, bool | int | None]:
-    """Compare a lossless method's greedy answers with the baseline's: how many differ, how many of these are ties."""
+    """Count a lossless method's greedy answers that differ from the baseline's, and the ties among them."""
     answer = records[0].answers[key]
     if answer.temperature > 0 or not answer.lossless:
         return {"greedy_identical": None, "different_answers": None, "numerical_ties": None}
@@ -193,12 +195,12 @@ def _identity(
 
 
 def draft_vocabulary_figures(turns: list[AnswerRecord]) -> dict[str, float | None]:
-    """What a reduced draft vocabulary leaves out, over all rounds; None where every token can be drafted.
+    """Compute the effect of a reduced draft vocabulary, over all rounds; None if every token can be drafted.
 
-    decoded_coverage           share of the tokens kept in rounds that it has
-    rounds_ended_outside       share of the rounds that ended at a token which it has not, its drafts there rejected.
-                               What comes after the longest draft was never drafted for, and does not count
-    tau_lost_at_most           what tau would gain if each of these had kept the rest of its longest draft as well
+    decoded_coverage           share of the tokens committed in rounds that are in the draft vocabulary
+    rounds_ended_outside       share of the rounds whose drafts were rejected at a token outside the draft vocabulary;
+                               a token after the longest path does not count
+    tau_lost_at_most           increase of tau if each of these rounds had accepted the rest of its longest path
     """
     keys = ("decoded_coverage", "rounds_ended_outside", "tau_lost_at_most")
     measured = [turn for turn in turns if turn.outside_tokens is not None and turn.ended_outside is not None]
@@ -213,15 +215,15 @@ def draft_vocabulary_figures(turns: list[AnswerRecord]) -> dict[str, float | Non
 
 
 def _speed(turns: Iterable[AnswerRecord]) -> float:
-    """Tokens per second, prefill included."""
+    """Return tokens per second, prefill included."""
     turns = list(turns)
     return sum(len(turn.ids) for turn in turns) / sum(turn.wall_time_s for turn in turns)
 
 
 def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
-    """Seconds from one token to the next as a user sees them, percentiles over all tokens after the prefill's.
+    """Compute percentiles of the seconds between tokens, over all tokens after the prefill's.
 
-    A round's tokens arrive together: each of k kept ones counts as the round's seconds / k. Linear between tokens.
+    A round's tokens arrive together: each of its k tokens counts as the round's seconds / k.
     """
     rounds = [pair for turn in turns for pair in zip(turn.round_s, turn.accept_lengths, strict=True)]
     per_token = np.repeat([seconds / kept for seconds, kept in rounds], [kept for _, kept in rounds])
@@ -229,10 +231,11 @@ def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
 
 
 def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[Row]:
-    """Compute for each method and temperature where a round's time went, and predicted beside measured speedup.
+    """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup.
 
     Args:
-        untimed: By `method@temperature`, figures of `measure_untimed`.
+        records: The records of all runs.
+        untimed: Figures of `measure_untimed`, by `method@temperature`.
     """
     check_fair_clock(records)
     rows = []
@@ -276,7 +279,11 @@ def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> Row:
 
 
 def acceptance_by_depth(draft_lengths: list[int]) -> list[float]:
-    """Share of rounds that kept a drafted token at depth d, of those that kept depth d - 1; d = 1, 2, ..."""
+    """Return for d = 1, 2, ... the acceptance rate at depth d among the rounds that accepted depth d - 1.
+
+    Args:
+        draft_lengths: Accepted draft tokens of each round.
+    """
     reached = len(draft_lengths)
     shares = []
     for depth in range(1, max(draft_lengths, default=0) + 1):
@@ -287,7 +294,7 @@ def acceptance_by_depth(draft_lengths: list[int]) -> list[float]:
 
 
 def _median_per_round(answers: list[MethodRecord], seconds: Callable[[AnswerRecord], float]) -> float:
-    """Median over questions of the mean seconds per round."""
+    """Return the median over questions of the mean seconds per round."""
     rounds = [sum(turn.rounds for turn in answer.turns) for answer in answers]
     totals = [sum(map(seconds, answer.turns)) for answer in answers]
     means = [total / count for total, count in zip(totals, rounds, strict=True) if count]
@@ -295,7 +302,7 @@ def _median_per_round(answers: list[MethodRecord], seconds: Callable[[AnswerReco
 
 
 def _decoding_speed(turns: list[AnswerRecord]) -> float:
-    """Tokens per second after the prefill, which gave each turn's first token."""
+    """Return tokens per second after the prefill, which gave each turn's first token."""
     return sum(sum(turn.accept_lengths) for turn in turns) / sum(turn.wall_time_s - turn.prefill_s for turn in turns)
 
 
@@ -303,50 +310,50 @@ def _decoding_speed(turns: list[AnswerRecord]) -> float:
 
 
 def method_key(row: Row) -> str:
-    """`method@temperature`, by which files and documents call a row."""
+    """Return `method@temperature`, the name of a row in files and documents."""
     return f"{row['method']}@{row['temperature']:g}"
 
 
 def drafted_rows(summary: list[Row]) -> list[Row]:
-    """The rows over all questions, without the baseline's."""
+    """Return the rows over all questions, without the baseline's."""
     return [row for row in summary if row["category"] == OVERALL and row["method"] != AUTOREGRESSIVE]
 
 
 def by_temperature(rows: list[Row]) -> dict[float, list[Row]]:
-    """The rows of each temperature, the lowest first."""
+    """Group the rows by temperature, the lowest first."""
     temperatures = sorted({row["temperature"] for row in rows})
     return {temperature: [row for row in rows if row["temperature"] == temperature] for temperature in temperatures}
 
 
 def headline(row: Row) -> Row:
-    """The figures to name first, to order and to choose by: the means over tasks where there are several."""
+    """Return the figures to show first and to order methods by: the means over tasks if there are several."""
     return row.get("over_tasks") or row
 
 
 def best_row(rows: list[Row]) -> Row | None:
-    """The fastest; what is not lossless only wins where nothing else was measured."""
+    """Return the fastest row; one that is not lossless only if no other was measured."""
     return max(rows, key=lambda row: (row["lossless"], headline(row)["speedup_mean"]), default=None)
 
 
 def shown_categories(summary: list[Row]) -> list[str]:
-    """Categories to which every question belongs exactly once, without `overall`."""
+    """Return categories that contain every question exactly once, without `overall`."""
     parts = parts_of_mt_bench(summary)
     return list(dict.fromkeys(row["category"] for row in summary if row["category"] not in (OVERALL, *parts)))
 
 
 def parts_of_mt_bench(summary: list[Row]) -> list[str]:
-    """The categories that `mt_bench` stands for, where it is shown itself."""
+    """Return the categories of `mt_bench`, if the summary shows `mt_bench` itself."""
     tasks = {row["category"]: row["task"] for row in summary}
     if MT_BENCH not in tasks:
         return []
     return [each for each, task in tasks.items() if each != MT_BENCH and task == MT_BENCH]
 
 
-# ---- what is computed of the rows ----
+# ---- figures computed from rows ----
 
 
 def seed_spread(summary: list[Row]) -> list[Row]:
-    """For each method and temperature that several seeds were trained of: means and standard deviations over them."""
+    """Compute means and standard deviations over training seeds, for each method and temperature with several."""
     groups: dict[tuple[str, float], list[Row]] = {}
     for row in summary:
         if row["category"] == OVERALL and headline(row)["tau"] is not None:
@@ -369,7 +376,10 @@ def seed_spread(summary: list[Row]) -> list[Row]:
 
 
 def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Row]:
-    """How good the baseline is, a row for each temperature; none where nothing was read, as by earlier versions."""
+    """Compare the baseline's step with a plain read of the weights, one row per temperature.
+
+    Empty if no read was recorded, as by earlier versions.
+    """
     reads = [
         (each.weights_bytes, each.weights_read_s) for each in records if each.weights_bytes and each.weights_read_s
     ]
@@ -394,14 +404,17 @@ def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Ro
 def evaluation_figures(
     recipe: Recipe, summary: list[Row], timing: list[Row], questions: int, proof: Any, baseline: list[Row]
 ) -> Row:
-    """What a document may quote, for `recipes/results.py`: each figure under a name of its own.
+    """Return all figures that a document may quote, in the form of `recipes/results.py`, each under its own name.
 
-    By `method@temperature`: the row over all questions, a round's time, and the main figures by category. Beside them
-    what each method was asked for, as `eval.methods` takes it.
+    By `method@temperature`: the row over all questions, the times of a round, and the main figures by category. Also
+    each method's settings, as in `eval.methods`.
 
     Args:
-        questions: How many were asked.
-        proof: What `draftsmith prove` found, if it was run.
+        recipe: The recipe that was measured.
+        summary: Rows of `summarize`.
+        timing: Rows of `summarize_timing`.
+        questions: Number of questions.
+        proof: Result of `draftsmith prove`, if it was run.
         baseline: Rows of `baseline_speeds`.
     """
     rows: dict[str, Row] = {}
@@ -417,7 +430,7 @@ def evaluation_figures(
     methods = {}
     for method in recipe.eval.methods:
         methods[method.name] = method.model_dump(exclude_defaults=True, exclude={"name"})
-        if method.drafter is not None:  # of a folder the last two parts, which no machine's other folders shorten
+        if method.drafter is not None:  # the last two parts of a folder, which are equal on all machines
             methods[method.name]["drafter"] = "/".join(Path(method.drafter).parts[-2:])
     return {
         "recipe": recipe.name,

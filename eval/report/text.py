@@ -1,4 +1,4 @@
-"""Figures and names as the report writes them: filters of its templates."""
+"""Formatting of figures and names in the report: filters of its templates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def milliseconds(seconds: float | None, digits: int = 2) -> str:
 
 
 def identity(row: dict[str, Any]) -> str:
-    """Whether the greedy answers are the target's; of a method with lenience nobody claims it."""
+    """Return in a word whether the greedy answers equal the target's; a method with lenience is "not lossless"."""
     if not row["lossless"]:
         return NOT_LOSSLESS
     if row["greedy_identical"] is False and only_ties(row):
@@ -41,7 +41,7 @@ def identity(row: dict[str, Any]) -> str:
 
 
 def only_ties(row: dict[str, Any]) -> bool:
-    """Whether every answer of a greedy row that differs, if any, was found to part at a numerical tie."""
+    """Return whether all differing answers of a greedy row differ at a numerical tie."""
     return bool(row["different_answers"] == row["numerical_ties"])
 
 
@@ -51,10 +51,10 @@ def escaped(text: str) -> str:
 
 
 def target_name(target: dict[str, Any]) -> str:
-    """What the target is called, wherever it is stored: its GGUF file, its folder's name, or its id on the Hub.
+    """Return the target's name: its GGUF file, the last part of its folder, or its Hub id.
 
     Args:
-        target: The recipe's section.
+        target: The recipe's `target` section.
     """
     if target["gguf_file"]:
         return Path(target["gguf_file"]).name
@@ -62,7 +62,7 @@ def target_name(target: dict[str, Any]) -> str:
 
 
 def place_name(source: str) -> str:
-    """The last part of a path of this machine; names of the Hub as they are."""
+    """Return the last part of a local path; Hub ids unchanged."""
     is_path = source.startswith(("/", "~", ".", "\\")) or re.match(r"[A-Za-z]:[/\\]", source)
     if is_path or source.count("/") > 1 or Path(source).suffix in (".jsonl", ".json"):
         return Path(source).name
@@ -70,16 +70,17 @@ def place_name(source: str) -> str:
 
 
 def drafter_name(folder: str) -> str:
-    """Name a drafter: by its run, else by its folder, or by its id on the Hub."""
+    """Return a drafter's name: its run's, else its folder's, or its Hub id."""
     path = Path(folder)
     return path.parent.name if path.name == "drafter" and path.parent.name else place_name(folder)
 
 
 def without_places(text: str, root: Path | None = None) -> str:
-    """The text with paths of this machine cut down to their last part: a report is read elsewhere.
+    """Return the text with local paths shortened to their last part, as a report is read on other machines.
 
     Args:
-        root: A run's folder, of which the last two parts stay.
+        text: Any text.
+        root: The run's folder, of which the last two parts are kept.
     """
     if root is not None and root.is_absolute():
         text = text.replace(root.as_posix(), "/".join(root.parts[-2:]))

@@ -1,4 +1,4 @@
-"""The report's table, in the run of every tracker that the training had (`train.report_to`)."""
+"""Logging of the report's table to every tracker that the training logged to (`train.report_to`)."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ FILES = ("report.md", "report.html", "eval/result.json")
 
 
 def add_to_trackers(recipe: Recipe, summary: list[dict[str, Any]]) -> None:
-    """wandb and trackio get it as a table and as an artifact with the report's files, TensorBoard as text.
+    """Log the table: to wandb and trackio as a table and an artifact with the report's files, to TensorBoard as text.
 
     Args:
-        recipe: Of the run, whose report is written.
+        recipe: Recipe of the run, whose report has been written.
         summary: Rows of the table, all with the same keys.
 
     Raises:
-        UserError: wandb refuses.
+        UserError: wandb rejects it.
     """
     folder = RunFolder(recipe)
     about = tracked_run(folder) | {"recipe": masked(recipe.model_dump())}
@@ -56,7 +56,7 @@ def _to_trackio(folder: RunFolder, about: dict[str, Any], columns: list[str], ro
     import trackio  # an optional dependency
 
     project, name = about["project"], about["name"]
-    # It forgets the config of a run that goes on.
+    # trackio drops the config of a resumed run, so it is passed again.
     earlier = next((dict(run.config) for run in trackio.Api().runs(project) if run.name == name), {})
     config = {key: value for key, value in earlier.items() if not key.startswith("_")} | {"recipe": about["recipe"]}
     trackio.init(project=project, name=name, resume="allow", embed=False, config=config)
@@ -66,7 +66,7 @@ def _to_trackio(folder: RunFolder, about: dict[str, Any], columns: list[str], ro
 
 
 def _artifact(library: Any, folder: RunFolder, name: str) -> Any:
-    """The report's files, as wandb and trackio both take them."""
+    """Build an artifact with the report's files, for wandb or trackio."""
     artifact = library.Artifact(f"{name}-report", type="report")
     for file in FILES:
         artifact.add_file(str(folder.root / file))

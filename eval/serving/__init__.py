@@ -1,7 +1,7 @@
-"""Drafters in a real serving engine: the same questions with and without drafts, one and many at a time.
+"""Load tests of drafters in other engines, and our own server.
 
-Read `endpoint` (a client of a server and what it counts of its drafts), then `asking` (who is asked what when, the
-figures of it, and how they are kept and shown). `cpu_sampling` corrects vLLM's sampling on a CPU. And our own server:
-`server`, with what clients ask in `requests` and what keeps strangers out in `protection`. May import `eval.bench` and
-what is before it.
+Load tests: read `endpoint` (client of an engine's server, and its counters of drafts), then `asking` (sends all
+questions at a given concurrency, and computes, stores and prints the figures). `cpu_sampling` corrects vLLM's sampling
+on a CPU. Our server: `server`, with the clients' requests in `requests` and access control in `protection`. May import
+`eval.bench` and the folders before it.
 """

@@ -1,12 +1,11 @@
-"""Ask an engine every question, with so many conversations in flight, and work out the figures of its answers.
+"""Send every question to an engine at a given concurrency, and compute the figures of its answers.
 
-A turn is asked as soon as its previous answer is there. Prompts and histories are made as in
+A turn is sent as soon as the previous answer is complete. Prompts and histories are built as in
 `eval/bench/spec_bench.py`, so that the same answers give the same prompts.
 
 tau                   1 + accepted / drafts, over all drafts together, as vLLM logs it
-tau_by_question       mean over questions of the tau of each, as papers and SpecForge have it; where they were asked
-                      one at a time
-tau_committed         tokens committed per draft, without what was accepted past an answer's end: our own decoder's tau
+tau_by_question       mean over questions of the tau of each, as in papers and SpecForge; at concurrency 1 only
+tau_committed         tokens committed per draft, without tokens accepted past an answer's end: our own decoder's tau
 acceptance_by_depth   marginal; acceptance_conditional: given that the token before was accepted
 tokens_per_s          generated tokens of all answers / seconds from the first request to the last answer
 first_token_s, time_per_output_token_s   medians over answers, and the 90th percentile of the first; the latter is
@@ -38,18 +37,19 @@ from draftsmith.recipes.run_folder import RunFolder, read_json
 from draftsmith.recipes.schema import Recipe
 
 PLAIN, DRAFTING = "without drafter", "with drafter"
-ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # as the command line, and people, call them
+ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; by question: the mean of the "
-    "questions' tau, asked one at a time; committed: without what was accepted past an answer's end, which is "
-    "draftsmith's tau. Kept at depth 1, 2, ...: share of drafts; given the one before: of those whose token one depth "
-    "before was kept. At once: questions in flight; first token and ms per token: medians over answers."
+    "questions' tau, at concurrency 1; committed: without tokens accepted past an answer's end, which is draftsmith's "
+    "tau. Kept at depth 1, 2, ...: share of drafts whose token was accepted; given the one before: of the drafts whose "
+    "token one depth before was accepted. At once: concurrent questions; first token and ms per token: medians over "
+    "answers."
 )
 
 
 @dataclass(frozen=True)
 class ServedAnswer(TimedAnswer):
-    """Hold the answer to one turn, with its prompt and times."""
+    """The answer to one turn, with its prompt and times."""
 
     question_id: int | str
     turn: int
@@ -58,9 +58,10 @@ class ServedAnswer(TimedAnswer):
 
 @dataclass
 class ServedRow:
-    """Hold the figures of one side at one temperature and concurrency, as the module's docstring defines them.
+    """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
 
-    failures: by their reason. questions: of our own decoder's records, where not all of them have the prompt.
+    failures: number of failed answers by reason. questions: number of our decoder's records with the same prompts; None
+    for an engine.
     """
 
     arm: str
@@ -96,7 +97,7 @@ class ServedRow:
         counts: DraftCounts,
         **more: Any,
     ) -> ServedRow:
-        """Work the figures out; those of drafting are None or empty where nothing was drafted."""
+        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
         tokens = sum(len(answer.ids) for answer in answers)
         first = [answer.first_token_s for answer in answers]
         rest = [answer.rest_s / (len(answer.ids) - 1) for answer in answers if len(answer.ids) > 1]
@@ -123,7 +124,7 @@ class ServedRow:
 
     @property
     def cells(self) -> dict[str, str]:
-        """Return the cells of the tables, by their headings."""
+        """Return the cells of the tables by heading."""
         return {
             "arm": self.arm,
             "T": f"{self.temperature:g}",
@@ -147,10 +148,10 @@ DRAFTS = ("arm", "T", "at once", "tau", "by question", "committed", "kept at dep
 
 @dataclass
 class Served:
-    """Hold a measurement.
+    """Result of a measurement in an engine.
 
-    place: what was measured, in words; notes: what a reader must know of it; own: our decoder's rows; greedy: proofs
-    that the answers are the same with and without the drafter.
+    place: which servers were measured, in words. rows, own: the engine's rows and our decoder's. notes: remarks for the
+    reader. greedy: comparisons of greedy answers with and without the drafter.
     """
 
     place: str
@@ -166,7 +167,7 @@ class Served:
         return DEFINITIONS
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-        """Return headings and cells of two tables: the clock, and the drafts."""
+        """Return headings and cells of two tables: times, and drafts."""
         named = [(self.engine, row) for row in self.rows] + [("draftsmith", row) for row in self.own]
         drafting = [(who, row) for who, row in named if row.arm != PLAIN]
         shown = ((CLOCK, named), (DRAFTS, drafting))
@@ -178,7 +179,7 @@ class Served:
 
 
 def recorded_served(recipe: Recipe) -> list[Served]:
-    """Read what earlier measurements in engines wrote.
+    """Read the results of earlier measurements in engines.
 
     Raises:
         UserError: A file is damaged.
@@ -191,15 +192,19 @@ def recorded_served(recipe: Recipe) -> list[Served]:
 
 
 def served_file(recipe: Recipe, engine: str, given: bool) -> Path:
-    """Where a measurement is written: of servers that were started for it, or of given ones."""
+    """Return the file of a measurement in an engine.
+
+    Args:
+        given: The servers were given by URL, not started for the measurement.
+    """
     return RunFolder(recipe).eval / f"{engine}{'-server' if given else ''}.json"
 
 
 @dataclass
 class Asked:
-    """Hold what came of all questions, asked of one side at one temperature and concurrency.
+    """Answers of one arm to all questions, at one temperature and concurrency.
 
-    failures: by their reason; by_question: what was counted of each, where they were asked one at a time.
+    failures: number of failed answers by reason. by_question: the engine's counts for each question, at concurrency 1.
     """
 
     arm: str
@@ -221,7 +226,7 @@ class Asked:
         return sum(len(answer.ids) for answer in self.answers)
 
     def row(self) -> ServedRow:
-        """Work out the figures."""
+        """Compute the figures."""
         taus = [counted.tau for counted in self.by_question if counted.tau is not None]
         return ServedRow.of_answers(
             self.arm,
@@ -245,17 +250,18 @@ def ask(
     concurrency: int,
     arm: str = "",
 ) -> Asked:
-    """Ask all questions and wait for the last answer. A conversation ends at an answer that fails.
+    """Send all questions and wait for the last answer. A conversation ends at an answer that fails.
 
     Args:
-        settings: Of every turn.
-        seed: Of all sampling.
-        arm: The side that is measured; without one no progress bar is drawn.
+        settings: Sampling and length of every turn.
+        seed: Seed of all sampling.
+        concurrency: Number of conversations in flight.
+        arm: Name of the measured arm; without one no progress bar is drawn.
 
     Raises:
-        UserError: The engine cannot go on.
+        UserError: The engine cannot continue.
     """
-    asked = Asked(arm, settings.temperature, concurrency)
+    result = Asked(arm, settings.temperature, concurrency)
 
     async def converse(question: Question) -> None:
         history: list[Turn] = []
@@ -265,16 +271,16 @@ def ask(
             most = settings.max_new_tokens
             room = most if endpoint.max_length_tokens is None else endpoint.max_length_tokens - len(prompt_ids)
             if room < min(most, FEWEST_NEW_TOKENS):
-                asked.turns_left_out += len(question.turns) - turn
+                result.turns_left_out += len(question.turns) - turn
                 return
             own_seed = request_seed(seed, 0, question.question_id, turn, f"engine@{settings.temperature:g}")
             bounded = replace(settings, max_new_tokens=min(most, room))
             answer = await endpoint.answer(Request(f"{question.question_id}/{turn}", prompt_ids, [], bounded, own_seed))
             if isinstance(answer, Failure):
-                asked.failures[answer.reason] += 1
+                result.failures[answer.reason] += 1
                 return
             times_s = answer.first_token_s, answer.rest_s
-            asked.answers.append(ServedAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
+            result.answers.append(ServedAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
             history.append(Turn("assistant", tokenizer.decode(answer.ids, skip_special_tokens=True).strip()))
 
     async def work(waiting: Iterator[Question]) -> None:
@@ -287,21 +293,21 @@ def ask(
         await asyncio.gather(*(work(waiting) for _ in range(concurrency)))
 
     before = latest = endpoint.counts()
-    with progress_bar(len(questions), asked.label, "question", shown=bool(arm)) as progress:
+    with progress_bar(len(questions), result.label, "question", shown=bool(arm)) as progress:
         for group in [[question] for question in questions] if concurrency == 1 else [questions]:
             started = time.perf_counter()
             endpoint.run(all_of(group))
-            asked.wall_time_s += time.perf_counter() - started
-            now = endpoint.counts(before.generated_tokens + asked.tokens)
+            result.wall_time_s += time.perf_counter() - started
+            now = endpoint.counts(before.generated_tokens + result.tokens)
             if concurrency == 1:
-                asked.by_question.append(now - latest)
+                result.by_question.append(now - latest)
             latest = now
-    asked.counts = latest - before
-    return asked
+    result.counts = latest - before
+    return result
 
 
 def with_speedups(rows: list[ServedRow]) -> list[ServedRow]:
-    """Add `speedup`: tokens per second against the plain side's at the same temperature and concurrency."""
+    """Set `speedup`: tokens per second over the plain arm's at the same temperature and concurrency."""
     plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
     for row in rows:
         base = plain.get((row.temperature, row.concurrency))

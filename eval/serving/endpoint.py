@@ -1,13 +1,12 @@
-"""A client of a serving engine: streamed answers with their times, and what the engine counts of its drafts.
+"""A client of a serving engine: streamed answers with their times, and the engine's counters of drafts.
 
-Answers are streamed over OpenAI's completions API by the client that distils too, so that the first token's time is
-seen. Counters are those of `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`. The field
-`token_ids` of an answer is one that vLLM adds to OpenAI's.
+Answers are streamed over OpenAI's completions API, to measure the time of the first token, by the client that also
+distils. Counters are read from `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`. The
+field `token_ids` of an answer is vLLM's extension of OpenAI's API.
 
-vLLM's tau is 1 + accepted / drafts over all drafts together. Accepted is what verification let pass: of the last draft
-of an answer that may be more than the answer still took, so `ServedRow` has the committed tau beside it.
-Sources of the names: vLLM 0.32, `v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36,
-`tools/server/server-task.cpp`.
+vLLM's tau is 1 + accepted / drafts over all drafts together. Its accepted tokens include those of an answer's last
+draft that exceed the answer's length, so `ServedRow` has the committed tau too. Sources of the names: vLLM 0.32,
+`v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from draftsmith.data.engines.openai_engine import OTHER_ANSWER, OpenAIEngine, Op
 from draftsmith.recipes.errors import UserError, masked
 
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
-# What the engine's options are called on the command line.
+# Names of the engine's options on the command line.
 OPTIONS = {"base_urls": "--server", "model": "--server-model", "api_key_env": "--api-key-env"}
 
 # The fields of `DraftCounts`, by the name of an engine's counter, without Prometheus' `_total`.
@@ -51,10 +50,10 @@ _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Hold what an engine has counted since it began; the difference of two is what happened between them.
+    """An engine's counters since its start; subtract an earlier reading to get the counts in between.
 
-    accepted_by_depth: number of drafts of which at least so many tokens were accepted, from depth 1 on.
-    generated_tokens: of all answers.
+    accepted_by_depth: for each depth from 1 on, the number of drafts whose token at that depth was accepted.
+    generated_tokens: tokens of all answers.
     """
 
     drafts: int = 0
@@ -70,7 +69,12 @@ class DraftCounts:
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
-        """Count our own decoder's rounds: drafted tokens kept, and drafted, in each."""
+        """Build our decoder's counts.
+
+        Args:
+            draft_lengths: Accepted draft tokens of each round.
+            draft_depths: Depth of each round's draft.
+        """
         depth = max(draft_depths, default=0)
         return DraftCounts(
             len(draft_lengths),
@@ -81,7 +85,7 @@ class DraftCounts:
 
     @staticmethod
     def of_page(text: str) -> DraftCounts | None:
-        """Read a server's `/metrics`, summed over its engines; None if it shows none of the counters."""
+        """Parse a server's `/metrics`, summed over its engines; None if it has none of the counters."""
         values = dict.fromkeys(COUNTERS.values(), 0)
         by_depth: dict[int, int] = {}
         is_known = False
@@ -101,18 +105,18 @@ class DraftCounts:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Return the marginal shares: drafts whose token at this depth was accepted, and so all before it."""
+        """Return for each depth the share of all drafts whose token there was accepted."""
         return [count / self.drafts for count in self.accepted_by_depth] if self.drafts else []
 
     @property
     def acceptance_conditional(self) -> list[float | None]:
-        """Return, of the drafts whose token one depth before was accepted, the share whose token here was."""
+        """Return for each depth the acceptance rate among drafts whose token one depth before was accepted."""
         return [now / before if before else None for before, now in pairwise((self.drafts, *self.accepted_by_depth))]
 
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """Hold the ids of an answer, the seconds to its first token and those from its first to its last."""
+    """Token ids of an answer, seconds to its first token, and seconds from its first token to its last."""
 
     ids: list[int]
     first_token_s: float
@@ -120,17 +124,17 @@ class TimedAnswer:
 
 
 class Endpoint(OpenAIEngine):
-    """A client of one server that counts its drafts. Nothing is asked twice.
+    """A client of one server that counts its drafts. Requests are never retried.
 
     Args:
-        url: With or without `/v1`.
+        url: URL of the server, with or without `/v1`.
         setting: The target's tokenizer and end tokens.
-        model: Its name there; by default the only one that it offers.
-        api_key_env: The environment variable that holds its key.
-        is_ours: Nobody else uses it, so that its cache of prompts may be emptied.
+        model: Name of the target on the server; default: its only model.
+        api_key_env: Environment variable with the API key.
+        is_ours: No other client uses the server, so that its prefix cache may be emptied.
 
     Raises:
-        UserError: Nobody answers there, it counts no drafts, or it serves another model.
+        UserError: The server does not answer, has no counters of drafts, or serves another model.
     """
 
     engine, counting, ids_option = "vLLM", "without --disable-log-stats", "return_token_ids"
@@ -153,8 +157,8 @@ class Endpoint(OpenAIEngine):
         try:
             options = OpenAIOptions(base_urls=[f"{self._root}/v1"], model=model, api_key_env=api_key_env)
         except ValidationError as error:
-            said = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise UserError(f"{masked(url)} is no URL of a server: {said}") from None
+            detail = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise UserError(f"{masked(url)} is no URL of a server: {detail}") from None
         super().__init__(options, setting)
         try:
             self.counts()
@@ -163,29 +167,29 @@ class Endpoint(OpenAIEngine):
             raise
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a coroutine in the client's event loop."""
+        """Run a coroutine in the client's event loop and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def counts(self, generated_tokens: int = 0) -> DraftCounts:
-        """Read what was counted so far, once as many generated tokens were.
+        """Read the counters, waiting up to `COUNTED_WITHIN_S` until they include `generated_tokens` tokens.
 
         Raises:
-            UserError: It shows no counters that are known.
+            UserError: The server has no known counters.
         """
-        began = time.monotonic()
+        start_s = time.monotonic()
         while True:
             counts = DraftCounts.of_page(self._call("get", "/metrics"))
             if counts is None:
                 raise UserError(
-                    f"{masked(self._root)}/metrics shows no counters of {self.engine}'s: it must be a "
-                    f"{self.engine} server, {self.counting}"
+                    f"{masked(self._root)}/metrics has no counters of {self.engine}: give a {self.engine} server "
+                    f"that runs {self.counting}"
                 )
-            if counts.generated_tokens >= generated_tokens or time.monotonic() - began > COUNTED_WITHIN_S:
+            if counts.generated_tokens >= generated_tokens or time.monotonic() - start_s > COUNTED_WITHIN_S:
                 return counts
             time.sleep(0.02)
 
     def forget_prompts(self) -> None:
-        """Empty the cache of prompts of a server of our own."""
+        """Empty the server's prefix cache, if no other client uses it."""
         if self._is_ours:
             self._call("post", "/reset_prefix_cache")
 
@@ -193,7 +197,7 @@ class Endpoint(OpenAIEngine):
         """Stream the answer to a request.
 
         Raises:
-            UserError: The server refuses what every request has in common, or gives no token ids.
+            UserError: The server rejects settings that all requests share, or returns no token ids.
         """
         try:
             return await self.response(self._servers[0], self._streamed(request))
@@ -218,23 +222,23 @@ class Endpoint(OpenAIEngine):
             return Failure("answer broken off" if reason is None else f"finish reason {reason[:40]}")
         if not ids:
             raise UserError(
-                f"{server.url} gives no token ids: it must be a {self.engine} server that knows {self.ids_option}"
+                f"{server.url} returns no token ids: give a {self.engine} server that supports {self.ids_option}"
             )
         return TimedAnswer(ids, first - started, last - first)
 
     async def _pieces(self, request: Request) -> AsyncIterator[tuple[list[int] | None, str | None]]:
-        """Yield token ids as they come, and why the answer ended."""
+        """Yield (new token ids, finish reason) as they arrive; either may be None."""
         (server,) = self._servers
         stream = await server.client.completions.create(**self.arguments(request), stream=True)
         async for piece in stream:
             if piece.choices:
-                for told in (piece, piece.choices[0]):
-                    if getattr(told, "prompt_token_ids", None) not in (None, request.prompt_ids):
+                for part in (piece, piece.choices[0]):
+                    if getattr(part, "prompt_token_ids", None) not in (None, request.prompt_ids):
                         raise ServerFails(OTHER_ANSWER)
                 yield getattr(piece.choices[0], "token_ids", None), piece.choices[0].finish_reason
 
     def _call(self, method: str, path: str) -> str:
-        """Return the text of a page beside `/v1`; empty if there is none."""
+        """Return the text of a page of the server, by its path without `/v1`; empty if it does not exist."""
         (server,) = self._servers
 
         async def page() -> str:
@@ -246,16 +250,16 @@ class Endpoint(OpenAIEngine):
         try:
             return self.run(self.response(server, page()))
         except (ServerFails, Refused) as problem:
-            raise UserError(f"{masked(self._root)}{path} says {problem}") from None
+            raise UserError(f"{masked(self._root)}{path} failed: {problem}") from None
 
 
 class LlamaEndpoint(Endpoint):
-    """The same of a `llama-server`, which tells token ids by its own API alone, `/completion`."""
+    """A client of one `llama-server`, which returns token ids only by its own API, `/completion`."""
 
     engine, counting, ids_option = "llama.cpp", "with --metrics", "return_tokens"
 
     def forget_prompts(self) -> None:
-        """No prompt is kept: each request says so."""
+        """Do nothing: every request disables the prompt cache."""
 
     async def _pieces(self, request: Request) -> AsyncIterator[tuple[list[int] | None, str | None]]:
         settings = request.settings
@@ -270,10 +274,10 @@ class LlamaEndpoint(Endpoint):
             http.stream("POST", f"{self._root}/completion", json=body, headers=headers) as response,
         ):
             if response.status_code != httpx2.codes.OK:
-                said = (await response.aread()).decode(errors="replace")[:200]
-                raise Refused(f"HTTP {response.status_code}: {said}")
+                detail = (await response.aread()).decode(errors="replace")[:200]
+                raise Refused(f"HTTP {response.status_code}: {detail}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     piece = json.loads(line.removeprefix("data: "))
-                    # Of the last one the tokens are those of the whole answer.
+                    # The last piece repeats the tokens of the whole answer.
                     yield (None, "stop") if piece.get("stop") else (piece.get("tokens"), None)

@@ -1,4 +1,4 @@
-"""A `llama-server`: where it is found, and how one is started for a GGUF file. `make llamacpp-env` builds it."""
+"""Find `llama-server` and start it for a GGUF file. `make llamacpp-env` builds it."""
 
 import os
 import shutil
@@ -21,14 +21,14 @@ LEAST_CONTEXT_TOKENS = 2048
 
 
 def find_server(named: Path | None) -> Path | None:
-    """Find `llama-server`: the named one, or one of PATH, or what `make llamacpp-env` has built.
+    """Find `llama-server`: the named program, or the one on PATH, or the one that `make llamacpp-env` built.
 
     Raises:
-        UserError: The named one is no program.
+        UserError: The named file is no program.
     """
     if named is not None:
         if not named.is_file() or not os.access(named, os.X_OK):
-            raise UserError(f"option --llama-server: {named} is no program: `make llamacpp-env` builds llama-server")
+            raise UserError(f"option --llama-server: {named} is no program: build one with `make llamacpp-env`")
         return named.resolve()
     found = shutil.which("llama-server", path=os.pathsep.join([os.environ.get("PATH", ""), str(BUILT)]))
     return None if found is None else Path(found).resolve()
@@ -38,18 +38,18 @@ def find_server(named: Path | None) -> Path | None:
 def started_server(
     program: Path, file: Path, context_tokens: int, *more: object, at_once: int = 1
 ) -> Iterator[tuple[str, Callable[[str], UserError]]]:
-    """Start a server for a GGUF file, and end it afterwards.
+    """Start a server for a GGUF file, and stop it when the context ends.
 
     Args:
-        context_tokens: Of the longest prompt with its answer.
-        more: Of its options.
-        at_once: Sequences.
+        context_tokens: Length of the longest prompt with its answer.
+        more: Further options of the program.
+        at_once: Number of sequences that it decodes concurrently.
 
     Yields:
-        Its URL, and an error that says what it does, with the last line of its log.
+        Its URL, and a function that builds an error from a verb phrase and the last line of the server's log.
 
     Raises:
-        UserError: It does not start.
+        UserError: The server does not start.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,16 +70,16 @@ def started_server(
             return UserError(f"llama-server {what}{ended}; the last line of its log: {lines[-1]}")
 
         def is_ready() -> bool:
-            with suppress(httpx2.TransportError):  # it does not listen yet
+            with suppress(httpx2.TransportError):  # not listening yet
                 return httpx2.get(f"{url}/health", trust_env=False).status_code == 200
             return False
 
         try:
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             while not is_ready():
                 if process.poll() is not None:
                     raise error("ended")
-                if time.monotonic() - began_s > STARTS_WITHIN_S:
+                if time.monotonic() - start_s > STARTS_WITHIN_S:
                     raise error(f"was not ready after {STARTS_WITHIN_S:.0f} s")
                 time.sleep(0.05)
             yield url, error

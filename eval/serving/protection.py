@@ -1,8 +1,8 @@
-"""What keeps a server from strangers: who may reach it, what a request may be, and how long it may take to come.
+"""Access control of the server: allowed host names, size and type of requests, time limits, API key.
 
-A web page that a user looks at may ask a server on the user's own machine. It cannot send JSON to another origin
-without the server's consent, which it never gets, so a body of any other type is refused; and a page whose own name
-was pointed at this machine (DNS rebinding) is told by the name in its `Host`.
+Any web page in a user's browser can send requests to a server on the user's machine. It cannot send JSON to another
+origin without the server's consent (CORS), which this server never gives, so bodies of other types are rejected. A page
+whose own name was pointed at this machine (DNS rebinding) is recognised by the name in its `Host` header.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from draftsmith.recipes.errors import UserError
 
 LARGEST_BODY_BYTES = 1 << 20
-REQUEST_WITHIN_S = 20.0  # its head and its body: 1 MiB at 0.4 Mbit/s
-LONGEST_NAME = 80  # that is quoted
+REQUEST_WITHIN_S = 20.0  # for head and body: 1 MiB at 0.4 Mbit/s
+LONGEST_NAME = 80  # characters of a host name that are quoted
 
 
 def error(status: int, message: str) -> JSONResponse:
-    """An error in OpenAI's form."""
+    """Build an error response in OpenAI's format."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
 
 
 class Guard:
-    """Middleware that refuses, before a body is read, a request for another host, or of another size or type.
+    """Middleware that rejects requests with a wrong host, size or type before their body is read.
 
     Args:
-        app: The application behind it.
-        names: Of the server, beside its addresses: `localhost`, `gpu1`, `*.lab.example`, or `*` for any.
+        app: The application that gets the other requests.
+        names: Further names of the server: `gpu1`, `*.lab.example`, or `*` for any. `localhost`, the machine's name and
+            all IP addresses are always allowed.
     """
 
     def __init__(self, app: Any, names: Sequence[str] = ()) -> None:
@@ -57,18 +58,21 @@ class Guard:
         if not self._is_ours(host):
             shown = host[:LONGEST_NAME]
             return error(
-                421, f"{shown} is no name of this server: start it with --trusted-host NAME if it is to be reached so"
+                421, f"{shown} is no name of this server: start it with --trusted-host NAME to allow that name"
             )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > LARGEST_BODY_BYTES or b"transfer-encoding" in headers:
-            return error(413, f"a request must say its length, at most {LARGEST_BODY_BYTES} bytes")
+            return error(413, f"a request must have a Content-Length of at most {LARGEST_BODY_BYTES} bytes")
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if scope["method"] == "POST" and kind != b"application/json":
             return error(415, "a request must have Content-Type: application/json")
         return None
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a `Host` is an address, which nobody can point elsewhere, or a known name. Browsers send one."""
+        """Return whether a `Host` header is missing, an IP address or an allowed name.
+
+        Browsers always send one, and an IP address cannot be rebound.
+        """
         name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]").rstrip(".").lower()
         if not host or any(fnmatchcase(name, known) for known in self._names):
             return True
@@ -80,7 +84,7 @@ class Guard:
 
 
 class TimedRequests(H11Protocol):
-    """uvicorn's protocol, with a time within which a connection's next request must have come whole."""
+    """uvicorn's protocol with a time limit for receiving a request."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -106,13 +110,19 @@ class TimedRequests(H11Protocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether a request has begun that is not whole, or the first one has not; between two uvicorn has a time."""
-        begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        return self.cycle is None or begun or self.conn.their_state is h11.SEND_BODY
+        """Whether a request is incomplete, or the connection's first one has not arrived.
+
+        Between two requests uvicorn's own keep-alive limit applies.
+        """
+        partial = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        return self.cycle is None or partial or self.conn.their_state is h11.SEND_BODY
 
 
 def page_response(page: str) -> Response:
-    """The page with its own script and style alone, which talks to this server alone and stands in no other page."""
+    """Build the response with the chat page.
+
+    Its headers allow only the page's own script and style, connections to this server, and no embedding in frames.
+    """
 
     def hashes(tag: str) -> str:
         parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -131,10 +141,11 @@ def page_response(page: str) -> Response:
 
 
 def key_in(variable: str) -> str:
-    """Return the key that an environment variable holds.
+    """Return the API key in an environment variable.
 
     Raises:
-        UserError: It holds none, or one that no client can send. What may be the key itself is not shown.
+        UserError: The variable is not set, or its value cannot be sent in an HTTP header. The message never shows a
+            text that may be the key itself.
     """
     shown = variable if variable.isidentifier() else "that is named there: give a variable's name, not what it holds"
     key = os.environ.get(variable, "").strip()
@@ -142,7 +153,7 @@ def key_in(variable: str) -> str:
         raise UserError(f"option --api-key-env: the environment has no variable {shown}")
     if not (key.isascii() and key.isprintable()):
         raise UserError(
-            f"option --api-key-env: {shown} holds line breaks or other characters that no HTTP header takes: set it to "
-            "the key alone"
+            f"option --api-key-env: {shown} holds line breaks or other characters that HTTP headers do not allow: set "
+            "it to the key alone"
         )
     return key

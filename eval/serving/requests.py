@@ -1,7 +1,7 @@
-"""What clients ask `draftsmith serve`, in OpenAI's form: checked, with a sentence for each thing that is not done.
+"""Requests to `draftsmith serve` in OpenAI's format, with checks and a message for every unsupported field.
 
-Clients send more than they mean: nulls, empty lists, `tool_choice: auto` without tools. What asks for nothing is left
-out; what asks for something that the loop cannot do is refused by its name.
+Clients send fields that have no effect: nulls, empty lists, `tool_choice: auto` without tools. Such fields are ignored;
+a field that would need a feature which the loop lacks is an error that names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from draftsmith.recipes.errors import UserError
 
 MOST_STOPS, LONGEST_STOP = 4, 128
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # for logs: they change no answer
-# Of keys that are not here, the values that ask for nothing; of any key null and what is empty.
+# Values of unsupported fields that have no effect; null and empty values never have one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -34,7 +34,7 @@ EMPTY: tuple[Any, ...] = (None, [], {})
 
 
 class Asks(BaseModel):
-    """What refuses keys that it does not know, unless they ask for nothing."""
+    """Base of all requests: rejects unknown fields unless their value has no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,7 +51,7 @@ class Asks(BaseModel):
 
 
 class Message(Asks):
-    """A message; of an assistant's in the history, its thoughts too, by either of the two names that servers use."""
+    """A message of a chat; an assistant's may have its reasoning, under either of the two names that servers use."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
@@ -75,13 +75,13 @@ class Message(Asks):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise ValueError(f"a part of type {str(kind)[:40]} is not read here, text alone is")
+                raise ValueError(f"a part of type {str(kind)[:40]} is not supported: use parts of type text")
             texts.append(part["text"])
         return "\n".join(texts)
 
     @property
     def turn(self) -> Turn:
-        """The message as the target's template reads it."""
+        """The message as a turn for the target's chat template."""
         role: Any = "system" if self.role == "developer" else self.role
         if role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
             return ThoughtTurn(role, self.content, name=self.name, thoughts=thoughts)
@@ -90,7 +90,7 @@ class Message(Asks):
 
 @dataclass(frozen=True)
 class ThoughtTurn(Turn):
-    """A turn with the thoughts before it, of which the template writes what belongs into the history."""
+    """A turn with the reasoning before it; the template decides how much of it stays in the history."""
 
     thoughts: str = ""
 
@@ -104,7 +104,7 @@ class StreamOptions(Asks):
 
 
 class Asked(Asks):
-    """What both requests have. Keys of OpenAI's that are not here are refused by their names."""
+    """Fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool = False
@@ -129,15 +129,17 @@ class Asked(Asks):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
-        """Look through all of it: half a surrogate pair is no text, and no tokenizer takes it."""
+        """Reject texts with lone surrogates, which no tokenizer accepts, and drop `LABELS`."""
         if (place := unencodable_place(given)) is not None:
-            raise ValueError(f"{place} holds half a surrogate pair (such as \\ud800), which is no text: take it out")
+            raise ValueError(
+                f"{place} holds half a surrogate pair (such as \\ud800), which is not valid text: remove it"
+            )
         return {key: value for key, value in given.items() if key not in LABELS} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _few_stops(self) -> Asked:
         if len(self.stops) > MOST_STOPS:
-            raise ValueError(f"stop: at most {MOST_STOPS} strings")
+            raise ValueError(f"stop: {len(self.stops)} strings, at most {MOST_STOPS} are allowed")
         return self
 
 
@@ -152,7 +154,7 @@ class CompletionAsked(Asked):
 
 
 def unencodable_place(value: Any) -> str | None:
-    """Find a text that UTF-8 cannot hold in JSON values; returns its place, `messages.0.content`."""
+    """Find a text in JSON values that UTF-8 cannot encode. Returns its place, as `messages.0.content`, or None."""
     left = [("", value)]
     while left:
         place, value = left.pop()
@@ -176,24 +178,24 @@ def _is_encodable(text: str) -> bool:
 
 
 class TooLong(UserError):
-    """A prompt that is known to be too long before it is tokenised."""
+    """Error for a prompt that is recognised as too long before it is tokenised."""
 
 
 def ids_of_turns(tokenizer: Any, turns: list[Turn], most_tokens: int) -> list[int]:
-    """Return the token ids of the prompt that asks for the next answer.
+    """Return the token ids of the prompt for the next answer of a chat.
 
     Raises:
-        UserError: The template refuses the conversation.
-        TooLong: Its text cannot be of so few tokens.
+        UserError: The chat template rejects the conversation.
+        TooLong: The text certainly has more than `most_tokens` tokens.
     """
     return _bounded_ids(tokenizer, lambda: render(tokenizer, tuple(turns), add_generation_prompt=True), most_tokens)
 
 
 def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
-    """Return the token ids of a prompt as it is.
+    """Return the token ids of a text prompt.
 
     Raises:
-        TooLong: The text cannot be of so few tokens.
+        TooLong: The text certainly has more than `most_tokens` tokens.
     """
     return _bounded_ids(tokenizer, lambda: text, most_tokens)
 
@@ -201,5 +203,5 @@ def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
 def _bounded_ids(tokenizer: Any, written: Callable[[], str], most_tokens: int) -> list[int]:
     text = written()
     if len(text) > most_tokens * longest_token_characters(tokenizer):
-        raise TooLong(f"the prompt has {len(text)} characters, which is more than {most_tokens} tokens with its answer")
+        raise TooLong(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
     return token_ids(tokenizer, text)

@@ -1,12 +1,13 @@
 """`draftsmith serve`: OpenAI's API over our own decoding loop, for ParallelSpec's masks and draft trees.
 
-An answer that is alone is drafted and verified. Several share the target's forwards, a token each: reading the weights
-once for all of them brings more than drafts would, whose rows cost arithmetic, and each sequence its own drafter's
-forwards. Requests beyond that wait in a queue of bounded length, behind which there is 429; who has gone away is not
-answered. Greedy answers are the target's own, sampled ones have its distribution, alone or not.
+While one answer runs alone it is drafted and verified. Several answers share each forward of the target, with one token
+per answer and without drafts: reading the weights once for all of them gains more than drafting, which would cost more
+arithmetic and a drafter's forward per sequence. Further requests wait in a queue of bounded length; when it is full,
+requests get HTTP 429. Answers whose client has disconnected are cancelled. Greedy answers equal the target's, and
+sampled ones have its distribution, with and without drafts.
 
-What is not of OpenAI's API: each streamed piece, and a whole answer, has a field `draftsmith` with how many tokens of a
-round were accepted drafts, and which text they are. What the loop cannot do is refused with 400, never ignored.
+Extension of OpenAI's API: every streamed piece, and a whole answer, has a field `draftsmith` with the number of
+accepted draft tokens and their text. Unsupported fields are rejected with HTTP 400, never ignored.
 """
 
 from __future__ import annotations
@@ -54,22 +55,26 @@ from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.schema import Recipe
 
 PAGE = Path(__file__).with_name("page.html")
-LONGEST_TOKENS = 4096  # of a prompt and its answer, unless the target holds fewer
+LONGEST_TOKENS = 4096  # of a prompt with its answer, unless the target's context is shorter
 MOST_CONNECTIONS = 256
-STOPS_WITHIN_S = 0.5  # of no work
-LAST_WORDS_S = 2  # for connections, when the server ends
+STOPS_WITHIN_S = 0.5  # how long an idle worker waits for a job before it checks for `stop`
+LAST_WORDS_S = 2  # grace period of open connections at shutdown
 
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
 
-# ---- what is answered ----
+# ---- jobs and answers ----
 
 
 @dataclass
 class Piece:
-    """What a round added: its text, of which the first `drafted` is that of accepted drafts; tokens likewise."""
+    """Text that a round added to an answer.
+
+    drafted: the beginning of `text` that accepted draft tokens gave. tokens, accepted: number of all new tokens, and of
+    accepted draft tokens among them.
+    """
 
     text: str
     drafted: str = ""
@@ -79,7 +84,7 @@ class Piece:
 
 @dataclass
 class Finished:
-    """A whole answer, for whoever learns from what is served."""
+    """A complete answer, for the client and for `on_answer`."""
 
     prompt_ids: list[int]
     record: AnswerRecord
@@ -89,9 +94,10 @@ class Finished:
 
 @dataclass
 class Job:
-    """One request on its way. The worker puts what it has come to, and looks at `gone` in each round.
+    """A queued or running request. The worker passes results to `put` and checks `gone` every round.
 
-    streamed: Whether pieces are put before, each of which wakes the thread that listens.
+    put: gets the pieces, then the complete answer or an error. gone: set when the client has disconnected.
+    streamed: False: `put` gets no pieces, each of which would wake the listening thread.
     """
 
     prompt_ids: list[int]
@@ -106,12 +112,11 @@ class Job:
 
 @dataclass
 class Running:
-    """An answer under way.
+    """An answer that is being generated.
 
-    Args:
-        number: Of its sequence in the session.
-        features: [n, F] of the committed tokens, one after the other, of the drafter's layers when it began.
-        method: Drafts while the answer is alone, and has then seen all of it.
+    number: its sequence in the session. layers: feature layers of the drafter at its start. features: of the committed
+    tokens, from these layers, as tensors [n, F] in order. counted: False for warm-up. method: drafts while no other
+    answer runs; None if it has not read the whole sequence.
     """
 
     job: Job
@@ -127,34 +132,34 @@ class Running:
     texts: list[str] = field(default_factory=list)
 
     def say(self, piece: Piece) -> None:
-        """Add a piece to the answer's text."""
+        """Add a piece to the answer's text, and send it if the answer is streamed."""
         self.texts.append(piece.text)
         if self.job.streamed:
             self.job.put(piece)
 
     @property
     def newest(self) -> int:
-        """The newest token, which is not in the session yet."""
+        """The newest token, which is not in the KV cache yet."""
         return self.answer.record.ids[-1]
 
 
 class Gone(Exception):
-    """Nobody waits for this answer, or the server ends."""
+    """Raised or sent when an answer is cancelled: its client has disconnected, or the server stops."""
 
 
 class Worker:
-    """Answers jobs, several at once, with one session.
+    """Generates the answers of all jobs, several concurrently, with one session.
 
-    To be run in the thread that loaded the models: OpenMP makes every thread that computes a team of its own, and where
-    there are more threads in teams than processors none of them spins while it waits, which costs a step two thirds of
-    its speed (186 and 68 tokens/s with SmolLM2 on two cores).
+    Run it in the thread that loaded the models: OpenMP starts a team of threads for every thread that computes, and
+    with more threads than processors no thread spins while it waits, which costs two thirds of the speed (68 instead of
+    186 tokens/s with SmolLM2 on two cores).
 
     Args:
         recipe: Its first method drafts.
-        waiting: Jobs that may wait.
-        on_answer: Told of every whole answer.
-        newer: Asked before every answer for the folder of another drafter that is to serve from then on.
-        at_once: Answers under way, each with its place in the cache.
+        waiting: Length of the queue.
+        on_answer: Called with every complete answer.
+        newer: Called before every answer; returns the folder of another drafter to serve from then on, or None.
+        at_once: Number of concurrent answers, each with its KV cache.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
@@ -181,22 +186,22 @@ class Worker:
         self.rounds = Counter("rounds", "Rounds of draft and verification", **named)
         self.drafted = Counter("draft_tokens", "Tokens drafted along the longest path", **named)
         self.accepted = Counter("accepted_tokens", "Drafted tokens that were accepted", **named)
-        self.by_position = Counter("accepted_tokens_per_pos", "Likewise, by position", ["position"], **named)
+        self.by_position = Counter("accepted_tokens_per_pos", "Accepted tokens by position", ["position"], **named)
         self.generated = Counter("generation_tokens", "Tokens of all answers", **named)
         self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
         self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
-        self.drafters = Counter("drafters_taken", "Drafters that came to serve after the first", **named)
-        self.not_kept = Counter("answers_not_kept", "Answers that could not be written to learn from", **named)
+        self.drafters = Counter("drafters_taken", "Changes of the serving drafter", **named)
+        self.not_kept = Counter("answers_not_kept", "Answers that could not be stored for training", **named)
         self._keeps = True
-        Gauge("queue_requests", "Requests that wait", **named).set_function(self.jobs.qsize)
-        Gauge("running_requests", "Answers under way", **named).set_function(lambda: len(self._running))
+        Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
+        Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
         self._session = SharedSession(self.target, self.length, at_once, recipe.eval.compile)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)
 
     def warm_up(self) -> None:
-        """Compile what a round runs, by a short answer alone and by one beside others."""
+        """Compile the kernels of a round by generating a short answer alone, then two concurrently."""
         self._measure()
         for together in range(1, 1 + min(2, self._session.sequences)):
             jobs = [Job(self._greeting, 8, Sampling(), 0, (), lambda _: None) for _ in range(together)]
@@ -207,21 +212,22 @@ class Worker:
             self._running.clear()
 
     def submit(self, job: Job) -> None:
-        """
+        """Put a job into the queue.
+
         Raises:
-            queue.Full: So many wait already.
-            Gone: The worker ends.
+            queue.Full: The queue is full.
+            Gone: The worker has stopped or is stopping.
         """
         if self._stopping.is_set():
             raise Gone
         self.jobs.put_nowait(job)
 
     def stop(self) -> None:
-        """Let `work` end after the round that is under way."""
+        """Make `work` return after the current round."""
         self._stopping.set()
 
     def work(self) -> None:
-        """Answer until `stop`, or Ctrl-C; whoever waits then is told that its answer failed."""
+        """Process jobs until `stop` or Ctrl-C; unfinished jobs then get `Gone`."""
         try:
             self._work()
         finally:
@@ -234,13 +240,13 @@ class Worker:
                     self.jobs.get_nowait().put(Gone())
 
     def answer(self, client: Callable[[], Result]) -> Result:
-        """What a client of these jobs comes to, which is called in a thread of its own while this one answers."""
+        """Run `client` in another thread while this thread processes its jobs; return the client's result."""
         self.warm_up()
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(client)
-            asked.add_done_callback(lambda _: self.stop())
+            future = pool.submit(client)
+            future.add_done_callback(lambda _: self.stop())
             self.work()
-            return asked.result()
+            return future.result()
 
     def _work(self) -> None:
         while not self._stopping.is_set():
@@ -253,13 +259,13 @@ class Worker:
                         self._end(running, "gone", Gone())
                     elif running.answer.reached:
                         self._finish(running)
-            except Exception as error:  # of any kind: the next jobs must be answered
+            except Exception as error:  # of any kind: later jobs must still be processed
                 logger.exception("%s answers failed", len(self._running))
                 for running in [*self._running]:
                     self._end(running, "error", error)
 
     def _admit(self) -> None:
-        """Begin what waits, as far as there is a place; wait a little for a job where none is under way."""
+        """Start waiting jobs while sequences are free; if no answer is running, wait briefly for a job."""
         while len(self._running) < self._session.sequences:
             try:
                 job = self.jobs.get_nowait() if self._running else self.jobs.get(timeout=STOPS_WITHIN_S)
@@ -277,36 +283,36 @@ class Worker:
                 job.put(error)
 
     def _take_newer(self) -> None:
-        """Let another drafter serve, if there is one; what goes wrong with it leaves the one that serves."""
+        """Switch to a newer drafter if there is one; if it cannot be loaded, the current one stays."""
         try:
             if (folder := self._newer()) is None:
                 return
             drafter = load_drafter(folder, self.target)
             pack_linears(drafter)
             self._decoder = compile_decoder(self.recipe, drafter.decoder(self.length))
-        except Exception:  # of any kind: answers go on
-            logger.exception("a newer drafter could not be taken")
+        except Exception:  # of any kind: the server continues with the current drafter
+            logger.exception("the newer drafter could not be loaded; the current one stays")
             return
         self.drafter = drafter
         for running in self._running:
             running.method = None
         self._measure()
         self.drafters.inc()
-        logger.warning("%s drafts from now on", folder)
+        logger.warning("serving with the drafter in %s from now on", folder)
 
     def _free(self) -> int:
-        """A sequence of the session that no answer has."""
-        taken = {running.number for running in self._running}
-        return next(number for number in range(self._session.sequences) if number not in taken)
+        """Return the number of a free sequence of the session."""
+        used = {running.number for running in self._running}
+        return next(number for number in range(self._session.sequences) if number not in used)
 
     def _measure(self) -> None:
-        """What a round costs with this drafter, for trees that are cut by it; overwrites a sequence that is free."""
+        """Measure this drafter's round costs, which adaptive trees need; overwrites a free sequence."""
         self._session.current = self._free()
         self._session.read_layers(self.drafter.feature_layers)
         self._costs.give(drafter_method(self.recipe.eval.methods[0], self._decoder, Sampling()))
 
     def _begin(self, job: Job, counted: bool = True) -> Running:
-        """Read a prompt."""
+        """Prefill a prompt and start its answer."""
         began_s, session = time.perf_counter(), self._session
         session.current = self._free()
         session.read_layers(self.drafter.feature_layers)
@@ -332,20 +338,20 @@ class Worker:
         return running
 
     @torch.inference_mode()
-    def _round(self, under_way: Sequence[Running]) -> None:
-        """One forward of the target: over a draft tree, or over a token of each of several."""
-        under_way = [running for running in under_way if not running.answer.reached]
-        if not under_way:
+    def _round(self, answers: Sequence[Running]) -> None:
+        """Run one forward of the target: over one answer's draft tree, or over one token of each of several answers."""
+        answers = [running for running in answers if not running.answer.reached]
+        if not answers:
             return
         began_s, session = time.perf_counter(), self._session
-        alone = under_way[0] if len(under_way) == 1 else None
-        for running in under_way:
+        alone = answers[0] if len(answers) == 1 else None
+        for running in answers:
             if running is not alone:
-                running.method = None  # it does not see what comes now
+                running.method = None  # its drafter does not read this round's tokens
         method = None if alone is None else self._method_of(alone)
-        trees = [running.answer.cut(method.propose()) if method else root_only(running.newest) for running in under_way]
-        steps = session.forward_trees([(each.number, tree) for each, tree in zip(under_way, trees, strict=True)])
-        for running, tree, step in zip(under_way, trees, steps, strict=True):
+        trees = [running.answer.cut(method.propose()) if method else root_only(running.newest) for running in answers]
+        steps = session.forward_trees([(each.number, tree) for each, tree in zip(answers, trees, strict=True)])
+        for running, tree, step in zip(answers, trees, steps, strict=True):
             verdict = running.answer.choose(tree, step.logits)
             if isinstance(method, ReadsLogits):
                 method.read_logits(tree, step.logits)
@@ -360,13 +366,16 @@ class Worker:
             running.say(running.pieces.of_round(round_))
 
     def _method_of(self, running: Running) -> DrafterMethod | None:
-        """What drafts for an answer that is alone; None if it began with a drafter of other layers."""
+        """Return the method that drafts for an answer that runs alone.
+
+        None if the answer started with a drafter of other feature layers.
+        """
         if running.layers != self.drafter.feature_layers:
             return None
         if running.method is None:
             recipe, job = self.recipe.eval.methods[0], running.job
             method = drafter_method(recipe, self._decoder, job.sampling, running.generator)
-            self._costs.give(method)  # measured before
+            self._costs.give(method)  # already measured by `_measure`
             features = torch.cat(running.features)
             running.features = [features]
             method.start([*job.prompt_ids, *running.answer.record.ids[:-1]], features)
@@ -386,7 +395,7 @@ class Worker:
         self._end(running, finished.reason, finished)
 
     def _keep(self, finished: Finished) -> None:
-        """Tell `on_answer`; what fails there, a full disk, costs no client its answer."""
+        """Call `on_answer`; if it fails, as on a full disk, the client still gets its answer."""
         if self.on_answer is None:
             return
         try:
@@ -394,17 +403,17 @@ class Worker:
         except Exception as error:
             self.not_kept.inc()
             if self._keeps:
-                logger.warning("answers are given, but not kept: %s", reason(error))
+                logger.warning("answers cannot be stored and are only sent to clients: %s", reason(error))
             self._keeps = False
         else:
             if not self._keeps:
-                logger.warning("answers are kept again")
+                logger.warning("answers are stored again")
             self._keeps = True
 
-    def _end(self, running: Running, reason: str, said: Finished | BaseException) -> None:
+    def _end(self, running: Running, reason: str, result: Finished | BaseException) -> None:
         self._running.remove(running)
         self.answers.labels(reason).inc()
-        running.job.put(said)
+        running.job.put(result)
 
     def _count(self, round_: Round) -> None:
         self.rounds.inc()
@@ -415,7 +424,10 @@ class Worker:
 
 
 class Pieces:
-    """The text of an answer, round by round, held back where it may belong to a stop string or to a character."""
+    """Splits an answer's text into the pieces of its rounds.
+
+    Text at the end is held back as long as it may be part of a stop string or of an incomplete character.
+    """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
@@ -425,13 +437,13 @@ class Pieces:
     def of_round(self, round_: Round) -> Piece:
         if self._growing is None:
             self._growing = GrowingText(self._tokenizer)
-            self._growing.add(round_.tree.tokens[0])  # came with the prompt
+            self._growing.add(round_.tree.tokens[0])  # the prefill's token
         texts = [self._growing.text, *map(self._growing.add, round_.committed)]
         drafted = texts[round_.accepted][len(texts[0]) :]
         return self._piece(texts[-1], drafted, round_.kept, round_.accepted)
 
     def rest(self, record: AnswerRecord) -> Piece:
-        """What was held back, up to the stop string that ended the answer."""
+        """Return the text that was held back, up to the stop string that ended the answer."""
         text = record.text
         if text is None:
             text = str(self._tokenizer.decode(record.ids, skip_special_tokens=True)).rstrip(UNFINISHED)
@@ -445,7 +457,10 @@ class Pieces:
 
 
 def _begun(text: str, stop: str) -> int:
-    """The characters at the text's end that may belong to a stop string, all of it if it is complete."""
+    """Return the number of characters at the text's end that may belong to a stop string.
+
+    If the text holds the whole stop string, the number counts from its start.
+    """
     if stop in text:
         return len(text) - text.index(stop)
     return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)
@@ -455,17 +470,17 @@ def _begun(text: str, stop: str) -> int:
 
 
 def application(worker: Worker, api_key: str | None = None, names: Sequence[str] = ()) -> FastAPI:
-    """Make the application.
+    """Build the FastAPI application.
 
     Args:
-        worker: Answers, in a thread of its own or, better, in that which loaded it.
-        api_key: What a client must give as its bearer; None: nothing.
-        names: By which it may be reached, beside its addresses and `localhost`.
+        worker: Generates the answers; `work` must run in another thread than the server, best in the one that loaded
+        it.
+        api_key: Bearer token that clients must send; None: none.
+        names: Further host names by which clients may reach it, see `Guard`.
     """
-
     app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     name = worker.recipe.target.shown
-    # One text at a time, so that no long one keeps the others' pieces waiting: the event loop sends them.
+    # In one separate thread, so that tokenising a long text does not block the event loop, which sends the pieces.
     tokenising = ThreadPoolExecutor(1, "tokenising")
 
     app.add_middleware(Guard, names=names)
@@ -474,10 +489,10 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     async def invalid(_: Request, problem: RequestValidationError) -> Response:
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
-        said = first["msg"].removeprefix("Value error, ")
-        return error(400, f"{where}: {'not supported here' if first['type'] == 'extra_forbidden' else said}")
+        detail = first["msg"].removeprefix("Value error, ")
+        return error(400, f"{where}: {'not supported here' if first['type'] == 'extra_forbidden' else detail}")
 
-    @app.exception_handler(AnyHTTPException)  # starlette's too: of paths and methods that there are not
+    @app.exception_handler(AnyHTTPException)  # starlette's too, for unknown paths and methods
     async def refused(_: Request, problem: AnyHTTPException) -> Response:
         return error(problem.status_code, str(problem.detail))
 
@@ -490,28 +505,30 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-            raise HTTPException(401, "the key is wrong, or missing")
+            raise HTTPException(401, "the API key is wrong or missing")
 
-    def take(asked: Asked, prompt_ids: list[int], wanted: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+    def take(body: Asked, prompt_ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
         room = worker.length - len(prompt_ids)
         if room < 1:
-            raise HTTPException(400, f"the prompt has {len(prompt_ids)} tokens, of {worker.length} with its answer")
+            raise HTTPException(
+                400, f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {worker.length} together"
+            )
         loop, out = asyncio.get_running_loop(), asyncio.Queue[Any]()
         job = Job(
             prompt_ids,
-            min(room, wanted or room),
-            Sampling(asked.temperature, 0, asked.top_p),
-            uuid.uuid4().int % 2**63 if asked.seed is None else asked.seed % 2**63,
-            asked.stops,
+            min(room, max_tokens or room),
+            Sampling(body.temperature, 0, body.top_p),
+            uuid.uuid4().int % 2**63 if body.seed is None else body.seed % 2**63,
+            body.stops,
             lambda piece: loop.call_soon_threadsafe(out.put_nowait, piece),
-            streamed=asked.stream,
+            streamed=body.stream,
         )
         try:
             worker.submit(job)
         except queue.Full:
-            raise HTTPException(429, f"{worker.jobs.maxsize} requests wait already") from None
+            raise HTTPException(429, f"the queue is full ({worker.jobs.maxsize} requests): try again later") from None
         except Gone:
-            raise HTTPException(503, "the server ends") from None
+            raise HTTPException(503, "the server is stopping") from None
         return job, out
 
     async def ids_by(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
@@ -524,26 +541,26 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
             raise HTTPException(400, f"{where}: {problem}") from None
 
     async def respond(
-        request: Request, asked: Asked, prompt_ids: list[int], wanted: int | None, chat: bool
+        request: Request, body: Asked, prompt_ids: list[int], max_tokens: int | None, chat: bool
     ) -> Response:
-        job, out = take(asked, prompt_ids, wanted)
+        job, out = take(body, prompt_ids, max_tokens)
         made = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": name,
         }
-        if asked.stream:
-            return StreamingResponse(streamed(job, out, made, asked, chat), media_type="text/event-stream")
+        if body.stream:
+            return StreamingResponse(streamed(job, out, made, body, chat), media_type="text/event-stream")
         try:
             end = await next_of(out, request)
         finally:
             job.gone.set()
-        said = {"message": {"role": "assistant", "content": end.text}} if chat else {"text": end.text}
+        content = {"message": {"role": "assistant", "content": end.text}} if chat else {"text": end.text}
         return JSONResponse(
             made
             | {
                 "object": "chat.completion" if chat else "text_completion",
-                "choices": [{"index": 0, "finish_reason": end.reason, "logprobs": None, **said}],
+                "choices": [{"index": 0, "finish_reason": end.reason, "logprobs": None, **content}],
                 "usage": usage(end),
                 "draftsmith": {
                     "rounds": end.record.rounds,
@@ -554,12 +571,12 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         )
 
     async def streamed(
-        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], asked: Asked, chat: bool
+        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: Asked, chat: bool
     ) -> AsyncIterator[str]:
         kind = {"object": "chat.completion.chunk" if chat else "text_completion"}
 
-        def event(said: dict[str, Any], reason: str | None = None, **more: Any) -> str:
-            choice = {"index": 0, "finish_reason": reason, "logprobs": None, **said}
+        def event(content: dict[str, Any], reason: str | None = None, **more: Any) -> str:
+            choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
             return f"data: {json.dumps({**made, **kind, 'choices': [choice], **more})}\n\n"
 
         def words(text: str) -> dict[str, Any]:
@@ -576,27 +593,27 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
                 if end.text or end.tokens:
                     yield event(words(end.text), draftsmith=own)
             yield event({"delta": {}} if chat else {"text": ""}, end.reason)
-            if asked.stream_options is not None and asked.stream_options.include_usage:
+            if body.stream_options is not None and body.stream_options.include_usage:
                 yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"
             yield "data: [DONE]\n\n"
-        finally:  # also when the client has gone
+        finally:  # also when the client has disconnected
             job.gone.set()
 
     @app.post("/v1/chat/completions", dependencies=[Depends(known)])
-    async def chat_completions(request: Request, asked: ChatAsked) -> Response:
-        turns = [message.turn for message in asked.messages]
+    async def chat_completions(request: Request, body: ChatAsked) -> Response:
+        turns = [message.turn for message in body.messages]
         if turns[-1].role != "user":
-            raise HTTPException(400, "messages: the last one must be the user's")
+            raise HTTPException(400, f"messages: the last one has role {turns[-1].role}, it must be the user's")
         prompt_ids = await ids_by(ids_of_turns, turns, "messages")
-        return await respond(request, asked, prompt_ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
+        return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens, chat=True)
 
     @app.post("/v1/completions", dependencies=[Depends(known)])
-    async def completions(request: Request, asked: CompletionAsked) -> Response:
-        ids = asked.prompt if isinstance(asked.prompt, list) else await ids_by(ids_of_text, asked.prompt, "prompt")
+    async def completions(request: Request, body: CompletionAsked) -> Response:
+        ids = body.prompt if isinstance(body.prompt, list) else await ids_by(ids_of_text, body.prompt, "prompt")
         vocabulary = worker.target.config.get_text_config().vocab_size
         if not ids or not all(0 <= token < vocabulary for token in ids):
-            raise HTTPException(400, f"prompt: token ids are from 0 to {vocabulary - 1}")
-        return await respond(request, asked, ids, asked.max_tokens or 16, chat=False)
+            raise HTTPException(400, f"prompt: give token ids from 0 to {vocabulary - 1}, at least one")
+        return await respond(request, body, ids, body.max_tokens or 16, chat=False)
 
     @app.get("/v1/models", dependencies=[Depends(known)])
     async def models() -> dict[str, Any]:
@@ -619,23 +636,23 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
 
 
 def usage(finished: Finished) -> dict[str, int]:
-    """Count as OpenAI does, the end token included."""
+    """Return the token counts as OpenAI's API defines them, the end token included."""
     prompt, answer = len(finished.prompt_ids), len(finished.record.ids)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 async def next_of(out: asyncio.Queue[Any], request: Request) -> Any:
-    """The next piece; the client may go away meanwhile.
+    """Wait for the next result of a job, and check meanwhile whether the client is still connected.
 
     Raises:
-        HTTPException: It has, or the answer failed.
+        HTTPException: The client has disconnected, or the answer failed.
     """
     while True:
         try:
             piece = await asyncio.wait_for(out.get(), timeout=0.5)
         except TimeoutError:
             if await request.is_disconnected():
-                raise HTTPException(499, "the client has gone") from None
+                raise HTTPException(499, "the client has disconnected") from None
             continue
         if isinstance(piece, BaseException):
             raise HTTPException(500, "the answer failed")
@@ -643,10 +660,10 @@ async def next_of(out: asyncio.Queue[Any], request: Request) -> Any:
 
 
 class Listening:
-    """The application behind a port, in a thread of its own.
+    """Serves the application on a port, in a separate thread.
 
     Raises:
-        UserError: The port is taken, or the address is none of this machine's.
+        UserError: The port is in use, or the address does not belong to this machine.
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, connections: int = MOST_CONNECTIONS) -> None:
@@ -669,7 +686,7 @@ class Listening:
         except OSError as error:
             listening.close()
             raise UserError(
-                f"{host}:{port} cannot be listened on ({error.strerror}): give another --port, or --host"
+                f"cannot listen on {host}:{port} ({error.strerror}): give another --port or --host"
             ) from None
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="listening", daemon=True)
@@ -678,22 +695,22 @@ class Listening:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Whoever still sends or reads is waited for a little."""
+        """Shut down; open connections get a grace period."""
         self._server.should_exit = True
         self._thread.join(3 * LAST_WORDS_S)
 
 
 def run(worker: Worker, host: str, port: int, api_key: str | None, names: Sequence[str] = ()) -> None:
-    """Serve until Ctrl-C or SIGTERM: the models in this thread, see `Worker`.
+    """Serve until Ctrl-C or SIGTERM, with the models in this thread, see `Worker`.
 
     Args:
-        worker: Answers.
-        host: The address, or the name, that is listened on.
-        port: Of it.
-        api_key, names: As for `application`.
+        worker: Generates the answers.
+        host: Address or name to listen on.
+        port: Port to listen on.
+        api_key, names: See `application`.
 
     Raises:
-        UserError: As `Listening`.
+        UserError: The port is in use, or the address does not belong to this machine.
     """
     worker.warm_up()
     listening = Listening(application(worker, api_key, [host, *names]), host, port)

@@ -1,20 +1,21 @@
-"""How much of a draft to verify, and how deep to draft: as much as promises the most tokens per second.
+"""Adaptive trees: choose the size and depth of every draft for the most expected tokens per second.
 
-A tree of the N most confident paths holds the best tree of every smaller size. The tokens that a round of n of them
-promises are 1 + the sum of the n probabilities of being accepted; its cost is known (`RoundCosts`). Wanted is the
-largest quotient of all tokens and all costs, which is not that of each round: a second is worth the tokens that it
-brings elsewhere. So each round takes the n with the most tokens - rate x cost, where `rate` is what all rounds so far
-brought (Dinkelbach, 1967: where rate is the best quotient, that difference's best is 0). Where the drafter is sure this
-is a large tree, where it is not a small one. A drafter that drafts level by level cuts at every level, and stops where
-the next one cannot promise what its forward costs.
+A tree of the N most confident paths holds the best tree of every smaller size. A round with n nodes is expected to
+commit 1 + the sum of their n acceptance probabilities; its cost is known (`RoundCosts`). The goal is the largest ratio
+of all tokens to all costs, which is not the largest ratio in each round: a second is worth the tokens that it would
+give in other rounds. So each round takes the n with the largest tokens - rate x cost, where `rate` is the tokens per
+cost of all rounds so far (Dinkelbach, 1967: if rate is the best ratio, the largest difference is 0). If the drafter is
+confident this is a large tree, otherwise a small one. A drafter that drafts level by level cuts the tree at every
+level, and stops if the next level's expected gain is below its cost.
 
-Only what the drafter's distribution says decides, before the target has said anything: answers keep theirs. (DSpark's
-confidence head is not asked: it makes the estimate of a token worse, see `docs/results/drafters/confidence.json`.)
+Only the drafter's distribution decides, before the target has verified anything, so the answers' distribution is not
+changed. (DSpark's confidence head is not used: it makes the estimate of a token worse, see
+`docs/results/drafters/confidence.json`.)
 
-How often a drafter is right at a given confidence is not what it says. Both are counted while decoding, by the
-confidence's order of magnitude: over `FIRST_ROUNDS` of whole trees, then of what is verified, at least one token. What
-was seen long ago counts less (`MEMORY`), so that a size once found too large is tried again. (Of a block's length for
-many requests at once: SpecDec++, 2405.19715, and DSpark's scheduler.)
+A drafter's confidence differs from its acceptance rate. Both are summed while decoding, in bins by the confidence's
+order of magnitude: over `FIRST_ROUNDS` of whole trees, then over the verified nodes, at least one per round. Older
+rounds count less (`MEMORY`), so that a size once found too large is tried again. (For a block's length with many
+concurrent requests: SpecDec++, 2405.19715, and DSpark's scheduler.)
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import numpy as np
 
 from draftsmith.eval.trees.verify import DraftTree
 
-BINS = 8  # the k-th: confidence from 2**-k down to 2**-(k+1), the last one all below
+BINS = 8  # bin k: confidence from 2**-k down to 2**-(k+1); the last bin also holds all lower ones
 PER_NAT = 1 / math.log(2)
-FIRST_ROUNDS = 16  # whose trees stay whole: a drafter may be better than it says
-MEMORY = 0.98  # of a round's counts, after the next one
-PRIOR_ACCEPTED = 4.0  # tokens that would have been accepted, had the drafter's confidence been right
+FIRST_ROUNDS = 16  # rounds whose trees are not cut: a drafter may be better than its confidence
+MEMORY = 0.98  # factor of the earlier counts in every round
+PRIOR_ACCEPTED = 4.0  # prior counts in each bin: as many accepted tokens as the confidence promised
 
 
 Curve = tuple[tuple[int, float], ...]  # (nodes, root included; time of the target's forward over them), ascending
@@ -39,10 +40,10 @@ Curve = tuple[tuple[int, float], ...]  # (nodes, root included; time of the targ
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What a round costs by the number of its tree's nodes, in seconds or any unit of time.
+    """Cost of a round by the number of its tree's nodes, in seconds or any unit of time.
 
-    draft: Of a draft that takes one forward, or of the first level of one that takes a forward a level.
-    level: Of each further level; 0 of a draft that takes one forward.
+    verify: cost of verification by number of nodes. draft: cost of a draft in one forward, or of the first level of a
+    draft level by level. level: cost of each further level; 0 for a draft in one forward.
     """
 
     verify: Curve
@@ -50,25 +51,25 @@ class RoundCosts:
     level: float = 0.0
 
     def of(self, nodes: int, levels: int = 1) -> float:
-        """The cost of a round: a draft of `levels` levels, and the verification of `nodes` nodes, root included."""
+        """Return the cost of a round: a draft of `levels` levels, and verification of `nodes` nodes with the root."""
         return self.draft + (levels - 1) * self.level + self._verify_of[min(nodes, len(self._verify_of)) - 1]
 
     @cached_property
     def _verify_of(self) -> list[float]:
-        """The time of verification by number of nodes, from 1 on; it is read dozens of times a round."""
+        """Cost of verification by number of nodes, from 1 on; cached, as it is read dozens of times per round."""
         return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
 
 
 def on_curve(curve: Curve, nodes: int) -> float:
-    """Interpolate between the measured sizes; beyond the largest the time is that one's."""
+    """Interpolate between the measured sizes; larger ones get the time of the largest."""
     sizes, times = zip(*curve, strict=True)
     return float(np.interp(nodes, sizes, times))
 
 
 def never_falling(curve: Curve) -> Curve:
-    """Find the nearest curve, in least squares, on which more nodes never take less time: what dips is noise.
+    """Return the least-squares nearest curve on which more nodes never take less time, as dips are noise.
 
-    Pool adjacent violators (Ayer et al., 1955).
+    Isotonic regression by pooling adjacent violators (Ayer et al., 1955).
     """
     pools: list[tuple[float, int]] = []  # mean, number of sizes
     for _, time in curve:
@@ -81,40 +82,40 @@ def never_falling(curve: Curve) -> Curve:
 
 
 class AdaptiveTree:
-    """See the module's docstring. Until `costs` are given, trees stay as they are."""
+    """Cutter of one drafter's trees, see the module's docstring. Without `costs` trees are not cut."""
 
     def __init__(self, costs: RoundCosts | None = None) -> None:
         self.costs = costs
         self._promised = [PRIOR_ACCEPTED] * BINS
         self._accepted = [PRIOR_ACCEPTED] * BINS
-        self._share = [1.0] * BINS  # the one over the other: read dozens of times a round
+        self._share = [1.0] * BINS  # accepted / promised; cached, as it is read dozens of times per round
         self._tree: DraftTree | None = None
         self._rounds = 0
-        self._tokens, self._spent = 0.0, 0.0  # by all rounds whose costs were known
-        self._levels = 0  # drafted in this round, of a drafter that drafts level by level
+        self._tokens, self._spent = 0.0, 0.0  # tokens and cost of all rounds since `costs` were set
+        self._levels = 0  # levels drafted in this round, level by level
 
     @property
     def whole(self) -> bool:
-        """Whether trees stay as they are."""
+        """Whether trees are not cut yet."""
         return self.costs is None or self._rounds < FIRST_ROUNDS
 
     @property
     def rate(self) -> float:
-        """Tokens for a unit of cost, by what was decoded so far and one round in which nothing was accepted."""
+        """Tokens per unit of cost over all rounds so far, and one assumed round in which nothing was accepted."""
         assert self.costs is not None
         return (self._tokens + 1) / (self._spent + self.costs.of(2))
 
     def probability(self, log_confidence: float) -> float:
-        """Estimate the probability that a path is accepted, from what the drafter says of it."""
+        """Estimate the probability that a path is accepted from the drafter's log confidence."""
         accepted = math.exp(log_confidence) * self._share[_bin(log_confidence)]
         return accepted if accepted < 1.0 else 1.0
 
     def fitting(self, tree: DraftTree) -> DraftTree:
-        """Cut a deterministic tree with `log_confidence` to the part that promises most tokens per second."""
+        """Cut a deterministic tree with `log_confidence` to the part with the most expected tokens per second."""
         confidence = tree.log_confidence
         if tree.q is not None or confidence is None:
             raise ValueError(
-                "only deterministic trees with confidences are cut: a sampled one would be biased by its q"
+                "only deterministic trees with confidences can be cut: a sampled one would be biased by its q"
             )
         # The sort is stable and no child is more confident than its parent, so parents come first.
         order = sorted(range(1, len(tree)), key=confidence.__getitem__, reverse=True)
@@ -123,26 +124,29 @@ class AdaptiveTree:
         return self._tree
 
     def of_level(self, log_confidence: list[float]) -> int:
-        """Decide how many of the most confident paths to keep after a level was drafted.
+        """Return how many of the most confident paths to keep after a level was drafted.
 
-        As long as a further node costs no less than the last, a path that does not pay now does not when more
-        confident ones have come: it need not be drafted below.
+        If each further node costs at least as much as the one before, a path that does not pay now does not pay after
+        more confident ones were added either, so nothing need be drafted below it.
 
         Args:
-            log_confidence: Of all paths so far, descending.
+            log_confidence: Log confidence of all paths so far, descending.
         """
         self._levels += 1
         return self._best_size(log_confidence)
 
     def worth_a_level(self, frontier: list[float]) -> bool:
-        """Whether to draft below paths of this log confidence: it brings a token at most where they are accepted."""
+        """Return whether drafting another level below paths of this log confidence pays.
+
+        It adds at most one token, if one of these paths is accepted.
+        """
         if self.whole:
             return True
         assert self.costs is not None
         return sum(map(self.probability, frontier)) > self.rate * self.costs.level
 
     def _best_size(self, log_confidence: list[float]) -> int:
-        """log_confidence: descending."""
+        """Return the number of paths with the largest tokens - rate x cost; `log_confidence` is descending."""
         if self.whole:
             return len(log_confidence)
         assert self.costs is not None
@@ -156,7 +160,7 @@ class AdaptiveTree:
         return best_size
 
     def observe(self, committed_ids: list[int]) -> None:
-        """Learn from the tokens that the last tree's round committed, the target's own included."""
+        """Update the counts with the tokens that the last tree's round committed, the target's own included."""
         tree, self._tree = self._tree, None
         levels, self._levels = max(1, self._levels), 0
         if tree is None:
@@ -177,7 +181,7 @@ class AdaptiveTree:
             if node < 0:
                 break
             self._accepted[_bin(tree.log_confidence[node])] += 1
-        self._share = [right / said for right, said in zip(self._accepted, self._promised, strict=True)]
+        self._share = [right / promised for right, promised in zip(self._accepted, self._promised, strict=True)]
 
 
 def _bin(log_confidence: float) -> int:

@@ -1,8 +1,8 @@
-"""The exact distribution of verification's result, by walking through everything that chance can do.
+"""The exact distribution of verification's result, by enumerating all random outcomes.
 
-`Outcomes` replays every way the random choices of `verify.walk`, the code that runs, can fall, with its probability;
-trees are drawn in every way that a drafter can draw them. Nothing is estimated: what differs from the target's
-distribution is a bug.
+`Outcomes` replays every combination of random choices in `verify.walk`, the very code that decodes, with its
+probability; trees are enumerated in every way that a drafter can draw them. Nothing is estimated: any difference from
+the target's distribution is a bug.
 
 Shapes: V tokens (a handful), N tree nodes.
 """
@@ -33,14 +33,14 @@ DETERMINISTIC_TREES = [
     ((-1, 0, 0, 1, 1, 2), [0, 3, 1, 0, 2, 2]),
     ((-1, 0, 0, 0, 0), [0, 0, 1, 2, 3]),
 ]
-# Which of two drafters draws, one after the other, for trees merged from several.
+# For trees merged from several drafters: the drafters (of two) that draw, in this order.
 MERGED_DRAWS = [(0, 1), (0, 0), (0, 1, 0)]
 
 Trees = Iterator[tuple[float, DraftTree]]  # each with the probability that it is drawn
 
 
 class Outcomes:
-    """A `Chooser` that replays one outcome and notes which other outcomes there are."""
+    """A `Chooser` that replays one scripted outcome and collects the scripts of the other possible ones."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.position, self.probability = script, 0, 1.0
@@ -66,7 +66,7 @@ class Outcomes:
 def every_verdict(
     tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
 ) -> Iterator[tuple[float, Verdict]]:
-    """Everything that verification can say, with its probability."""
+    """Yield every possible verdict of verification with its probability."""
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
@@ -76,7 +76,7 @@ def every_verdict(
 
 
 def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Every ordered draw of `count` tokens from q [V] without replacement."""
+    """Yield every ordered draw of `count` tokens from q [V] without replacement, with its probability."""
     for tokens in itertools.permutations(range(len(q)), count):
         probability, left = 1.0, 1.0
         for token in tokens:
@@ -87,7 +87,7 @@ def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
 
 
 def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> Trees:
-    """Every tree of this shape whose siblings are drawn without replacement from the q of their parent's depth."""
+    """Yield every tree of this shape with siblings drawn without replacement from the q of their parent's depth."""
     shape = TreeShape.of(parents)
     families = [node for node in range(len(shape)) if shape.children[node]]
     q_rows = torch.stack([q_of_depth[min(depth, len(q_of_depth) - 1)] for depth in shape.depths])
@@ -101,9 +101,9 @@ def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> Trees:
 
 
 def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
-    """Every tree of first tokens drawn independently from these models in this order, equal ones merged.
+    """Yield every tree of first tokens drawn independently from these models in this order, with equal tokens merged.
 
-    Below the first one the last model draws a second token.
+    Below the first token the last model draws a second one.
     """
     for *firsts, second in itertools.product(range(V), repeat=len(models) + 1):
         weight = float(q_of_model[models[-1]][second])
@@ -119,7 +119,10 @@ def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
 
 
 def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
-    """[V, V]: the exact distribution of the first two tokens, later ones being sampled from the target itself."""
+    """Return the exact distribution [V, V] of the first two tokens.
+
+    If a round commits only one token, the second one is sampled from the target.
+    """
     joint = torch.zeros(V, V, dtype=torch.float64)
     for weight, tree in trees:
         contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
@@ -134,7 +137,7 @@ def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], s
 
 
 def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Tensor]]:
-    """The target's logits after the empty and every one-token context, and the drafter's at two depths."""
+    """Draw random logits: the target's after the empty and every one-token context, and the drafter's at two depths."""
     generator = torch.Generator().manual_seed(seed)
     target_of: dict[tuple[int, ...], Tensor] = {(): torch.randn(V, generator=generator, dtype=torch.float64) * 1.5}
     for token in range(V):
@@ -143,12 +146,12 @@ def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Ten
 
 
 def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
-    """The largest |probability - the target's| of any two first tokens, over all these trees and samplings."""
+    """Return the largest |probability - the target's| of any two first tokens, over all trees and samplings."""
     target_of, draft_logits = target_and_draft(seed)
     error = 0.0
     for sampling in samplings:
         second = torch.stack([sampling.probabilities(target_of[token,]) for token in range(V)])
-        wanted = sampling.probabilities(target_of[()])[:, None] * second
+        exact = sampling.probabilities(target_of[()])[:, None] * second
         q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
         # Builders never draw more siblings than q has tokens.
         support = min(int((q > 0).sum()) for q in q_of_depth)
@@ -160,5 +163,5 @@ def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
         cases += [iter([(1.0, DraftTree(tokens, TreeShape.of(parents)))]) for parents, tokens in DETERMINISTIC_TREES]
         cases += [merged_trees(q_of_depth, models) for models in MERGED_DRAWS]
         for trees in cases:
-            error = max(error, float((joint_distribution(trees, target_of, sampling) - wanted).abs().max()))
+            error = max(error, float((joint_distribution(trees, target_of, sampling) - exact).abs().max()))
     return error

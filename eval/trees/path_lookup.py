@@ -1,11 +1,11 @@
-"""What followed a path's last tokens where they occurred before, as further candidates of a drafter's tree.
+"""Lookups: tokens that followed a path's last tokens earlier in the text, as further candidates of a draft tree.
 
-Prompt lookup (Saxena, 2023; LLMA, 2304.04487) for every path of a draft tree instead of the committed tokens alone, and
-ranked with what the drafter proposes. A parallel drafter's deeper tokens are drafted without knowledge of those before
-them: here that knowledge comes from the text itself, at no forward.
+Prompt lookup (Saxena, 2023; LLMA, 2304.04487) for every path of a draft tree instead of the committed tokens alone,
+ranked together with the drafter's candidates. A parallel drafter drafts its deeper tokens without knowing the ones
+before them: lookups add that knowledge from the text, without a forward.
 
-Two estimates of a path's probability meet: the drafter's q, and how often a lookup has been right after so many
-matching tokens. That share is learnt while decoding, from `PRIOR` on.
+Paths are ranked by two estimates of their probability: the drafter's q, and how often lookups after an n-gram of the
+same length were right. That share is updated while decoding, starting from `PRIOR`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
 MAX_NGRAM = 8
 # How often the token after the latest occurrence of the longest known n-gram is right, by the n-gram's length: counted
-# on 600 conversations of SmolLM2-135M-Instruct at T = 0, 139,564 answer tokens; and, far fewer and made smooth, on
-# answers at T = 1, which repeat themselves less. It counts as so many observations.
+# on 600 conversations of SmolLM2-135M-Instruct at T = 0, 139,564 answer tokens; and, on far fewer tokens and smoothed,
+# at T = 1, where answers repeat themselves less. Each share counts as `PRIOR_OBSERVATIONS` lookups.
 PRIOR = (0.25, 0.56, 0.65, 0.70, 0.74, 0.78, 0.80, 0.84)
 PRIOR_SAMPLED = (0.13, 0.35, 0.40, 0.45, 0.50, 0.55, 0.60, 0.70)
 PRIOR_OBSERVATIONS = 8
@@ -33,10 +33,10 @@ class Found(NamedTuple):
 
 
 class PathLookup:
-    """The sequence so far, by its n-grams: what came after the last one of each.
+    """Index of the sequence so far: for every n-gram the token after its latest occurrence.
 
     Args:
-        temperature: Of the target; from 1 on lookups are held for worth what they are at 1.
+        temperature: The target's, which sets the prior; temperatures above 1 are treated as 1.
     """
 
     def __init__(self, temperature: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class PathLookup:
         self.start([])
 
     def start(self, prompt_ids: list[int]) -> None:
-        """Begin a sequence. What lookups were worth in another says little about it."""
+        """Start a new sequence, and reset the hit rates, which differ from sequence to sequence."""
         self._last: tuple[int, ...] = ()  # tokens, MAX_NGRAM at most
         self._next_of: dict[tuple[int, ...], int] = {}
         self._tried = [float(PRIOR_OBSERVATIONS)] * MAX_NGRAM
@@ -56,7 +56,7 @@ class PathLookup:
             self._append(token)
 
     def observe(self, committed_ids: list[int]) -> None:
-        """Go on with tokens of the answer, and see what lookups would have said of them."""
+        """Append tokens of the answer, and count how often lookups would have predicted them."""
         for token in committed_ids:
             found = self.find([])
             if found is not None:
@@ -65,7 +65,7 @@ class PathLookup:
             self._append(token)
 
     def find(self, path: list[int]) -> Found | None:
-        """Look up what would follow the sequence and these tokens; None where the last of them is new."""
+        """Look up the token after the sequence and these tokens; None if the last of them has not occurred before."""
         last = (*self._last, *path)[-MAX_NGRAM:]
         for begin in range(len(last)):
             token = self._next_of.get(last[begin:])
@@ -75,7 +75,7 @@ class PathLookup:
 
     def log_probability(self, length: int) -> float:
         """Return the log probability that a lookup after an n-gram of this length is right."""
-        # One more wrong lookup is counted, so that no path is certain.
+        # One additional wrong lookup is counted, so that no path has probability 1.
         return math.log(self._right[length - 1] / (self._tried[length - 1] + 1))
 
     def _append(self, token: int) -> None:
@@ -86,13 +86,14 @@ class PathLookup:
 
 
 def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
-    """Keep the `nodes` most likely paths among the tree's and those that lookups continue, the root not counted.
+    """Return the `nodes` most likely paths among the tree's and those that lookups add, the root not counted.
 
     Args:
-        tree: Deterministic, with `log_confidence`: the drafter's most likely paths, `nodes` or more of them.
+        tree: A deterministic tree with `log_confidence`: the drafter's most likely paths, `nodes` or more.
+        lookup: The sequence so far.
 
     Raises:
-        ValueError: The tree's tokens were sampled: one that is cut or continued by its own q is biased.
+        ValueError: The tree's tokens were sampled: cutting or extending such a tree would bias it.
     """
     if tree.q is not None or tree.log_confidence is None:
         raise ValueError("lookups continue deterministic trees with confidences, not sampled ones")

@@ -1,4 +1,4 @@
-"""Draft trees, and their verification: which path the target accepts, and the token that it adds itself.
+"""Draft trees and their verification: the path that the target accepts, and the token that it adds itself.
 
 A tree's node 0 is the root, the last committed token, which the target has not processed yet; the others are drafted. A
 node's ancestors come before it, so that a prefix of the nodes is a tree too (SpecInfer, arXiv 2305.09781, section 4).
@@ -9,14 +9,13 @@ Algorithm 2 for several, whose children are drawn independently, from one drafte
 from one. Temperature, top-k and top-p first turn logits into the distribution that tokens are drawn from: the same way
 for p and for q, before they are compared (Leviathan et al., 2.2).
 
-It is lossless, unless lenience below 1 is asked for (Leviathan et al., appendix A.5): q is multiplied by it in the
-comparison with p, the residual staying what it is. Then no token is more likely than p / lenience; nothing else is
-promised.
+It is lossless, unless lenience is below 1 (Leviathan et al., appendix A.5): q is multiplied by it in the comparison
+with p, and the residual is not changed. Then no token is more likely than p / lenience; nothing else is guaranteed.
 
-Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can walk through every
-outcome of this very code. On a GPU the host waits once for a greedy verdict; for a sampled one, which looks only at the
-nodes on its path, once for each draw that is tried and once for the last token, 10 to 20 us each. To decide all nodes
-in one pass would save most of these waits, but draw, or sort for top-p, at every node: on a CPU many times the work.
+Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can run this very code
+for every outcome. On a GPU the host waits once for a greedy verdict; for a sampled one, which looks only at the nodes
+on its path, once for each tried draw and once for the last token, 10 to 20 us each. Deciding all nodes in one pass
+would save most of these waits, but would draw, or sort for top-p, at every node: on a CPU many times the work.
 
 Shapes: N tree nodes (root included), V vocabulary. p = target, q = drafter.
 """
@@ -39,12 +38,15 @@ from draftsmith.models.decoding.decoders import to_device
 
 
 class TreeShape:
-    """Who is whose parent. Immutable; equal shapes are shared, so that masks are built once (`TreeShape.of`).
+    """Tree topology: the parent of every node. Immutable; `TreeShape.of` shares equal shapes, with their masks.
 
     Args:
         parents: [N], -1 for the root.
-        num_candidates: Nodes from this one on are run through the target but never accepted: nobody's `children`. None:
-            there are none such.
+        num_candidates: Nodes from this index on are run through the target but never accepted, and are in no node's
+            `children`. None: all nodes may be accepted.
+
+    Raises:
+        ValueError: The first node is no root, or a parent does not come before its child.
     """
 
     def __init__(self, parents: tuple[int, ...], num_candidates: int | None = None) -> None:
@@ -63,7 +65,7 @@ class TreeShape:
         self.depths = tuple(depths)
         self.children = tuple(tuple(nodes) for nodes in children)
         self.max_depth = max(depths)
-        self.draft_depth = max(depths[:num_candidates])  # of what may be accepted
+        self.draft_depth = max(depths[:num_candidates])  # of the nodes that may be accepted
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -72,12 +74,18 @@ class TreeShape:
 
     @staticmethod
     def chain(num_drafted: int) -> TreeShape:
-        """Root and `num_drafted` tokens one after the other."""
+        """Return the root with `num_drafted` tokens one after the other."""
         return TreeShape.of(tuple(range(-1, num_drafted)))
 
     @staticmethod
     def of_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
-        """The shape of some of a tree's nodes, ascending and with their parents; `parents` are the whole tree's."""
+        """Return the shape of a subset of a tree's nodes, ascending and with their parents.
+
+        Args:
+            nodes: The subset.
+            parents: The parents of all nodes of the tree.
+            num_candidates: As for the whole tree.
+        """
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
         kept = tuple(new_index[parents[node]] for node in nodes)
         if num_candidates is None:
@@ -90,8 +98,8 @@ class TreeShape:
     @cached_property
     def attention_mask(self) -> Tensor:
         """[N, N] bool: row u is true at u and at u's ancestors."""
-        # Bytes instead of tensors: best-first trees have a new shape nearly every round, and doubling ancestors with
-        # gathers takes 17 us where this takes 5 for 13 nodes, 10 for 33 and 12 for 65.
+        # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13
+        # nodes, 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
         nodes = len(self.parents)
         rows: list[bytearray] = []
         for node, parent in enumerate(self.parents):
@@ -100,7 +108,7 @@ class TreeShape:
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(nodes, nodes)
 
     def path_to(self, node: int) -> list[int]:
-        """The nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         path = [node]
         while self.parents[path[-1]] >= 0:
             path.append(self.parents[path[-1]])
@@ -109,17 +117,17 @@ class TreeShape:
 
 @dataclass(slots=True)
 class DraftTree:
-    """Candidate tokens in a shape.
+    """A draft tree: a token for every node of a shape.
 
     Args:
         tokens: [N] token ids; tokens[0] is the last committed token.
-        shape: The parents, from which everything else follows.
+        shape: The topology.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
-        draws: [N], or None. Below each node its independent draws in order, as (child, row of q), for children that
-            come from several drafters, or with replacement: q is [R, V] then, and a child drawn twice is listed twice.
-        log_confidence: [N], or None. The drafter's log probability of the path to each node, where a builder knows it:
-            the N' best nodes are the best tree of N' nodes.
+        draws: [N], or None. For each node its independent draws in order, as (child, row of q), if the children come
+            from several drafters, or with replacement: q is [R, V] then, and a child drawn twice is listed twice.
+        log_confidence: [N], or None if the builder does not know it. The drafter's log probability of the path to each
+            node: the N' best nodes are the best tree of N' nodes.
     """
 
     tokens: list[int]
@@ -154,17 +162,17 @@ class DraftTree:
         return self.shape.children[node]
 
     def paths(self) -> list[list[int]]:
-        """The nodes from the root to each leaf."""
+        """Return for each leaf the nodes from the root to it."""
         return [self.shape.path_to(node) for node in range(len(self)) if node not in self.parents]
 
     def cut_to_depth(self, max_depth: int) -> DraftTree:
-        """The same tree without the nodes deeper than `max_depth`: tokens that could not be kept anyway."""
+        """Return the tree without the nodes deeper than `max_depth`."""
         if self.shape.max_depth <= max_depth:
             return self
         return self.cut_to([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
     def cut_to(self, nodes: list[int]) -> DraftTree:
-        """The same tree of these nodes alone: ascending, with the parents of all."""
+        """Return the tree of these nodes alone, which must be ascending and include all their parents."""
         if len(nodes) == len(self):
             return self
         tokens = [self.tokens[node] for node in nodes]
@@ -179,7 +187,7 @@ class DraftTree:
 
 
 def root_only(token: int) -> DraftTree:
-    """A tree in which nothing is drafted: with it the verification loop is the autoregressive one."""
+    """Return a tree without draft tokens: with it the verification loop is autoregressive decoding."""
     return DraftTree([token], TreeShape.chain(0))
 
 
@@ -191,7 +199,7 @@ LARGEST_LOGIT = 1e4  # those of models are below 100
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=0` and `top_p=1` filter nothing."""
+    """Sampling settings. `temperature=0` is greedy; `top_k=0` and `top_p=1` filter nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -210,7 +218,7 @@ class Sampling:
         return self.temperature == 0
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """[..., V] logits over the temperature, up to a constant; none is infinite, however low it is."""
+        """Return logits [..., V] / temperature, up to a constant; finite even for the lowest temperatures."""
         numbers = torch.finfo(logits.dtype)
         if self.temperature >= LARGEST_LOGIT / numbers.max:
             return logits / self.temperature
@@ -218,7 +226,10 @@ class Sampling:
         return (logits / max(self.temperature, numbers.tiny)).clamp_min(numbers.min)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] logits to probabilities, in fp32 (fp64 stays fp64). Greedy: all mass on the first largest logit."""
+        """Return the probabilities of logits [..., V], in fp32 (fp64 stays fp64).
+
+        Greedy: all mass on the first largest logit.
+        """
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
@@ -236,20 +247,23 @@ class Sampling:
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """[..., V] p / Exp(1): the largest is a draw from p, the order that of draws without replacement (Gumbel-max)."""
+    """Return p / Exp(1) for p [..., V]: the largest is a draw from p, and the order that of draws without replacement.
+
+    (Gumbel-max trick.)
+    """
     return probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
 
 
 def drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """[...] one token from each distribution [..., V], by one uniform number in its cumulative sum; no host waits.
+    """Draw one token [...] from each distribution [..., V], by a uniform number in its cumulative sum; no host waits.
 
     torch's `multinomial` draws a number for each token: ten times as long on a CPU, 2 ms for a vocabulary of 49,152.
-    In fp64, where the sums of probabilities of 1e-8 do not vanish beside 1.
+    The sums are in fp64, in which probabilities of 1e-8 are not lost when added to a sum near 1.
     """
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulated[..., -1:]
     place = torch.rand(mass.shape, dtype=torch.float64, device=mass.device, generator=generator) * mass
-    # Below the mass whatever is rounded, so that a token that has a probability is found; without mass it is the last.
+    # Rounding must not reach the mass itself, so that a token of probability > 0 is found; without mass it is the last.
     place = torch.minimum(place, torch.nextafter(mass, torch.zeros_like(mass)))
     return torch.searchsorted(cumulated, place, right=True)[..., 0].clamp_max(probabilities.shape[-1] - 1)
 
@@ -260,24 +274,27 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
 
 
 def first_token(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """Choose the token that follows, from the target's logits [V] alone."""
+    """Choose the next token from the target's logits [V] alone."""
     return int(largest(logits)) if sampling.greedy else draw(sampling.probabilities(logits), generator)
 
 
 @dataclass(slots=True)
 class Verdict:
-    """path: [a+1] the accepted nodes, root first; next_token: the token that the target contributes after them."""
+    """Result of verification.
+
+    path: [a+1] the accepted nodes, root first. next_token: the token that the target adds after them.
+    """
 
     path: list[int]
     next_token: int
 
     def committed(self, tree: DraftTree) -> list[int]:
-        """Return the tokens [a+1] that this adds to the sequence: accepted drafts first."""
+        """Return the tokens [a+1] that the round adds to the sequence: accepted draft tokens, then the target's."""
         return [*(tree.tokens[node] for node in self.path[1:]), self.next_token]
 
 
 class Chooser(Protocol):
-    """Where the randomness comes from. Probabilities are on the device of the logits: one, and [V]."""
+    """Source of randomness. Probabilities are on the logits' device: a scalar for `accept`, [V] for `draw`."""
 
     def accept(self, probability: Tensor) -> bool: ...
 
@@ -285,7 +302,7 @@ class Chooser(Protocol):
 
 
 class RandomChooser:
-    """Chance itself."""
+    """Draws from a torch.Generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
@@ -304,12 +321,13 @@ def verify(
     generator: torch.Generator | None = None,
     lenience: float = 1.0,
 ) -> Verdict:
-    """Accept a path of the tree.
+    """Return the path of the tree that the target accepts, with its next token.
 
     Args:
+        tree: The draft tree.
         logits: [N, V] of the target at every node.
-        sampling: Applied to the target's logits; `tree.q` must have been standardised with the same one.
-        generator: For temperatures > 0.
+        sampling: Applied to the target's logits; `tree.q` must have been computed with the same one.
+        generator: Source of randomness at temperatures > 0.
         lenience: In (0, 1]; 1 is lossless.
     """
     if not sampling.greedy:
@@ -320,21 +338,25 @@ def verify(
 
 
 def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
-    """Follow the child that equals the target's most likely token. `argmax_ids`: [N]."""
+    """Follow, from the root, the child that equals the target's most likely token at its parent.
+
+    Args:
+        argmax_ids: [N] most likely token at every node.
+    """
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:
-        wanted = argmax_ids[path[-1]]
+        next_token = argmax_ids[path[-1]]
         for child in children[path[-1]]:
-            if tokens[child] == wanted:
+            if tokens[child] == next_token:
                 path.append(child)
                 break
         else:
-            return Verdict(path, wanted)
+            return Verdict(path, next_token)
 
 
 def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verdict:
-    """Follow the most likely child x with p(x) >= lenience max p, where p is not standardised to its argmax (A.5)."""
+    """Follow the most likely child x with p(x) >= lenience max p, where p is the softmax at temperature 1 (A.5)."""
     path = [0]
     while True:
         node_logits = logits[path[-1]].float()
@@ -348,29 +370,29 @@ def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -
 
 
 def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verdict:
-    """Stochastic verification of the tree, from the root down. Arguments as in `verify`."""
+    """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`."""
     path = [0]
     while True:
         node = path[-1]
         p = sampling.probabilities(logits[node])
         for child, q in drawn_below(tree, node, p.dtype):
             token = tree.tokens[child]
-            # 1. Accept x with probability min(1, p(x) / (l q(x))), l being the lenience; a deterministic child has q =
-            # the point mass on it.
+            # 1. Accept x with probability min(1, p(x) / (l q(x))), where l is the lenience; for a deterministic child q
+            # is the point mass on it.
             p_token = p[token].double()
             q_token = 1.0 if q is None else q[token].double()
             if chooser.accept((p_token / (lenience * q_token)).clamp_max(1.0)):
                 path.append(child)
                 break
-            # 2. Rejected: what is left to sample from is p minus what q has covered already.
+            # 2. Rejected: continue with the residual, norm(max(p - q, 0)).
             p = _residual(p, q, token)
         else:
-            # 3. No child left: the target contributes a token from what is left of p.
+            # 3. No child left: the target adds a token drawn from the residual.
             return Verdict(path, chooser.draw(p))
 
 
 def drawn_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
-    """The draws below a node in the order in which they are tried, each with its q [V], or None: deterministic."""
+    """Yield the draws below a node in the order in which they are tried, with their q [V]; None: deterministic."""
     if tree.q is None:
         for child in tree.children(node):
             yield child, None
@@ -386,17 +408,17 @@ def drawn_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tupl
 
 
 def _residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
-    """norm(max(p - q, 0)) of [V] distributions."""
+    """Return norm(max(p - q, 0)) of [V] distributions; q None: the point mass on `token`."""
     if q is None:
         return _without(p, token)
     left = (p - q).clamp_min(0)
     mass = left.sum()
-    # p = q up to rounding: such a rejection has no probability, and any answer keeps the distribution.
+    # p = q up to rounding: a rejection then has probability 0, and any result keeps the distribution.
     return torch.where(mass > 0, left / mass, p)
 
 
 def _without(distribution: Tensor, token: int) -> Tensor:
-    """The distribution [V] without one token, renormalised."""
+    """Return the distribution [V] without one token, renormalised."""
     left = distribution.clone()
     left[token : token + 1].zero_()
     mass = left.sum()

@@ -1,5 +1,8 @@
-"""Twenty questions that users of trainers of drafters ask (of SpecForge, speculators, EAGLE, Medusa and vLLM, in their
-issues): each is answered on one page, at most two links from the README, which holds the answer's key words."""
+"""Twenty questions of users of drafter trainers, each answered on one page, at most two links from the README.
+
+The questions are from the issues of SpecForge, speculators, EAGLE, Medusa and vLLM; the page holds the answer's key
+words.
+"""
 
 import re
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Training of a drafter, from tokens to a folder.
 
-Read `stage`, then `trainer`; `rows` is what is trained on and what is kept out, `training_arguments` the recipe's
-`train:` section, `start` another drafter's weights to begin with, `checkpoints` what training goes on from, `trackers`
-what `train.report_to` needs beside transformers' callbacks, `report` what training did, `card` the model card, `parity`
-the proof that training and decoding agree. May import `train.features` and `train.processes`.
+Read `stage`, then `trainer`. `rows` splits examples into training and held-out ones, `training_arguments` reads the
+recipe's `train:` section, `start` loads another drafter's weights (`drafter.init`), `checkpoints` chooses the
+checkpoint to resume from, `trackers` adds to transformers' callbacks of `train.report_to`, `report` summarises a
+training, `card` writes the model card, `parity` proves that training and decoding agree. May import `train.features`
+and `train.processes`.
 """

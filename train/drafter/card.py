@@ -1,8 +1,8 @@
 """The model card of a trained drafter: `drafter/README.md`, which goes to the Hub with the folder.
 
-Written when training ends, and again with figures by `eval` and `report` and with the proof by `prove`; by `push` into
-the folder that is uploaded, with what is beside it there. A card that somebody wrote by hand, or made their own by
-deleting the marked line, is left alone.
+It is written when training ends, and again with figures by `eval` and `report` and with the proof by `prove`; `push`
+writes it into the uploaded folder, with links to the other files there. A card that a user wrote by hand, or took over
+by deleting the marked line, is not changed.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _public(name: str) -> str:
 
 
 def _what_it_is(kind: str) -> str:
-    """Return the first paragraph of the drafter's own file, without the names of its neighbours."""
+    """Return the first paragraph of the drafter's module docstring, without names of other modules."""
     return re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(kind))
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint training goes on from: the newest one that is complete. Others are set aside and named.
+"""Choice of the checkpoint to resume from: the newest complete one. Incomplete ones are moved aside and reported.
 
 A checkpoint's `manifest.json` is written last. It names the checkpoint's files with their sizes, and the hashes of the
 small ones, and how many processes wrote it under which launch. So a checkpoint is complete if it has one that fits,
@@ -23,7 +23,7 @@ HASHED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says; `files` gives the fingerprint of each, by its path in the checkpoint."""
+    """Content of `manifest.json`. files: fingerprint of each file, by its path in the checkpoint."""
 
     launch: str
     processes: int
@@ -43,14 +43,14 @@ def write_manifest(checkpoint: Path, launch: Launch) -> None:
 
 
 def what_is_damaged(checkpoint: Path) -> str | None:
-    """The first file that is missing or not whole; None if the checkpoint is complete."""
+    """Describe the first file that is missing or incomplete; None if the checkpoint is complete."""
     try:
         files = read_json(checkpoint / MANIFEST, Manifest, "").files
     except UserError:
-        return f"{MANIFEST} is missing or not whole"
+        return f"{MANIFEST} is missing or incomplete"
     for name, fingerprint in files.items():
         if not (checkpoint / name).is_file() or _fingerprint(checkpoint / name) != fingerprint:
-            return f"{name} is missing or not whole"
+            return f"{name} is missing or incomplete"
     return None
 
 
@@ -88,23 +88,23 @@ def is_last_checkpoint(checkpoint: Path) -> bool:
 
 
 def refuse_other_launch(checkpoint: Path, launch: Launch) -> None:
-    """Refuse to go on from another launch's checkpoint, which would not be exact.
+    """Check that a checkpoint was written by an equal launch, as resuming would not be exact otherwise.
 
     Raises:
-        UserError: It was written by another number of processes, or under another way of splitting.
+        UserError: It was written by another number of processes, or with another way of splitting the model.
     """
     written = read_json(checkpoint / MANIFEST, Manifest, "")
-    processes, anew = written.processes, f"or delete {checkpoint.parent} to train anew"
+    processes, restart = written.processes, f"or delete {checkpoint.parent} to train from scratch"
     if processes != launch.processes:
         are = f"are {launch.processes}" if launch.processes > 1 else "is one"
         raise UserError(
             f"{checkpoint} was written by {processes} process{'es' * (processes > 1)} and there {are} now: training "
-            f"goes on exactly with as many only, so launch {processes} again, {anew}"
+            f"resumes exactly with the same number only, so launch {processes} again, {restart}"
         )
     if written.launch != launch.name:
         raise UserError(
             f"{checkpoint} was written under {written.launch}, which {launch.name} cannot read: launch it as "
-            f"before, {anew}"
+            f"before, {restart}"
         )
 
 

@@ -1,11 +1,11 @@
-"""Optimizer of a drafter: AdamW, or Muon for the matrices of its linear layers beside AdamW for everything else.
+"""Optimizer of a drafter: AdamW, or Muon for the matrices of its linear layers and AdamW for everything else.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by the nearest matrix with
 orthogonal rows or columns. `torch.optim.Muon` computes it; its `match_rms_adamw` scales the update to the size of
 AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that rates of both are of the same order.
 
 Embeddings, [MASK] vectors, norms, biases and heads over the vocabulary stay with AdamW, as in both sources. So do
-weights that a kind trains at a rate of its own (`Drafter.learning_rate_factors`).
+weights that a kind trains at a separate rate (`Drafter.learning_rate_factors`).
 """
 
 from typing import Any, Literal
@@ -52,7 +52,7 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both optimizers read and write this one's groups and state."""
+        """Make both optimizers read and write this one's groups and state."""
         self._muon.param_groups = [group for group in self.param_groups if "momentum" in group]
         self._adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
         self._muon.state = self._adamw.state = self.state

@@ -98,7 +98,11 @@ def perturb(drafter: Drafter, seed: int = SEED) -> None:
 
 @dataclass(frozen=True)
 class Parity:
-    """What was compared, and the worst difference; `parameters` are the drafter's trainable ones."""
+    """Result of comparing training with decoding.
+
+    worst: largest difference of logits. drafts: number of compared prefixes. row_tokens: length of the example.
+    parameters: number of trainable parameters.
+    """
 
     worst: Difference
     drafts: int

@@ -9,7 +9,10 @@ from draftsmith.models.base.registry import Training, read_training
 
 @dataclass
 class TrainReport(Training):
-    """What the file says, of a drafter's folder. `was_finished`: before this run, which had nothing to do."""
+    """The training log of a drafter's folder.
+
+    was_finished: training had finished before this call, which did nothing.
+    """
 
     folder: Path = Path()
     was_finished: bool = True
@@ -25,18 +28,18 @@ class TrainReport(Training):
 
     @property
     def heldout(self) -> dict[str, float]:
-        """The figures of these weights on the rows that were kept out of training, if any were."""
+        """Figures of these weights on the held-out examples; empty if there are none."""
         evaluations = [entry for entry in reversed(self.history) if "eval_loss" in entry]
         return next((entry for entry in evaluations if self.best_step in (None, entry["step"])), {})
 
     @property
     def heldout_accuracy(self) -> list[float]:
-        """The share of correct tokens at each depth, on the rows kept out of training."""
+        """Share of correct tokens at each depth, on the held-out examples."""
         return _by_depth(self.heldout, "eval_accuracy")
 
     @property
     def heldout_tau(self) -> list[float]:
-        """tau of greedy chains of 1, 2, ... drafted tokens, on the rows kept out of training."""
+        """Tau of greedy chains of 1, 2, ... draft tokens, on the held-out examples."""
         return _by_depth(self.heldout, "eval_tau")
 
     @property
@@ -61,13 +64,13 @@ class TrainReport(Training):
         }
 
     def sentence(self) -> str:
-        """Say in one sentence what was trained and how well."""
+        """Return a summary of the training in one sentence."""
         accuracy = ", ".join(f"{value:.0%}" for value in self.depth_accuracy)
         depths = f"accuracy at depths 1-{len(self.depth_accuracy)} on training rows: {accuracy}"
         last = f"last loss {self.loss:.3f}, {depths}"
         if self.heldout_tau:
             shares = ", ".join(f"{value:.0%}" for value in self.heldout_accuracy)
-            last += f"; on rows kept out: {shares}, tau of a chain {self.heldout_tau[-1]:.2f}"
+            last += f"; on held-out examples: {shares}, tau of a chain {self.heldout_tau[-1]:.2f}"
         if self.best_step not in (None, self.steps):
             last += f", with the weights of step {self.best_step}, the best there"
         if self.was_finished:

@@ -1,17 +1,17 @@
-"""The token rows of a training: which are kept out of it, which share a row, and what a drafter does on those kept out.
+"""Training examples: the held-out split, packing, and the metrics of a drafter on held-out examples.
 
-Conversations stand in the order of a hash of their tokens: the first ones are kept out, training takes those after
-them. So adding data moves none, parts are nested in each other, and drafters trained on any are measured on the same
-rows. All rows of a conversation, of which some templates make several, are on one side.
+Conversations are ordered by a hash of their tokens: the first ones are held out, training takes the following ones. So
+adding data moves no conversation to the other side, parts of the data are nested, and drafters trained on any part are
+measured on the same examples. All examples of a conversation (some templates give several) are on the same side.
 
-Packing puts several conversations into one row, so that next to nothing of a batch is padding. Which conversations
-share a row is decided once, from their lengths alone (best-fit decreasing). Position ids start anew with each document:
-from that the target's attention masks (transformers) and the drafters' (`models/groups/rows.py`) end at the borders,
-and so do the features that a group reads. The loss is that of the documents in rows of their own.
+Packing puts several conversations into one row, so that almost nothing of a batch is padding. The conversations of a
+row are chosen once, by their lengths alone (best-fit decreasing). Position ids restart with each document: from that
+the attention masks of the target (transformers) and of drafters (`models/groups/rows.py`) end at the borders, and so do
+the features that a group reads. The loss equals that of the documents in separate rows.
 
-The answers are the target's own, so a greedy chain can be replayed without decoding: of the group that it is drafted
-after one knows how many of its depths are right, and the next round begins after those and the target's own token. At
-T = 0 that is what the decoding loop does, except for the target's ties and for drafters that read their own drafts.
+The answers are the target's own, so a greedy chain can be replayed without decoding: it is known how many depths of the
+group after a round's newest token are right, and the next round starts after these and the target's token. At T = 0
+this equals the decoding loop, except for the target's ties and for drafters that read their own drafts.
 
 Shapes: B batch, S sequence, D hidden, G depths.
 """
@@ -36,22 +36,22 @@ from draftsmith.recipes.errors import UserError
 ROWS_COLUMN = "feature_rows"
 HASHED_BYTES = 8
 PROBE_LENGTHS = (5, 9, 3)
-# Relative to the features' size. Half precision rounds, by some multiple of its own unit.
+# Relative to the features' size; in half precision a multiple of its rounding unit.
 PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 
 
 def split_rows(
     tokens: Dataset, eval_rows_frac: float, answer_tokens: int | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """Return the rows to train on, and about so many of them kept out; both know their numbers (`ROWS_COLUMN`).
+    """Split the examples into training and held-out ones, both with their numbers (`ROWS_COLUMN`).
 
     Args:
-        tokens: Rows; of datasets that do not say their conversation each is one of its own.
-        eval_rows_frac: Share of all conversations to keep out.
-        answer_tokens: Train on no more rows than hold so many tokens with loss; by default on all.
+        tokens: Examples; without a conversation column each counts as a separate conversation.
+        eval_rows_frac: Approximate share of all conversations to hold out.
+        answer_tokens: Train only on the first examples with this many tokens with loss; None: on all.
 
     Raises:
-        UserError: None would be left on one side, or there are fewer answer tokens.
+        UserError: One side would be empty, or there are fewer answer tokens.
     """
     if not eval_rows_frac and answer_tokens is None:
         return tokens, None
@@ -86,10 +86,10 @@ def _place(ids_s: np.ndarray) -> float:
 
 
 def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Return rows of indices whose lengths add up to at most `row_tokens`; one that is longer is alone in its row.
+    """Pack documents into rows of at most `row_tokens` tokens; a longer document gets a separate row.
 
-    The longest goes first, each into the fullest row that still holds it, of rows equally full into the one begun last.
-    Rows stand in the order of their longest document.
+    The longest document is placed first, each into the fullest row that has room for it, of equally full rows into the
+    last one. Returns the documents' indices by row; rows are in the order of their longest document.
     """
     rows: list[list[int]] = []
     of_room: dict[int, list[int]] = {}  # rows by the tokens that they still hold
@@ -128,11 +128,11 @@ def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Token rows, packed. Documents are read when a row is asked for; their numbers are in it, for cached features.
+    """Dataset of packed rows. Documents are read on access; a row has their numbers, for cached features.
 
     Args:
-        tokens: Rows with `input_ids`, `loss_mask` and `length`.
-        row_tokens: The longest that a packed row may be.
+        tokens: Examples with `input_ids`, `loss_mask` and `length`.
+        row_tokens: Longest packed row.
     """
 
     def __init__(self, tokens: Dataset, row_tokens: int) -> None:
@@ -168,10 +168,10 @@ def check_packing(target: PreTrainedModel) -> None:
 
 
 def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
-    """Return [1 + 5G], float64 on the CPU: what a batch adds to the sums that `heldout_metrics` reads.
+    """Return a batch's contribution to the sums of `heldout_metrics`: [1 + 5G], float64 on the CPU.
 
-    The loss times its labels; of each depth the sum of losses, correct labels and labels; of greedy chains of 1, ..., G
-    drafted tokens the tokens committed and the rounds.
+    The loss times the number of labels; for each depth the sums of losses, of correct labels and of labels; for greedy
+    chains of 1, ..., G draft tokens the committed tokens and the rounds.
     """
     parts = (output.depth_loss_sum, output.depth_correct, output.depth_count)
     sums_3g = torch.stack([part.double() for part in parts if part is not None]).cpu()

@@ -1,9 +1,9 @@
-"""What training shows: a panel that is drawn anew on a terminal, elsewhere a short line for each record.
+"""Progress display of training: a panel on a terminal, elsewhere a short line per record.
 
     step 240/788  loss 3.27  acc 58/44/36/30/27 %  4,600 tok/s  12 min left
-    step 240/788  kept out: loss 3.41  acc 55/41/33/28/25 %  tau 2.31
+    step 240/788  held-out: loss 3.41  acc 55/41/33/28/25 %  tau 2.31
 
-Everything with all its digits is in `training.json` and goes to the trackers.
+All figures in full precision are in `training.json` and go to the trackers.
 """
 
 import sys
@@ -25,10 +25,10 @@ KEPT_OUT = "eval_"
 
 
 class ShownTraining(TrainerCallback):
-    """Shows what `Trainer.log` is told, in the first process.
+    """Callback that displays the records of `Trainer.log`, in the first process.
 
     Args:
-        console: None: lines on stdout, for a log file.
+        console: Console for the panel; None: print lines to stdout, for a log file.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -45,7 +45,7 @@ class ShownTraining(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
         self._begun_s, self._begun_step = time.monotonic(), state.global_step
-        self._logs = [log for log in state.log_history if "loss" in log]  # of a training that goes on
+        self._logs = [log for log in state.log_history if "loss" in log]  # of a resumed training
         if self._live is not None and state.is_world_process_zero:
             self._live.start()
 
@@ -74,7 +74,7 @@ class ShownTraining(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Leave the terminal as it was, with the panel's last state on it."""
+        """Stop the live display; the panel's last state stays on the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -92,9 +92,9 @@ class ShownTraining(TrainerCallback):
 
 
 def line_of(logs: dict[str, float], left_s: float | None) -> str:
-    """A record in one line; with the time to go unless it is of rows kept out."""
+    """Format a record in one line; with the remaining time unless it is of held-out examples."""
     prefix = KEPT_OUT if f"{KEPT_OUT}loss" in logs else ""
-    parts = [f"{'kept out: ' if prefix else ''}loss {float(logs[f'{prefix}loss']):.2f}"]
+    parts = [f"{'held-out: ' if prefix else ''}loss {float(logs[f'{prefix}loss']):.2f}"]
     accuracy = [f"{100 * value:.0f}" for _, value in by_depth(logs, f"{prefix}accuracy_depth")]
     parts += [f"acc {'/'.join(accuracy)} %"] if accuracy else []
     taus = by_depth(logs, f"{prefix}tau_depth")
@@ -132,13 +132,13 @@ def sparks(values: list[float]) -> str:
 
 
 def panel(state: TrainerState, logs: list[dict[str, float]], kept_out: dict[str, float], left_s: float | None) -> Group:
-    """How far it is, loss and accuracy of each depth so far, and what the rows kept out say."""
+    """Build the panel: progress, loss and accuracy of each depth so far, and the held-out figures."""
     newest = logs[-1] if logs else {}
     first = Table.grid(padding=(0, 2))
-    told = [f"step {state.global_step:,}/{state.max_steps:,}"]
-    told += [f"{newest['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in newest else []
-    told += [] if left_s is None else [f"{span(left_s)} left"]
-    first.add_row(ProgressBar(total=max(1, state.max_steps), completed=state.global_step, width=BAR_WIDTH), *told)
+    status = [f"step {state.global_step:,}/{state.max_steps:,}"]
+    status += [f"{newest['tokens_per_s']:,.0f} tok/s"] if "tokens_per_s" in newest else []
+    status += [] if left_s is None else [f"{span(left_s)} left"]
+    first.add_row(ProgressBar(total=max(1, state.max_steps), completed=state.global_step, width=BAR_WIDTH), *status)
     curves = Table.grid(padding=(0, 2))
     if newest:
         curves.add_row("loss", f"{newest['loss']:.2f}", Text(sparks([log["loss"] for log in logs]), style="yellow"))

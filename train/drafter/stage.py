@@ -54,7 +54,7 @@ from draftsmith.train.processes.frozen_target import load_frozen_target, outside
 from draftsmith.train.processes.launch import Launch, launch_of, refuse_what_cannot_work, told_of_a_lost_process
 
 SETTINGS = "settings.json"
-# Keys of `train:` that change what is printed or kept, not what is learned: free to differ when a run goes on.
+# Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
 HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
     "disable_tqdm", "dataloader_num_workers", "run_name", "log_level", "eval_strategy", "eval_steps", "eval_delay",
@@ -68,10 +68,10 @@ EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy",
 @alone_in_its_run("train")
 @told_of_a_lost_process()
 def train_drafter(recipe: Recipe) -> TrainReport:
-    """Train the recipe's drafter on `runs/<name>/data/tokens`, going on from the last checkpoint if there is one.
+    """Train the recipe's drafter on `runs/<name>/data/tokens`, resuming from the last checkpoint if there is one.
 
     Raises:
-        UserError: No tokens yet, a wrong option, or the folder holds a drafter trained with other settings.
+        UserError: There are no tokens yet, an option is wrong, or the folder's drafter was trained with other settings.
         LostProcess: Another process of this training ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the current step was finished and saved.
     """
@@ -92,7 +92,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         )
     begun_from = start_folder(recipe)
     settings = _settings(recipe, tokens) | start_settings(begun_from)
-    check_settings(run.drafter / SETTINGS, settings, "train anew")
+    check_settings(run.drafter / SETTINGS, settings, "train from scratch")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
@@ -168,9 +168,9 @@ def _target_and_drafter(
 def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
     """Make torch's kernels deterministic in this context, if training runs on a CPU.
 
-    With several threads its scatter-like kernels (the backward of indexing, above all) add up in the order in which
-    threads happen to come. What is left is the number of threads, by which sums are cut into parts. On CUDA
-    `train.full_determinism: true` is what the Trainer has for it, at a price.
+    With several threads torch's scatter-like kernels (mainly the backward of indexing) sum in the order in which
+    threads finish. Results still depend on the number of threads, which splits sums. On CUDA the Trainer's slower
+    `train.full_determinism: true` does the same.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     checks: Any = deterministic  # its flag is a property that type checkers do not see
@@ -186,7 +186,11 @@ def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
 
 
 def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
-    """Check the free disk before training: a checkpoint and the end take the weights once each, at least."""
+    """Check the free disk space before training, for at least one checkpoint and the final weights.
+
+    Raises:
+        UserError: There is less.
+    """
     needed_bytes = 2 * sum(p.numel() * p.element_size() for p in drafter.parameters() if p.requires_grad)
     free_bytes = free_bytes_at(folder)
     if free_bytes < needed_bytes:
@@ -212,12 +216,12 @@ def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path |
         return None
     refuse_other_launch(checkpoint, launch)
     if trainer.is_world_process_zero():
-        print(f"going on from {checkpoint}")
+        print(f"resuming from {checkpoint}")
     return checkpoint
 
 
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
-    """Return what the trained weights depend on, flat, by recipe key."""
+    """Return the settings that the trained weights depend on, flat, by recipe key."""
     settings: dict[str, Any] = {
         "seed": recipe.seed,
         "target.model": recipe.target.model,

@@ -1,11 +1,11 @@
-"""`drafter.init`: a new drafter starts from the weights of a trained one, of its own kind or of another.
+"""`drafter.init`: warm start of a new drafter from the weights of a trained one, of the same kind or another.
 
-What both have by one name and in one shape is copied, tensor by tensor; a drafter's parameters are named after what
-they are, so an EAGLE's `layers` and `fc` are what the parallel flavour's are. The rest stays as the kind starts it.
+Tensors with the same name and shape are copied; parameters are named by their function, so that `layers` and `fc` of an
+EAGLE drafter correspond to those of a parallel one. All others keep the initial values of the new drafter's kind.
 
-A draft vocabulary is the trained drafter's only where it has trained rows for these tokens, as heads of its own or a
-Markov head's W2. Where the rows are the target's nothing of it was trained, and the tokens are those most frequent in
-this run's own answers, as for a new drafter, or these and the trained one's (`drafter.init_vocabulary`).
+The trained drafter's draft vocabulary is used only if it has trained rows for these tokens (its own heads, or a Markov
+head's W2). If its head is the target's, nothing of the vocabulary was trained, and the tokens are those most frequent
+in this run's answers, as for a new drafter, or these and the trained drafter's (`drafter.init_vocabulary`).
 """
 
 from pathlib import Path
@@ -55,21 +55,24 @@ def start_folder(recipe: Recipe) -> Path | None:
 
 
 def start_settings(folder: Path | None) -> dict[str, str]:
-    """Return what tells one start from another, for the settings that a run's drafter was begun with."""
+    """Return the warm start's part of a training's settings: the hash of the weights in `folder`; empty without one."""
     return {} if folder is None else {"drafter.init (its weights)": " ".join(weights_sha256(folder).values())}
 
 
 @torch.no_grad()
 def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: bool = False) -> Start:
-    """Copy what the trained drafter in `folder` has in common with this new one, attached and prepared.
+    """Copy the tensors that the trained drafter in `folder` shares with this new one.
 
     Args:
-        extend_vocabulary: Of a draft vocabulary of which no row was trained, take the trained drafter's tokens after
-            this run's own, those of the lower ids first, which tokenizers give to the more frequent ones.
+        drafter: The new drafter, attached and prepared.
+        folder: Folder of the trained drafter.
+        source: Its name in messages.
+        extend_vocabulary: If no row of the trained drafter's draft vocabulary was trained, add its tokens after this
+            run's, lower ids first, as tokenizers give these to more frequent tokens.
 
     Raises:
-        UserError: Its weights are not those that training wrote, it was made for another target, it has nothing in
-            common with this one, or it is of the same kind and has other options.
+        UserError: The weights were changed after training, the drafter was trained for another target, it shares no
+            tensor with this one, or it is of the same kind with other options.
     """
     trained = read_drafter(folder, drafter.dtype)
     trained.refuse_other_target(drafter.attached.target)
@@ -105,7 +108,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
     if extends:
         drafter.extend_draft_tokens(trained.t2d)
     drafter.read_draft_vocabulary()
-    maps = {"d2t", "t2d"}  # no parameters: they are told of in words
+    maps = {"d2t", "t2d"}  # no parameters: described in words below
     fresh, unused = sorted(mine.keys() - taken - maps), sorted(theirs.keys() - taken - maps)
     words = None
     if vocabulary and not maps <= taken:
@@ -119,7 +122,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
 
 
 def start_sentence(start: Start) -> str:
-    """Say what a drafter started from, for the terminal and the model card."""
+    """Describe a drafter's warm start in one sentence, for the terminal and the model card."""
     digest = " ".join(start.weights_sha256.values())[:SHOWN_HASH_DIGITS]
     rest = f"; new here: {some_of(start.fresh)}" if start.fresh else ""
     rest += f"; left out: {some_of(start.unused)}" if start.unused else ""

@@ -1,8 +1,9 @@
-"""Experiment trackers, by transformers' own `train.report_to`: what its callbacks leave out.
+"""Experiment trackers (`train.report_to`): additions to transformers' callbacks.
 
-They log every curve by depth as it is logged here. Beside that a tracked run begins with the whole recipe in its
-config, goes on as the same run after an interruption, is stored in the run's folder where it is on a disk, and ends
-before the next training of the process begins. `trackers.json` says afterwards where the evaluation's table belongs.
+The callbacks log all curves by depth. In addition, a tracked run has the whole recipe in its config, is resumed as the
+same run after an interruption, is stored in the run folder if the tracker stores it on disk, and ends before the
+process's next training starts. `trackers.json` records the tracker's run, to which the evaluation's table is added
+later.
 """
 
 import importlib.util
@@ -27,25 +28,25 @@ KNOWN = ("tensorboard", "trackio", "wandb")  # which the evaluation's table goes
 
 
 def refuse_missing_trackers(names: list[str]) -> None:
-    """Check that the trackers can be used.
+    """Check that the trackers are known and installed.
 
     Raises:
-        UserError: transformers does not know one, or it is not installed.
+        UserError: transformers does not know a tracker, or it is not installed.
     """
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
             hint = did_you_mean(name, INTEGRATION_TO_CALLBACK, f"use {', '.join(KNOWN)}")
-            raise UserError(f"key `train.report_to`: there is no tracker {name}: {hint}")
+            raise UserError(f"key `train.report_to`: unknown tracker {name}: {hint}")
         if name in KNOWN and importlib.util.find_spec(name) is None:
             raise UserError(f"key `train.report_to`: {name} is not installed: `pip install 'draftsmith[{name}]'`")
 
 
 @contextmanager
 def tracked(recipe: Recipe, trainer: Trainer) -> Iterator[None]:
-    """Track a training in this context: around `trainer.train`, and what is logged after it.
+    """Track a training in this context, which encloses `trainer.train` and later logging.
 
     Raises:
-        UserError: A tracker cannot begin, as without an API key.
+        UserError: A tracker cannot start, for example without an API key.
     """
     args = trainer.args
     if not args.report_to or not trainer.is_world_process_zero():
@@ -80,7 +81,7 @@ def tracked_run(folder: RunFolder) -> dict[str, Any]:
     file = folder.root / TRACKERS_FILE
     if not file.exists():
         return {}
-    return read_json(file, dict[str, Any], "delete it: the next training is then tracked as a run of its own")
+    return read_json(file, dict[str, Any], "delete it: the next training is then tracked as a separate run")
 
 
 def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
@@ -103,7 +104,7 @@ def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
 
 
 def end_trackio() -> None:
-    """End the open run, if there is one: its callback opens one anew for what is logged after the last step."""
+    """End the open run if there is one; its callback opens another one for records logged after the last step."""
     import trackio  # an optional dependency
 
     if trackio.context_vars.current_run.get() is not None:
@@ -111,7 +112,7 @@ def end_trackio() -> None:
 
 
 class RecipeInTrackers(TrainerCallback):
-    """Adds the recipe to a tracker's run, which transformers' callbacks have begun before."""
+    """Callback that adds the recipe to a tracker's run, which transformers' callbacks have started before."""
 
     def __init__(self, resolved: dict[str, Any], about: dict[str, Any]) -> None:
         self._resolved, self._about = resolved, about

@@ -85,7 +85,7 @@ def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class FeatureCollator:
-    """`collate_right_padded`, and beside it `features` [B, S, F] from the cache; zeros at padding."""
+    """Collator like `collate_right_padded` that adds `features` [B, S, F] from the cache, zeros at padding."""
 
     def __init__(self, cache: FeatureCache) -> None:
         self._cache = cache
@@ -114,7 +114,7 @@ class EvenBatches(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler of the rows, which accelerate tells the epoch."""
+        """The sampler of the rows, on which accelerate sets the epoch."""
         return self._batches.sampler
 
     @sampler.setter
@@ -133,7 +133,7 @@ class EvenBatches(BatchSampler):
 
 
 def even_out(loader: DataLoader) -> DataLoader:
-    """Give the loader, as accelerate prepared it, `EvenBatches`; one process needs none of it."""
+    """Set `EvenBatches` in a loader that accelerate has prepared, if there are several processes."""
     shard = getattr(loader, "batch_sampler", None)
     if isinstance(shard, BatchSamplerShard) and shard.num_processes > 1:
         shard.batch_sampler = EvenBatches(shard.batch_sampler, shard.num_processes)
@@ -142,10 +142,10 @@ def even_out(loader: DataLoader) -> DataLoader:
 
 
 class Progress(TrainerCallback, ExportableState):
-    """What training has done so far, over all the runs that went on from a checkpoint; saved with every checkpoint.
+    """Totals of a training, over all resumed runs; saved with every checkpoint.
 
-    tokens: trained on, of all processes; elapsed_s: in training, steps and what is between them; unlogged_3g: sums over
-    labels since the last log: losses, correct ones, labels of each depth; logged: tokens and seconds of that log.
+    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_3g: sums
+    since the last log, by depth: losses, correct labels, labels. logged_tokens, logged_s: totals at the last log.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Progress(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": attributes}
 
     def add(self, tokens: int, sums_3g: Tensor) -> None:
-        """Count what was trained on since the last call."""
+        """Add the tokens and the sums over labels since the last call."""
         self.tokens += tokens
         earlier = torch.tensor(self.unlogged_3g).to(sums_3g) if self.unlogged_3g else 0.0
         self.unlogged_3g = (earlier + sums_3g).tolist()
@@ -265,9 +265,9 @@ class DrafterTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], Any]:
-        """A step's micro-batches, and `label_counts` [2, G] of them in all processes: each depth has a mean of its own.
+        """Return a step's micro-batches, and their `label_counts` [2, G] over all processes, for each depth's mean.
 
-        transformers counts the labels of one depth, by a column that is not there.
+        transformers would count the labels of a single depth, from a column that the batches do not have.
         """
         self._micro_batch = 0
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -332,9 +332,9 @@ class DrafterTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Log and return the accuracy by depth, and the tau of a chain, on the rows that were kept out of training.
+        """Log and return the accuracy by depth and the tau of a chain on the held-out examples.
 
-        It draws nothing from the random generators of the training, which goes on as if it had not been.
+        It does not use the training's random generators, so that it does not change the training.
         """
         model, sums = self.model_wrapped, []
         model.eval()
@@ -346,9 +346,9 @@ class DrafterTrainer(Trainer):
         model.train()
         whole = self.accelerator.reduce(torch.stack(sums).sum(0).to(self.args.device), reduction="sum")
         metrics = heldout_metrics(whole.cpu(), metric_key_prefix)
-        wanted = self.args.metric_for_best_model
-        if wanted is not None and f"{metric_key_prefix}_{wanted}" not in metrics:
-            raise UserError("the rows kept out of training hold no answer to validate on: raise data.eval_rows_frac")
+        metric = self.args.metric_for_best_model
+        if metric is not None and f"{metric_key_prefix}_{metric}" not in metrics:
+            raise UserError("the held-out examples contain no answer to validate on: raise data.eval_rows_frac")
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
         return metrics
@@ -462,7 +462,7 @@ class DrafterTrainer(Trainer):
         )
 
     def _sync_counts(self) -> None:
-        """Add up over all processes what was counted, for a log or a checkpoint; each must ask at the same step."""
+        """Sum the counts over all processes, for a log or a checkpoint; all processes must call it at the same step."""
         if self._depth_sums_3g is not None and self._tokens is not None:
             sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").cpu()
             self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_3g)
@@ -470,19 +470,21 @@ class DrafterTrainer(Trainer):
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:
-    """Return the generator of what a micro-batch draws, the same whatever process has it and when a run is resumed.
+    """Return the random generator of a micro-batch, independent of its process and of resuming.
 
-    step: optimiser steps done; place: of the micro-batch among those of the step, in all processes.
+    Args:
+        step: Number of finished optimizer steps.
+        place: Index of the micro-batch among those of the step, over all processes.
     """
     state = np.random.SeedSequence((seed, step, place)).generate_state(1, np.uint64)
     return torch.Generator(device).manual_seed(int(state[0]))
 
 
 class StopOnInterrupt(TrainerCallback):
-    """Saves and stops after the current step at the first SIGINT or SIGTERM, in all processes of the training.
+    """Callback that saves and stops after the current step at the first SIGINT or SIGTERM, in all processes.
 
-    A second Ctrl-C acts at once. A second SIGTERM does not: schedulers and launchers send several, and what cannot wait
-    any longer is killed. `requested` is the signal, or 0.
+    A second Ctrl-C stops immediately. A second SIGTERM does not: schedulers and launchers send several, and use SIGKILL
+    in the end. `requested` is the signal, or 0.
     """
 
     def __init__(self) -> None:
@@ -507,13 +509,13 @@ class StopOnInterrupt(TrainerCallback):
         self.restore()
 
     def restore(self) -> None:
-        """Give the signals back; at the end of training, and after an error that `on_train_end` does not see."""
+        """Restore the signal handlers, at the end of training and after an error, which skips `on_train_end`."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
 
     def raise_interrupt(self) -> NoReturn:
-        """End the command by what was requested, when all is saved."""
+        """Raise the exception of the received signal, once everything is saved."""
         raise Terminated if self.requested == signal.SIGTERM else KeyboardInterrupt
 
     def _request(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""The recipe's `train:` section -> `transformers.TrainingArguments`, with mistakes told by key.
+"""Conversion of the recipe's `train:` section to `transformers.TrainingArguments`; errors name the key.
 
-Three keys are ours. `global_batch_size` is the number of rows of an optimizer step in all processes together. The
-learning rate was chosen for it, so it stays the same whatever is launched; `per_device_train_batch_size` and
+Three keys are ours. `global_batch_size` is the number of rows of an optimizer step over all processes. The learning
+rate was chosen for it, so it does not depend on the launch; `per_device_train_batch_size` and
 `gradient_accumulation_steps` follow from it. `optimizer` and `muon_learning_rate` choose Muon, see `optimizer.py`.
 """
 
@@ -46,17 +46,17 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError("muon_learning_rate is read with optimizer=muon only: set that too, or leave it out")
 
 
-# Where launchers tell how many processes there are, as accelerate reads it.
+# Environment variables with the number of processes, as accelerate reads them.
 WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 logger = logging.getLogger(__name__)
 
 
 def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
-    """Return the arguments of a recipe's training, with what `validation` asks for.
+    """Return the arguments of a recipe's training, with those that `validation` needs.
 
     Raises:
-        UserError: As `training_arguments`, or `validation` asks for what the other keys cannot give.
+        UserError: As `training_arguments`, or `validation` contradicts other keys.
     """
     values, validation = dict(recipe.train), recipe.validation
     if values.get("load_best_model_at_end"):
@@ -83,9 +83,9 @@ def training_arguments(
     """
     fields = {field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init}
     hints = typing.get_type_hints(DrafterTrainingArguments)
-    # Asked for by accelerate too; and transformers refuses bf16 on a CPU that nobody asked for.
-    asked_for = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    use_cpu = use_cpu or asked_for or not torch.accelerator.is_available()
+    # accelerate may request a CPU too; and transformers rejects bf16 on a CPU unless use_cpu is set.
+    accelerate_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
     processes = get_int_from_env(WORLD_SIZES, 1)
     checked = {
         key: _checked(key, value, fields, hints) for key, value in _shared_out(values, processes, fields, hints).items()
@@ -101,7 +101,7 @@ def training_arguments(
         "accelerator_config": {"non_blocking": not use_cpu},  # batches travel while the step before is computed
     }
     if "per_device_train_batch_size" in checked:
-        # Rows kept out take no more memory than those that are trained on: transformers would take eight at a time.
+        # So that evaluation takes no more memory than training: transformers' default is eight rows.
         defaults["per_device_eval_batch_size"] = checked["per_device_train_batch_size"]
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
@@ -118,7 +118,7 @@ def training_arguments(
 
 
 def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]) -> dict[str, Any]:
-    """Replace the global batch by the rows of a process at once, as many as may be, and how often it accumulates."""
+    """Replace the global batch by the largest allowed rows per forward of a process, and accumulation steps."""
     values = dict(values)
     if GLOBAL_BATCH not in values:
         rows = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
@@ -136,7 +136,7 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
     if not 0 < most <= asked:
         raise UserError(
             f"key `train.per_device_train_batch_size` must be from 1 to train.{GLOBAL_BATCH}, which is {asked}, not "
-            f"{most}: it is how many of a step's rows a process computes at once; set train.{GLOBAL_BATCH} for more"
+            f"{most}: it is the number of rows in one forward of a process; for larger steps set train.{GLOBAL_BATCH}"
         )
     if asked % processes:
         raise UserError(
@@ -149,10 +149,14 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
 
 
 def _refuse_doubled_rows(args: TrainingArguments) -> None:
-    """Refuse what fills the last step of an epoch with rows that were trained on already."""
-    wanted = args.accelerator_config
+    """Check that no option fills an epoch's last step with rows that were trained on already.
+
+    Raises:
+        UserError: An option does.
+    """
+    config = args.accelerator_config
     for key in ("split_batches", "dispatch_batches"):
-        if getattr(wanted, key) and args.world_size > 1:
+        if getattr(config, key) and args.world_size > 1:
             raise UserError(f"key `train.accelerator_config`: {key} doubles an epoch's last rows: leave it out")
     if args.train_sampling_strategy == "batch_rebalance" and args.world_size * args.gradient_accumulation_steps > 1:
         raise UserError(

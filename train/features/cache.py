@@ -1,11 +1,11 @@
-"""The target's hidden states on disk, `runs/<name>/features/`: `draftsmith features` writes them, the trainer reads.
+"""The target's hidden states on disk, `runs/<name>/features/`: written by `draftsmith features`, read by the trainer.
 
-    index.json                   whose features of which tokens these are, and where each row is stored
-    features-00000.safetensors   a tensor [tokens, D] for each layer, named by its id; rows one after the other
+    index.json                   settings of target and tokens, and the place of each example
+    features-00000.safetensors   a tensor [tokens, D] for each layer, named by its id; examples one after the other
 
-The index is written first and never changes. A shard gets its name when it is whole and on disk: one that is there is
-finished, and the cache is complete when all of them are. Readers map the files into memory and share nothing else, so
-any number of processes may read.
+The index is written first and never changes. A shard gets its name once it is complete and on disk: every existing
+shard is complete, and the cache is complete when all shards exist. Readers map the files into memory and share nothing
+else, so any number of processes may read.
 
 Shapes: B batch, S sequence, L layers, D hidden, F = L * D features.
 """
@@ -58,13 +58,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class FeatureIndex:
-    """What `index.json` says.
+    """Content of `index.json`.
 
-    Args:
-        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
-        hidden_size: D.
-        settings: What the numbers depend on, by recipe key.
-        shards: All of them, in the order of the dataset.
+    layers: ids of layers, see `draftsmith.models.target.features.FeatureTap`. hidden_size: D. settings: settings that
+    the features depend on, by recipe key. shards: all shards, in the order of the dataset.
     """
 
     layers: tuple[int, ...]
@@ -90,10 +87,10 @@ class FeatureIndex:
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
 
     def refuse_others(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
-        """Check that these are the features that a recipe asks for, or more.
+        """Check that these features have a recipe's settings and include its layers.
 
         Raises:
-            UserError: They are not; names the first key that differs.
+            UserError: They do not; the message names the first key that differs.
         """
         refuse_other_settings(folder, self.settings, settings, "write the features again")
         if not set(layers) <= set(self.layers):
@@ -131,10 +128,10 @@ def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]
 
 
 def write_shard(file: Path, features: dict[str, Tensor]) -> None:
-    """Write a whole shard or nothing, and wait until it is on disk.
+    """Write a shard completely or not at all, and wait until it is on disk.
 
     Raises:
-        OSError: No space is left (with the file's name); what was written is taken away again.
+        OSError: No space is left (with the file's name); the partial file is removed.
     """
     partial = file.with_name(file.name + ".partial")
     try:
@@ -155,11 +152,11 @@ class FeatureCache:
 
     Args:
         folder: `runs/<name>/features`.
-        index: Of that folder.
-        layers: To read, in this order.
+        index: The folder's index.
+        layers: Ids of the layers to read, in this order.
 
     Raises:
-        UserError: A shard is missing, damaged, or not what the index says.
+        UserError: A shard is missing, damaged, or contradicts the index.
     """
 
     def __init__(self, folder: Path, index: FeatureIndex, layers: tuple[int, ...]) -> None:
@@ -167,7 +164,7 @@ class FeatureCache:
         if missing:
             raise UserError(
                 f"{folder} is not complete ({len(missing)} of {len(index.shards)} shards are missing): run "
-                "`draftsmith features` again, which goes on where it stopped"
+                "`draftsmith features` again, which writes the missing ones"
             )
         self._folder, self._index, self._layers = folder, index, layers
         self._first_rows = [shard.first_row for shard in index.shards]
@@ -223,7 +220,7 @@ def refuse_obstacle(recipe: Recipe) -> None:
     """Check that drafters of this kind can be trained on features from disk.
 
     Raises:
-        UserError: They cannot; says why.
+        UserError: They cannot; the message gives the reason.
     """
     obstacle = load_drafter_class(recipe.drafter.kind).offline_obstacle
     if obstacle is not None:
@@ -234,7 +231,7 @@ def refuse_obstacle(recipe: Recipe) -> None:
 
 
 def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
-    """Return what the features depend on, by recipe key."""
+    """Return the settings that the features depend on, by recipe key."""
     chosen = recipe.data.features
     settings = {
         "target.model": recipe.target.model,

@@ -1,9 +1,9 @@
-"""The features stage: the target reads all tokens once, and what drafters read of it goes to `runs/<name>/features/`.
+"""The features stage: run the target over all tokens once, and write its hidden states to `runs/<name>/features/`.
 
-The size is known before the target is even loaded, from its config and the tokens. The stage can be killed at any
-moment: shards that are there stay, and the next run writes the others.
+The size is known before the target is loaded, from its config and the tokens. The stage can be killed at any moment:
+existing shards stay, and the next run writes the missing ones.
 
-Under a launcher each process writes its part of the shards, with a target of its own or, sharded, a part of one.
+Under a launcher each process writes its part of the shards, with its own target or, if sharded, a part of one.
 
 Shapes: B batch, S sequence, D hidden, F features.
 """
@@ -48,7 +48,7 @@ MARGIN_FRAC, MARGIN_BYTES = 0.05, 2 * SHARD_BYTES
 
 @dataclass(frozen=True)
 class Projection:
-    """What `write_features` is going to write."""
+    """Size and content of the features that `write_features` is going to write."""
 
     folder: Path
     tokens: Dataset
@@ -65,7 +65,7 @@ class Projection:
         return sum(shard.tokens for shard in self.missing) * self.index.bytes_per_token
 
     def sentence(self) -> str:
-        """Say in one sentence how much there is to write."""
+        """Return the size to write in one sentence."""
         index = self.index
         layers = f"{len(index.layers)} layer{'s' if len(index.layers) > 1 else ''}"
         size = (
@@ -79,10 +79,10 @@ class Projection:
         return f"{self.folder} takes {size}{left}; {bytes_text(self.free_bytes)} are free on that disk"
 
     def refuse_what_does_not_fit(self) -> None:
-        """Check that the free disk holds it, with a margin.
+        """Check that the missing shards fit on the disk, with a margin.
 
         Raises:
-            UserError: It does not fit.
+            UserError: They do not fit.
         """
         margin_bytes = round(MARGIN_FRAC * self.missing_bytes) + MARGIN_BYTES
         if self.missing_bytes + margin_bytes <= self.free_bytes:
@@ -97,7 +97,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class FeatureReport:
-    """What `write_features` did."""
+    """Result of `write_features`."""
 
     folder: Path
     tokens: int
@@ -105,7 +105,7 @@ class FeatureReport:
     wall_time_s: float
 
     def sentence(self) -> str:
-        """Say in one sentence what was written, and how fast."""
+        """Return size and speed of the writing in one sentence."""
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
         return f"wrote {bytes_text(self.written_bytes)} to {self.folder} in {self.wall_time_s:.0f} s, {speed}"
 
@@ -133,10 +133,10 @@ def project_features(recipe: Recipe) -> Projection:
 
 @alone_in_its_run("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
-    """Write the shards that are missing; in several processes each its part of them.
+    """Write the missing shards; of several processes each writes a part.
 
     Raises:
-        UserError: The target cannot be loaded, or is not the one that the folder was begun with.
+        UserError: The target cannot be loaded, or is not the target of the existing shards.
         OSError: The disk is full; finished shards stay.
     """
     begin_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Training in several processes: DDP, FSDP2 and DeepSpeed's ZeRO, and the frozen target beside them.
+"""Training in several processes: DDP, FSDP2 and DeepSpeed's ZeRO, with the frozen target.
 
-Read `launch` (what was started, and what of it cannot work), then `frozen_target` and `split_weights`.
+Read `launch` (recognising and checking the launch), then `frozen_target` and `split_weights`.
 """

@@ -29,11 +29,11 @@ RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 @contextmanager
 def outside_the_launch() -> Iterator[None]:
-    """Let transformers give every process whole models in this context.
+    """Make transformers load whole models in every process in this context.
 
-    Under FSDP's RAM-efficient loading it would leave zeros in all but the first, for FSDP to fill, which never sees the
-    target; under ZeRO-3 it would split the weights, of the target for an engine that never runs it, of the drafter
-    before it has read the target's.
+    With FSDP's RAM-efficient loading, all processes but the first would get zeros for FSDP to fill, which never sees
+    the target. Under ZeRO-3 it would split the weights: the target's for an engine that never runs it, the drafter's
+    before they are initialised from the target.
     """
     setting = os.environ.pop(RAM_EFFICIENT, None)
     zero = deepspeed._hf_deepspeed_config_weak_ref
@@ -66,9 +66,9 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 @torch.no_grad()
 def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
-    """Keep of the target what training needs, on this process's device, and put the drafter beside it.
+    """Move the drafter and the parts of the target that training needs to this process's device.
 
-    The drafter is everywhere the one that the first process made.
+    All processes get the first one's drafter.
     """
     features = recipe.data.features
     if features.source == "offline":
@@ -132,11 +132,11 @@ def _tensors(target: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give the tensors the first process's values, one after the other by way of the device."""
+    """Broadcast the first process's values into the tensors, one after the other by way of the device."""
     for tensor in tensors:
-        there = tensor.detach().to(device).contiguous()
-        distributed.broadcast(there, 0)
-        tensor.copy_(there)
+        on_device = tensor.detach().to(device).contiguous()
+        distributed.broadcast(on_device, 0)
+        tensor.copy_(on_device)
 
 
 def _shard(target: PreTrainedModel, device: torch.device) -> None:
@@ -146,7 +146,7 @@ def _shard(target: PreTrainedModel, device: torch.device) -> None:
     of_layers = set()
     for layer in decoder_layers(target):
         whole = layer.state_dict() if distributed.get_rank() == 0 else {}
-        # By default a root stays gathered after its forward, and every layer is a root of its own.
+        # By default a root module stays gathered after its forward, and here every layer is a root.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         set_model_state_dict(layer, whole, options=options)
         of_layers |= {id(tensor) for _, tensor in layer.named_parameters()}

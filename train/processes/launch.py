@@ -25,9 +25,9 @@ from draftsmith.recipes.errors import TERMINATED_EXIT_CODE, UserError
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
-# Ways to split one sequence or one layer over devices, which accelerate's `parallelism_config` asks for.
+# Ways to split one sequence or one layer over devices, set by accelerate's `parallelism_config`.
 SPLIT_MODELS = ("TP", "CP", "SP")
-# Of gloo, whose errors have no type of their own; NCCL's and the store's are `DistError`.
+# Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
 OF_GLOO = ("gloo/", "Connection closed by peer", "Connection reset by peer")
 Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
 
@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """What it is called: `FSDP2`, `ZeRO-3`."""
+        """Name of the strategy in messages, as `FSDP2` or `ZeRO-3`."""
         words = {"single": "one process", "ddp": "DDP", "megatron": "Megatron-LM"}
         return words.get(self.strategy) or f"{'FSDP' if self.strategy == 'fsdp' else 'ZeRO-'}{self.version}"
 
@@ -53,7 +53,7 @@ class Launch:
 
 
 def launch_of(args: TrainingArguments) -> Launch:
-    """Read off these arguments and the environment what was launched.
+    """Recognise the launch from the arguments and the environment.
 
     Raises:
         UserError: A DeepSpeed configuration cannot be read.
@@ -102,18 +102,18 @@ def _zero_stage(args: TrainingArguments) -> int:
 
 
 def refuse_what_cannot_work(recipe: Recipe, args: TrainingArguments, launch: Launch) -> None:
-    """Check that the launch, the recipe and the kind of drafter go together, before anything is loaded.
+    """Check that the launch, the recipe and the kind of drafter work together, before anything is loaded.
 
     Raises:
-        UserError: They do not: the first obstacle, with the way out.
+        UserError: They do not; the message has the first obstacle and the way out.
     """
-    quantization_options(recipe.target)  # asks for its library
+    quantization_options(recipe.target)  # checks that its library is installed
     for obstacle in _obstacles(recipe, args, launch):
         raise UserError(obstacle)
 
 
 def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Iterator[str]:
-    """Yield what is in the way: of the launch, then of the drafter, then of the target."""
+    """Yield the obstacles, as messages: of the launch, then of the drafter, then of the target."""
     if launch.strategy == "megatron":
         yield (
             "accelerate was configured for Megatron-LM, which has no drafters: launch with one of the files in "
@@ -185,10 +185,10 @@ class LostProcess(UserError):
 
 @contextmanager
 def told_of_a_lost_process() -> Iterator[None]:
-    """Replace a transport's error by a sentence in this context.
+    """Translate errors of the processes' communication in this context.
 
     Raises:
-        LostProcess: A collective of the training's processes failed in here.
+        LostProcess: A collective operation failed, because another process of the training has ended.
     """
     try:
         yield
@@ -196,6 +196,6 @@ def told_of_a_lost_process() -> Iterator[None]:
         if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in OF_GLOO):
             raise
         raise LostProcess(
-            "another process of this training ended, as its own output says (killed by the system, out of memory, a "
-            "machine gone): run the same command again to go on from the last checkpoint"
+            "another process of this training has ended, see its output (killed by the system, out of memory, a "
+            "lost machine): run the same command again to resume from the last checkpoint"
         ) from None

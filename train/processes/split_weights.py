@@ -23,11 +23,11 @@ BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_pe
 
 
 def set_up_fsdp(trainer: Any) -> None:
-    """Set up FSDP2 where accelerate does not, for a `transformers.Trainer` that has just made its accelerator.
+    """Complete accelerate's setup of FSDP2, for a `transformers.Trainer` that has just created its accelerator.
 
-    On a CPU accelerate forgets that FSDP was asked for and runs DDP. In half precision it would hand the loss and the
-    counts of correct tokens over in bf16, where 257 labels are 256: autocast does the rounding instead, as everywhere
-    else, and gradients are added up in fp32.
+    On a CPU accelerate ignores FSDP and runs DDP. In half precision it would return the loss and the counts of correct
+    tokens in bf16, where 257 labels become 256: here autocast rounds instead, as everywhere else, and gradients are
+    summed in fp32.
     """
     state = trainer.accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
@@ -64,7 +64,7 @@ def whole_weights(trainer: Any, launch: Launch) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def _of_deepspeed(model: nn.Module) -> dict[str, Tensor]:
-    """Return DeepSpeed's own copies, in fp32: what the model computes with may be in bf16, or one part of several."""
+    """Return DeepSpeed's fp32 copies of the parameters: the model's may be in bf16, or split over processes."""
     from deepspeed import zero  # an optional dependency
     from deepspeed.utils import safe_get_full_fp32_param
 

@@ -22,7 +22,7 @@ from generate.papers.tables import (
 from draftsmith.eval.report.charts import draw_theory
 from draftsmith.recipes.run_folder import write_atomically
 
-PICTURES = "pictures"  # beside the page
+PICTURES = "pictures"  # in the page's folder
 ANSWER = "paper_answer.svg"
 MASKS = range(1, 7)
 TEMPERATURES = (0.0, 1.0)
@@ -58,10 +58,10 @@ NGRAM_ROWS = [
 
 
 def write_page(results: Path, page: Path) -> Path:
-    """Write the page, and its pictures beside it.
+    """Write the page and its pictures.
 
     Args:
-        results: The folder of result files, beside the page.
+        results: The folder of result files, in the page's folder.
         page: The Markdown file.
     """
     folder = page.parent / PICTURES

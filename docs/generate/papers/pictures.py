@@ -30,14 +30,14 @@ PHASES = {
 
 
 def draw_rounds(places: dict[str, Place], file: Path) -> list[str]:
-    """A bar a method, in the time of single steps of the target; beside it the tokens that a round commits.
+    """Draw one bar per method, in units of the target's step, labelled with the tokens that a round commits.
 
     Args:
-        places: By what the picture calls them.
-        file: An SVG.
+        places: Results by the methods' names in the picture.
+        file: The SVG file.
 
     Returns:
-        The names of those that were measured; no file is written where there are none.
+        The names of the measured methods; without any no file is written.
     """
     measured = {name: place for name, place in places.items() if place.value("timing.t_target_step_s")}
     if not measured:

@@ -1,7 +1,7 @@
-"""The papers' tables, made from result files (`recipes/results.py`).
+"""The papers' tables, built from result files (`recipes/results.py`).
 
-ParallelSpec's (arXiv 2410.05589) flavours beside what they replace and its number of masks; Leviathan et al.'s (arXiv
-2211.17192) tables from the formulas, of n-gram drafters, expected and measured.
+ParallelSpec's (arXiv 2410.05589) flavours compared with the drafters that they replace, and its number of masks;
+Leviathan et al.'s (arXiv 2211.17192) tables from the formulas, of n-gram drafters, expected and measured.
 """
 
 from __future__ import annotations
@@ -227,10 +227,11 @@ def ngram_alphas(results: Path, rows_of: list[tuple[str, str, str, float]]) -> s
 
 
 def expected_and_measured(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
-    """Table 4: theorem 3.8 with the measured alpha and c, beside the measured speedup of decoding.
+    """Build table 4: theorem 3.8 with the measured alpha and c, and the measured speedup of decoding.
 
     Args:
-        rows_of: What the page calls it, result file, method, temperature.
+        results: The folder of result files.
+        rows_of: (name on the page, result file, method, temperature) of each row.
     """
     columns = {"gamma": "{:d}", "alpha": "{:.2f}", "c": "{:.2f}"}
     columns |= {"speedup_predicted_iid": TIMES, "speedup_decoding": TIMES}

@@ -1,5 +1,5 @@
-"""Both forms of the report: `report.md`, and `report.html`, one file without any other, for people to forward.
+"""Both forms of the report: `report.md`, and `report.html`, a single self-contained file.
 
-Read `page` (what is on them, in order); `methods` and `curves` have the facts of sections, by subject. May
-import `eval.report` and what is before it.
+Read `page` (their content, in order); `methods` and `curves` compute the values of sections, by subject. May
+import `eval.report` and the folders before it.
 """

@@ -1,7 +1,7 @@
-"""Charts of lines: scales with round ticks, lines as SVG has them, Leviathan's figures, and training over its steps.
+"""Line charts for report.html: scales with round ticks, SVG lines, Leviathan's figures, and training curves.
 
-Bars and intervals are placed in percent of a width, so that text keeps its size on a phone; charts of lines have a
-view box of `WIDTH` x `HEIGHT`.
+Bars and intervals are placed in percent of the width, so that text keeps its size on a phone; line charts have a view
+box of `WIDTH` x `HEIGHT`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from draftsmith.recipes.schema import DRAFTER_KIND
 WIDTH, HEIGHT = 340, 220
 LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the lines' names
 LABEL_HEIGHT = 12  # of a line's name
-MOST_POINTS = 200  # of a line: more are not seen
+MOST_POINTS = 200  # of a line; more cannot be distinguished
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 MOST_GAMMA = 30.0  # of the chart of best gammas
 MOST_TIMES = 8.0  # of the other charts of theory
 
 Point = tuple[float, float]
-Tick = tuple[str, float]  # the value as it is written, and its place
+Tick = tuple[str, float]  # label, place
 History = list[dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale from `low` to `high`; what is outside is drawn at its end."""
+    """A scale from `low` to `high`; values outside are drawn at its ends."""
 
     low: float
     high: float
@@ -45,13 +45,13 @@ class Scale:
         return round(100 * min(1.0, max(0.0, share)), 2)
 
     def ticks(self, about: int = 5) -> list[Tick]:
-        """Ticks at round values, placed in percent."""
+        """Return about this many ticks at round values, placed in percent."""
         values = round_values(self.low, self.high, about)
         return [(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}", self.percent(value)) for value in values]
 
 
 def scale_around(values: Sequence[float], *also: float) -> Scale:
-    """A scale over the values, with a little room on both sides."""
+    """Return a scale over the values, with a margin on both sides."""
     every = [*values, *also]
     low, high = min(every), max(every)
     room = 0.06 * (high - low) or 0.5
@@ -71,10 +71,10 @@ def round_values(low: float, high: float, about: int) -> list[float]:
 
 @dataclass(frozen=True)
 class LineChart:
-    """What a template draws.
+    """A line chart, ready for the template.
 
-    title: says all of it in words, for those who do not see it; lines: (name, points as SVG's polyline has them, where
-    the name stands, in the margin after its end); dots: (name, x, y).
+    title: description, also for screen readers. lines: (name, points of an SVG polyline, y of the name in the margin at
+    the right). dots: (name, x, y).
     """
 
     title: str
@@ -93,7 +93,7 @@ def line_chart(
     y_scale: Scale,
     dots: dict[str, Point] | None = None,
 ) -> LineChart:
-    """Place lines with their names at the right, none on top of another."""
+    """Build a chart: scale the points, and place the lines' names at the right without overlap."""
 
     def x_at(percent: float) -> float:
         return round(LEFT + percent / 100 * (WIDTH - LEFT - RIGHT), 1)
@@ -125,7 +125,7 @@ def line_chart(
 
 
 def _spread(heights: list[float]) -> list[float]:
-    """Move heights down where they are closer than a line of text, and up again where they left the picture."""
+    """Move labels apart to the height of a line of text: down, and up again at the picture's lower end."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved = list(heights)
     for before, after in itertools.pairwise(order):
@@ -137,7 +137,7 @@ def _spread(heights: list[float]) -> list[float]:
 
 
 def theory_charts(timing: list[Row]) -> list[LineChart]:
-    """Leviathan's figures 2, 3 and both halves of 4, as in `draw_theory`, with what was measured as dots."""
+    """Build Leviathan's figures 2, 3 and both halves of 4, as in `draw_theory`, with measured values as dots."""
     rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     charts = []
     for panel in THEORY:
@@ -145,7 +145,7 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
         series: dict[str, list[Point]] = {}
         for value in panel.values:
             points = zip(ALPHAS, panel.over_alphas(value), strict=True)
-            # No further than the picture goes: a line along its edge would say what is not so.
+            # Points outside are left out: a line along the picture's edge would be wrong.
             inside = [point for point in points if y_scale.low <= point[1] <= y_scale.high]
             series[f"{panel.parameter.replace('gamma', 'γ')}={value:g}"] = inside
         dots = {
@@ -162,7 +162,7 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Figures on held-out rows, by depth from 1; tau: of greedy chains of so many drafted tokens."""
+    """Figures on held-out examples. accuracy: by depth, from 1. tau: of greedy chains, by number of draft tokens."""
 
     step: int
     accuracy: list[float]
@@ -179,7 +179,10 @@ class TrainingCurves:
 
 @dataclass(frozen=True)
 class ComparedDrafter:
-    """differs: its settings that are not those of all others; row: of the summary, its fastest method's."""
+    """One drafter of an ablation.
+
+    differs: its settings that differ between the drafters. row: the summary's row of its fastest method.
+    """
 
     name: str
     training: Training
@@ -191,12 +194,12 @@ class ComparedDrafter:
 def compared_drafters(
     trained: dict[str, Training], recipe: dict[str, Any], summary: list[Row]
 ) -> list[ComparedDrafter]:
-    """What was trained how, beside what came of it, the fastest first: an ablation. Empty for a single drafter.
+    """Compare drafters by their differing settings and their results, the fastest first. Empty for a single drafter.
 
     Args:
-        trained: By the drafter's name.
-        recipe: Whose methods say which drafter is theirs.
-        summary: Rows of `summarize`; compared at the lowest temperature.
+        trained: Training logs by the drafter's name.
+        recipe: The recipe, whose methods name their drafters.
+        summary: Rows of `summarize`; the lowest temperature is compared.
     """
     overall = drafted_rows(summary)
     lowest = min((row["temperature"] for row in overall), default=0.0)
@@ -210,20 +213,20 @@ def compared_drafters(
     if len(best) < 2:
         return []
     every = [trained[name].settings for name in best]
-    # Hashes of data and weights, in brackets, say nothing to a reader.
+    # Hashes of data and weights, whose keys have brackets, mean nothing to a reader.
     keys = dict.fromkeys(key for each in every for key in each if "(" not in key)
     differing = [key for key in keys if any(each.get(key) != every[0].get(key) for each in every)]
-    found = []
+    drafters = []
     for name, row in best.items():
         settings = trained[name].settings
         values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in differing if settings.get(key) is not None)
         differs = without_places(", ".join(values))
-        found.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
-    return sorted(found, key=lambda each: -headline(each.row)["speedup_mean"])
+        drafters.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
+    return sorted(drafters, key=lambda each: -headline(each.row)["speedup_mean"])
 
 
 def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
-    """The curves of every drafter with a log, by its name."""
+    """Return the training curves of every drafter that has a log."""
     return [
         TrainingCurves(name, training, _charts(training.history), _held_out(training))
         for name, training in trained.items()
@@ -243,17 +246,17 @@ def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
 
 
 def _charts(history: History) -> list[LineChart]:
-    """The charts that have lines, not points only."""
+    """Build the charts with at least one line of two or more points."""
     decoded = [(entry["step"], entry["decoded_tau"]) for entry in history if "decoded_tau" in entry]
-    wanted = [
-        ("Accuracy by depth, training rows", curves_by_depth(history, "accuracy"), Scale(0.0, 1.0)),
-        ("Loss by depth, training rows", curves_by_depth(history, "loss"), None),
-        ("Accuracy by depth, rows kept out", curves_by_depth(history, "eval_accuracy"), Scale(0.0, 1.0)),
-        ("Simulated tau by chain length, rows kept out", curves_by_depth(history, "eval_tau"), None),
+    candidates = [
+        ("Accuracy by depth, training examples", curves_by_depth(history, "accuracy"), Scale(0.0, 1.0)),
+        ("Loss by depth, training examples", curves_by_depth(history, "loss"), None),
+        ("Accuracy by depth, held-out examples", curves_by_depth(history, "eval_accuracy"), Scale(0.0, 1.0)),
+        ("Simulated tau by chain length, held-out examples", curves_by_depth(history, "eval_tau"), None),
         ("Tau of real chains, decoded while training", {"": decoded} if decoded else {}, None),
     ]
     charts = []
-    for title, series, y_scale in wanted:
+    for title, series, y_scale in candidates:
         series = {each: points for each, points in series.items() if len(points) > 1}
         if not series:
             continue
@@ -266,13 +269,13 @@ def _charts(history: History) -> list[LineChart]:
 
 
 def _held_out(training: Training) -> HeldOut | None:
-    """Figures of the weights that were saved, as `TrainReport` has them."""
+    """Return the held-out figures of the saved weights; None if there are none."""
     entries = [entry for entry in training.history if "eval_loss" in entry]
-    wanted = [entry for entry in entries if training.best_step in (None, entry["step"])]
-    if not wanted:
+    saved = [entry for entry in entries if training.best_step in (None, entry["step"])]
+    if not saved:
         return None
-    last = wanted[-1:]
+    last = saved[-1:]
     accuracy = curves_by_depth(last, "eval_accuracy")
     tau = curves_by_depth(last, "eval_tau")
     values = [[points[0][1] for points in each.values()] for each in (accuracy, tau)]
-    return HeldOut(int(wanted[-1]["step"]), *values)
+    return HeldOut(int(saved[-1]["step"]), *values)

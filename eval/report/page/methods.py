@@ -1,7 +1,7 @@
-"""How methods compare: all beside each other, by category, by depth, where their rounds' time goes, and predictions.
+"""Comparisons of methods: overall, by category, by depth, by the phases of a round, and with predictions.
 
 Functions choose and order rows of the summary and the timing; the templates place their figures on the scales. The
-timeline is figure 1 of ParallelSpec (arXiv 2410.05589), from the readings that the measured loop took.
+timeline is figure 1 of ParallelSpec (arXiv 2410.05589), from the times that the measured loop recorded.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from draftsmith.eval.report.summary import (
     question_sums,
 )
 
-# Speedups from which a cell has the next tint.
+# Speedups at which a cell gets the next tint.
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5)
 MOST_DEPTHS = 8
-SELDOM = 0.005  # of all rounds: what is deeper is not worth a line
+SELDOM = 0.005  # share of all rounds below which a depth is not shown
 PHASES = ("draft", "forward", "choose", "commit")
 TIMED = ("t_draft_s", "t_verify_forward_s", "t_choose_s", "t_commit_s")
-WINDOW_STEPS = 10.0  # steps of the target alone that a timeline is long, at most
+WINDOW_STEPS = 10.0  # longest timeline, in steps of the target alone
 
 
 @dataclass(frozen=True)
 class MethodTable:
-    """The methods of one temperature, the fastest first; rows: of the summary.
+    """The methods of one temperature, the fastest first.
 
-    tasks: over how many the headline is a mean, 0 where it is pooled; against_best: by `method@temperature`, 95 % of
-    its speedup over the fastest one's; scale: of all speedups.
+    rows: rows of the summary. tasks: number of tasks in the headline's mean, 0 if it is pooled. against_best: by
+    `method@temperature`, the 95 % interval of its speedup over the fastest one's. scale: scale of all speedups.
     """
 
     temperature: float
@@ -57,7 +57,7 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
 
     Args:
         summary: Rows of `summarize`.
-        records: What they are of; without them nothing is paired.
+        records: The records of the summary; without them there are no paired intervals.
     """
     drafted = drafted_rows(summary)
     if not drafted:
@@ -88,7 +88,7 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
 def category_tables(
     summary: list[Row], categories: list[str]
 ) -> list[tuple[float, list[tuple[Row, list[Row | None]]]]]:
-    """Of each temperature, list every method's overall row, the fastest first, and its row of each category."""
+    """List for each temperature every method's overall row, the fastest first, with its row of each category."""
     cells = {(method_key(row), row["category"]): row for row in summary}
     cells |= {(method_key(row), MEAN_OF_TASKS): headline(row) for row in drafted_rows(summary)}
     return [
@@ -104,7 +104,7 @@ def category_tables(
 
 
 def tint(row: Row) -> str:
-    """The class of a cell by its speedup; what is shown to be neither gain nor loss is tinted like neither."""
+    """Return the CSS class of a cell by its speedup; "plain" if the interval shows neither gain nor loss."""
     word = verdict_word(row["speedup_interval"])
     if word == NO_GAIN:
         return "plain"
@@ -115,10 +115,10 @@ def tint(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Depths:
-    """How deep drafts of one method were accepted.
+    """Acceptance of one method's drafts by depth.
 
-    shares: (of all rounds, of those that accepted the depth before), from depth 1; more: depths below those listed,
-    where few rounds arrive.
+    shares: from depth 1, (share of all rounds that accepted it, share of the rounds that accepted the depth before).
+    more: number of deeper depths, which few rounds reach and which are not listed.
     """
 
     method: str
@@ -129,26 +129,26 @@ class Depths:
 
 
 def depths_of(timing: list[Row]) -> list[Depths]:
-    """Compute the shares of every method that drafts, the one that keeps most first, temperature by temperature.
+    """Compute acceptance by depth of every method that drafts, by temperature, the largest tau first.
 
     Args:
         timing: Rows of `summarize_timing`, whose `acceptance_by_depth` are the conditional shares.
     """
-    found = []
+    depths = []
     for row in timing:
         conditional = row["acceptance_by_depth"]
         if row["method"] == AUTOREGRESSIVE or not conditional:
             continue
-        marginal = list(accumulate(conditional, mul))  # which falls, so that what is shown is a beginning
+        marginal = list(accumulate(conditional, mul))  # falls with depth, so that the shown depths are the first ones
         count = max(1, sum(share >= SELDOM for share in marginal[:MOST_DEPTHS]))
         shares = list(zip(marginal, conditional, strict=True))[:count]
-        # The shares of rounds that kept at least so many tokens add up to the mean number of tokens.
-        found.append(Depths(row["method"], row["temperature"], sum(marginal), shares, len(marginal) - count))
-    return sorted(found, key=lambda each: (each.temperature, -each.tau_without_bonus))
+        # The sum over depths d of the share of rounds with at least d accepted tokens is their mean number.
+        depths.append(Depths(row["method"], row["temperature"], sum(marginal), shares, len(marginal) - count))
+    return sorted(depths, key=lambda each: (each.temperature, -each.tau_without_bonus))
 
 
 def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
-    """Choose the timing of every method that drafts, the fastest first, and a scale for its speedups.
+    """Return the timing rows of every method that drafts, the fastest first, and a scale for their speedups.
 
     None if no method drafts.
     """
@@ -160,12 +160,12 @@ def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
     return sorted(rows, key=lambda row: (row["temperature"], -row["speedup_decoding"])), scale
 
 
-# ---- where the time of rounds goes ----
+# ---- the phases of rounds ----
 
 
 @dataclass(frozen=True)
 class Part:
-    """One phase, in percent of the picture's width."""
+    """One phase of a round; start, width: in percent of the picture's width."""
 
     phase: str
     start: float
@@ -175,7 +175,10 @@ class Part:
 
 @dataclass(frozen=True)
 class LaneRound:
-    """tokens: kept in it; cut: it goes on after the picture's end."""
+    """One round in a picture.
+
+    tokens: number of committed tokens. cut: the round ends after the picture's end. middle: in percent of the width.
+    """
 
     parts: list[Part]
     middle: float
@@ -185,7 +188,7 @@ class LaneRound:
 
 @dataclass(frozen=True)
 class Lane:
-    """A method's rounds on a clock; tokens: of the rounds that end within the picture, or a mean round's."""
+    """A method's rounds over time. tokens: of the rounds that end within the picture, or of a mean round."""
 
     method: str
     rounds: list[LaneRound]
@@ -195,7 +198,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Methods at one temperature on a common clock. scale: in ms; target_s: a step of the target alone."""
+    """Methods at one temperature over the same time. scale: in ms. target_s: duration of a step of the target alone."""
 
     temperature: float
     scale: Scale
@@ -206,8 +209,8 @@ class Lanes:
 
 
 def mean_rounds(timing: list[Row]) -> list[Lanes]:
-    """The mean round of each method, by temperature, the method with the least time per token first."""
-    found = []
+    """Return the mean round of each method, by temperature, the method with the least time per token first."""
+    pictures = []
     for temperature, rows in by_temperature(timing).items():
         scale = Scale(0.0, max(1000 * sum(row[key] for key in TIMED) for row in rows) * 1.02)
         lanes = []
@@ -215,15 +218,15 @@ def mean_rounds(timing: list[Row]) -> list[Lanes]:
             seconds = [row[key] for key in TIMED]
             lanes.append(Lane(row["method"], [_round(seconds, 0.0, scale, 0)], row["tau"], sum(seconds)))
         lanes.sort(key=lambda lane: lane.seconds / lane.tokens)
-        found.append(Lanes(temperature, scale, lanes, rows[0]["t_target_step_s"]))
-    return found
+        pictures.append(Lanes(temperature, scale, lanes, rows[0]["t_target_step_s"]))
+    return pictures
 
 
 def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
-    """The first rounds of the question, in the first run, whose answers took the median time.
+    """Return the first rounds of the first run's question whose answers took the median time.
 
-    Only the lowest temperature, each method's first turn; they begin together, at their first round. None if no record
-    has readings.
+    Only each method's first turn at the lowest temperature; all start at their first round. None if no record has the
+    times of phases.
     """
     if not records:
         return None
@@ -244,7 +247,7 @@ def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
     answers = answers_of(record)
     steps = next(answer for answer in answers if answer.method == AUTOREGRESSIVE).turns[0].phases_s
     step_s = sum(map(sum, steps)) / len(steps)
-    # As far as every method's readings go.
+    # Not longer than the shortest method's answer.
     window_s = min(WINDOW_STEPS * step_s, *(sum(map(sum, answer.turns[0].phases_s)) for answer in answers))
     scale = Scale(0.0, 1000 * window_s)
     lanes = [_lane(answer, scale) for answer in answers]
@@ -253,22 +256,22 @@ def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
 
 
 def _lane(answer: MethodRecord, scale: Scale) -> Lane:
-    turn, began_s, rounds = answer.turns[0], 0.0, []
+    turn, start_s, rounds = answer.turns[0], 0.0, []
     for seconds, kept in zip(turn.phases_s, turn.accept_lengths, strict=False):
-        if 1000 * began_s >= scale.high * (1 - 1e-9):  # sums of readings are rounded
+        if 1000 * start_s >= scale.high * (1 - 1e-9):  # the sums are rounded
             break
-        rounds.append(_round(seconds, began_s, scale, kept))
-        began_s += sum(seconds)
-    return Lane(answer.method, rounds, sum(each.tokens for each in rounds if not each.cut), began_s)
+        rounds.append(_round(seconds, start_s, scale, kept))
+        start_s += sum(seconds)
+    return Lane(answer.method, rounds, sum(each.tokens for each in rounds if not each.cut), start_s)
 
 
-def _round(seconds: Sequence[float], began_s: float, scale: Scale, tokens: int) -> LaneRound:
-    ended_s = began_s + sum(seconds)
-    middle = (scale.percent(1000 * began_s) + scale.percent(1000 * ended_s)) / 2
+def _round(seconds: Sequence[float], start_s: float, scale: Scale, tokens: int) -> LaneRound:
+    ended_s = start_s + sum(seconds)
+    middle = (scale.percent(1000 * start_s) + scale.percent(1000 * ended_s)) / 2
     parts = []
     for phase, each in zip(PHASES, seconds, strict=True):
-        start, end = (scale.percent(1000 * when) for when in (began_s, began_s + each))
+        start, end = (scale.percent(1000 * when) for when in (start_s, start_s + each))
         if end > start:
             parts.append(Part(phase, start, round(end - start, 2), each))
-        began_s += each
+        start_s += each
     return LaneRound(parts, round(middle, 2), tokens, 1000 * ended_s > scale.high * (1 + 1e-9))

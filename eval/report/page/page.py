@@ -1,6 +1,6 @@
-"""Both forms of the report, from the same values: `report.md` beside its pictures, and `report.html`, one file alone.
+"""Both forms of the report, from the same values: `report.md` with separate pictures, and `report.html`, one file.
 
-Each section of the page is a template; what a run does not hold is left out.
+Each section of the page is a template; a section is left out if the run has no values for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftsmith.recipes.run_folder import write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND
 
 TEMPLATES = Path(__file__).parent / "templates"
-# By section, which is a template and an anchor: how the list of contents calls it.
+# Titles in the table of contents, by section; a section's name is that of its template and its anchor.
 SECTIONS = {
     "methods": "Methods",
     "categories": "By category",
@@ -52,12 +52,15 @@ def write_report(
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter comes with another target,
-            `proof` if there is one, `served`, measurements in engines (`eval/serving/asking.py`), and `baseline`, rows
-            of `baseline_speeds`. For the page alone, where there are such: `records`, `traced` answers, logs of
-            `trained` drafters by name, `data_card`, `inputs_sha256`.
-        pictures: PNG files below `root`, which `report.md` shows.
-        theory_pictures: The same, for the section on theory.
+            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter changes the target, `proof` if
+            there is one, `served` (measurements in engines, `eval/serving/asking.py`) and `baseline` (rows of
+            `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs of `trained`
+            drafters by name, `data_card`, `inputs_sha256`.
+        pictures: PNG files below `root` that `report.md` shows.
+        theory_pictures: PNG files below `root` for the section on theory.
+
+    Returns:
+        The two files.
     """
     values = report_values(root, facts)
     shown = [[(file.stem, file.relative_to(root).as_posix()) for file in each] for each in (pictures, theory_pictures)]
@@ -88,11 +91,11 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
 
 
 def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts, and what the templates of both forms make of them."""
+    """Return the facts together with all values that the templates of both forms need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
     records, trained, proof = facts.get("records") or [], facts.get("trained") or {}, facts.get("proof")
     overall = [row for row in summary if row["category"] == OVERALL]
-    told = report.verdicts(summary, timing)
+    verdicts = report.verdicts(summary, timing)
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_mt_bench(summary)
     columns = [*categories, MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else categories
     kinds = facts["drafter_kinds"]
@@ -101,8 +104,8 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         drafters = f"{'an' if kinds[0][0] in 'aeiou' else 'a'} {kinds[0]} drafter"
     values = {
         **facts,
-        "verdicts": told,
-        "trained_row": report.fastest_trained(told[0], summary, recipe) if told else None,
+        "verdicts": verdicts,
+        "trained_row": report.fastest_trained(verdicts[0], summary, recipe) if verdicts else None,
         "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
@@ -117,7 +120,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
         "overall": overall,
         "seed_spread": seed_spread(summary),
-        # Of methods that cannot draft every token; earlier versions noted nothing of it.
+        # Rows of methods with a reduced draft vocabulary; earlier versions did not record it.
         "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
         "served": facts.get("served", []),
         "baseline_sentences": report.baseline_sentences(facts.get("baseline", [])),
@@ -145,7 +148,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "compared": curves.compared_drafters(trained, recipe, summary),
         "data_card": facts.get("data_card"),
         "method_settings": method_settings(recipe),
-        # SHA-256 of what was read, by its name instead of its path.
+        # SHA-256 of the inputs, by their names instead of their paths.
         "hashes": {text.drafter_name(name): value for name, value in facts.get("inputs_sha256", {}).items()},
         "plot": curves,
     }
@@ -158,7 +161,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _code(sentence: str) -> Markup:
-    """What stands between backquotes as code; the rest is text."""
+    """Convert text between backquotes to HTML code elements, and escape the rest."""
     parts = str(escape(sentence)).split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
 
@@ -170,8 +173,8 @@ def _by_category(summary: list[Row], categories: list[str]) -> dict[str, list[tu
 
 
 def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:
-    """What each method was measured with, in the recipe's order: name, kind, tree, drafter, options. No path."""
-    found = []
+    """Return each method's name, kind, tree, drafter and options, in the recipe's order, without local paths."""
+    rows = []
     for method in recipe["eval"]["methods"]:
         drafts = method["kind"] == DRAFTER_KIND
         options = [f"{key}: {value}" for key, value in method["options"].items()]
@@ -187,7 +190,7 @@ def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:
         drafter = f"this run's, {recipe['drafter']['kind']}"
         if method["drafter"] is not None:
             drafter = text.drafter_name(method["drafter"])
-        found.append(
+        rows.append(
             {
                 "name": method["name"],
                 "kind": method["kind"],
@@ -196,4 +199,4 @@ def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:
                 "options": text.without_places(", ".join(options)),
             }
         )
-    return found
+    return rows

@@ -198,8 +198,11 @@ def test_what_another_process_works_on_is_left_to_it_until_it_is_killed(tmp_path
 
 
 def test_killed_again_and_again(tmp_path: Path) -> None:
-    """Two processes at a time, each of which kills itself after some turns: every conversation is there exactly once,
-    and of each process that died at most one answer, the one in flight, was asked for twice."""
+    """Two processes at a time, each of which kills itself after some turns.
+
+    Every conversation is in the ledger exactly once, and each killed process has at most one answer, the one in flight,
+    generated twice.
+    """
     conversations, chance, kills = 20, random.Random(0), 0
     work = [sys.executable, "-c", WORKER, str(tmp_path)]
     while kills < 5:

@@ -225,13 +225,16 @@ def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, An
         ({"choices": [{"finish_reason": "abort", "text": ""}]}, "aborted by the server"),
         (answer_of([11, len(TOKENIZER), END_ID]), "malformed answer: token ids outside the target's vocabulary"),
         (answer_of([-1, END_ID]), "malformed answer: token ids outside the target's vocabulary"),
-        (answer_of([11] * 34, "length"), "malformed answer: longer than was asked for"),
+        (answer_of([11] * 34, "length"), "malformed answer: longer than max_new_tokens"),
         (b'{"choices": ' + b"[" * 60_000, "malformed answer: no JSON"),
         (answer_of(["11", END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
         (answer_of([11.0, END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
         (answer_of([True, END_ID]), "malformed answer: choices.0.token_ids.0"),
         ({"choices": [{"index": 1, "finish_reason": "stop", "text": "x"}]}, "malformed answer: choices.0.index"),
-        ({"choices": [{"finish_reason": "stop", "text": "one " * 300}]}, "malformed answer: longer than was asked for"),
+        (
+            {"choices": [{"finish_reason": "stop", "text": "one " * 300}]},
+            "malformed answer: longer than max_new_tokens",
+        ),
         (answer_of([11, END_ID]) | {"prompt_token_ids": [5, 6, 99]}, "answer of another prompt"),
         (
             {"choices": [{**answer_of([11, END_ID])["choices"][0], "prompt_token_ids": [5, 6, 99]}]},

@@ -181,7 +181,9 @@ def test_a_full_gpu_is_told(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine, "_begin", full)
     engine.submit(Request("0", [5], [], GREEDY, 0))
-    with pytest.raises(UserError, match=r"does not hold 3 answers at once: lower data\.distill\.options\.batch_size"):
+    with pytest.raises(
+        UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"
+    ):
         engine.collect()
 
 

@@ -92,7 +92,7 @@ def test_a_pad_token_that_is_the_end_token_keeps_its_loss() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "has no chat template: take an instruct model, or set tokenizer.chat_template"),
+        (None, "has no chat template: use an instruct model, or set tokenizer.chat_template"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out part of the last answer"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "drops or rewrites turn 2"),
         (

@@ -166,5 +166,5 @@ def test_a_template_that_writes_its_turns_unalike(monkeypatch: pytest.MonkeyPatc
     assert expected is not None
     assert tokenize_conversation(tokenizer, conversation) == expected[0]
     monkeypatch.setattr(chat_tokens, "MOST_RENDERED_ONE_BY_ONE", 8)
-    with pytest.raises(TemplateProblem, match="does not write all 9 answers of a conversation alike"):
+    with pytest.raises(TemplateProblem, match="does not write all 9 answers of a conversation in the same way"):
         tokenize_conversation(tokenizer, conversation)

@@ -93,8 +93,10 @@ def test_a_llama_server_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_wrong_answer_is_counted_by_hand() -> None:
-    """The other sides give another token in one of two prompts, and two tokens in half a second each. After the first
-    there is one token an answer, in a quarter of a second: 4 tokens/s."""
+    """The other sides give another token in one of two prompts, and two tokens in half a second each.
+
+    After the first there is one token an answer, in a quarter of a second: 4 tokens/s.
+    """
 
     def right(prompt: list[int]) -> Any:
         return script.Answer([prompt[0], 1], 1.0)

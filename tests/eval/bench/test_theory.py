@@ -88,8 +88,10 @@ def test_deterministic_draft_by_hand() -> None:
 
 
 def test_several_models_by_hand() -> None:
-    """Rows of q are models. At the root the second one's token is tried first (.5 + .3 + .0), below it the first one's
-    (.1 + .2 + .0); what the other one drew there is tried after it and counts nowhere."""
+    """Rows of q are models; only the draw that is tried first counts.
+
+    At the root that is the second model's token (.5 + .3 + .0), below it the first one's (.1 + .2 + .0).
+    """
     q = torch.tensor([[0.8, 0.2, 0.0], [0.7, 0.3, 0.0]])
     draws = [[(1, 1), (2, 0)], [(3, 0), (3, 1)], [], []]
     tree = DraftTree([0, 1, 0, 1], TreeShape.of((-1, 0, 0, 1)), q, draws=draws)

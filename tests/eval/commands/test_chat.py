@@ -69,7 +69,7 @@ def test_a_line_that_is_no_text_ends_nothing(recipe: str, tmp_path: Path, monkey
     monkeypatch.setattr(chat.console, "input", lambda _: next(lines)())
     said, printed = talk(recipe, tmp_path)
     assert [each["question"] for each in said] == [QUESTION]
-    assert printed.count("That line is no UTF-8") == 2
+    assert printed.count("That line is not UTF-8") == 2
 
 
 def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,9 @@ def test_variants_of_one_key() -> None:
         ("quickstart-num_masks-3", 3, 3),
     ]
     assert expand_variants("quickstart", [], "target.model=owner/one")[0].name == "quickstart-model-owner-one"
-    with pytest.raises(UserError, match=r"must look like section\.key=value,value"):
+    with pytest.raises(
+        UserError, match=r"option --vary: give section\.key=value,value, .*not 'drafter.options.num_masks=1,,3'"
+    ):
         expand_variants("quickstart", [], "drafter.options.num_masks=1,,3")
 
 
@@ -87,8 +89,8 @@ def test_what_cannot_be_compared() -> None:
     for other, overrides, table, sentence in (
         ("embedded-medusa", ["eval.max_new_tokens=64"], "table", r"as eval\.max_new_tokens differ"),
         ("embedded-medusa", ["target.dtype=float64"], "table", "as target differ"),
-        ("embedded-medusa", [], "quickstart", "option --name: quickstart is one of the recipes"),
-        ("quickstart", [], "table", "give each a `name` of its own"),
+        ("embedded-medusa", [], "quickstart", "option --name: quickstart is the name of a recipe"),
+        ("quickstart", [], "table", "key `name`: .* give each a different name"),
     ):
         with pytest.raises(UserError, match=sentence):
             compare([load_recipe("quickstart"), load_recipe(other, overrides)], table)
@@ -185,7 +187,7 @@ def test_each_task_counts_alike(tmp_path: Path) -> None:
     assert other["over_tasks"]["tasks"] == 2
     assert verdict(other) == "faster"
     shown = CliRunner().invoke(app, ["compare", str(first), str(second)], env={"COLUMNS": "200"}).output
-    assert "T = 0, means over 2 tasks, each counted alike; intervals of 95 % over questions" in shown
+    assert "T = 0, means over 2 tasks of equal weight; intervals of 95 % over questions" in shown
     assert re.search(r"3\.00 \(3\.00 to 3\.00\).*1\.50x \(1\.50 to 1\.50\).*faster.*2\.40.*1\.20x", shown)
 
 
@@ -197,14 +199,14 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert (result.exit_code, "slower" in result.output) == (0, True)
     result = CliRunner().invoke(app, ["compare", folders[0], "quickstart"])
     assert result.exit_code == 2
-    assert "recipes, which it measures, or folders of measured runs" in result.output
+    assert "folders of measured runs together with recipes, --vary or --seeds: give the folders alone" in result.output
 
 
 def test_what_is_unlike_is_refused_by_name(tmp_path: Path) -> None:
     first = run_in(tmp_path / "a", [1.0, 0.5])
     with pytest.raises(UserError, match=r"a and .*b cannot be compared: question 1 was answered with other prompts"):
         compare_runs([first, run_in(tmp_path / "b", [1.0, 0.5], prompts="zz")])
-    with pytest.raises(UserError, match=r"2 question\(s\) were asked in one of them only, 1 for example"):
+    with pytest.raises(UserError, match=r"2 question\(s\) are in one of them only, 1 for example"):
         compare_runs([first, run_in(tmp_path / "c", [1.0, 0.5], first_id=2)])
-    with pytest.raises(UserError, match="one run cannot be compared"):
+    with pytest.raises(UserError, match=f"one run, {re.escape(str(first))}, and needs two: name a second"):
         compare_runs([first])

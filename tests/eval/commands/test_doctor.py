@@ -143,11 +143,11 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     ),
     "the template refuses system turns": (
         {"template": templates.LLAMA2, "source": [*TALK, WITH_SYSTEM]}, [],
-        "source/chat template", "1 of 4 do not go through.*skip_invalid=true",
+        "source/chat template", "fails for 1 of 4 conversations.*skip_invalid=true",
     ),
     "double BOS": (
         {"template": "{{ bos_token }}<s>" + templates.CHATML}, [],
-        "source/double BOS", "3 of 3 rows start with <s> twice: set target.chat_template",
+        "source/double BOS", "3 of 3 examples start with <s> twice instead of once: set target.chat_template",
     ),
     "no end token": (
         {"template": templates.NO_END_TOKEN}, [],
@@ -155,7 +155,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     ),
     "an empty answer": (
         {"source": [*TALK, turns("Say", " "), turns("", "hi"), {"messages": []}]}, [],
-        "source/invalid conversations", r"3 \(1 empty assistant turn, .*beside 3 valid ones.*skip_invalid=true",
+        "source/invalid conversations", r"3 \(1 empty assistant turn, .*, 3 valid conversations; .*skip_invalid=true",
     ),
     "no JSON": (
         {"source": [*TALK, "{not json"]}, [], "source/invalid conversations", r"1 \(1 not JSON\).*skip_invalid=true",
@@ -163,7 +163,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (
         {}, ["data.max_length_tokens=20"],
-        "source/over-long", "3 are too long altogether, so nothing is left: raise data.max_length_tokens",
+        "source/over-long", "3 are too long even for one exchange, so none is left: raise data.max_length_tokens",
     ),
     "more tokens than positions": (
         {"max_position_embeddings": 20}, ["data.distill.engine=none"],
@@ -174,7 +174,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
         "source/room for answers", "none of 3 prompts leaves room .*=60 within the target's 64 positions",
     ),
     "no token of thoughts": (
-        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that thoughts cannot be told",
+        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that thoughts cannot be separated",
     ),
     "an option of no engine": (
         {}, ["data.distill.options={batchsize: 3}"], "distillation/engine", "did you mean `batch_size`",
@@ -193,7 +193,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     ),
     "loss after the end token": (
         lambda row, t: int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1])), [],
-        "tokens/end tokens", "3 go on carrying loss after their end token",
+        "tokens/end tokens", "3 carry loss after their end token",
     ),
 }  # fmt: skip
 
@@ -220,10 +220,10 @@ def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedC
 def test_loss_on_everything_and_an_end_token_that_is_the_pad_token(tmp_path: Path) -> None:
     case = clinic(tmp_path, template=templates.ZEPHYR, pad="</s>")
     case.distilled(with_mask(case.rows(), lambda row, t: 1))
-    assert "carry loss, the user's too" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
+    assert "carry loss, also those of user turns" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
     shutil.rmtree(tmp_path / "runs")
     case.distilled(with_mask(case.rows(), lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 1)))
-    said = "3 end with a token that carries no loss (</s> is the pad token too, and must keep its loss)"
+    said = "3 end with a token that carries no loss (</s> is also the pad token, and must carry loss here)"
     assert said in case.examine()[1]["tokens/end tokens"]["sentence"]
 
 
@@ -366,7 +366,7 @@ def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("has_kernels", "dtype", "said"),
     [
-        (True, "float32", "ok: float32; in bfloat16 a step reads half as much"),
+        (True, "float32", "ok: float32; in bfloat16 a step reads half as many bytes"),
         (False, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
         (True, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
     ],
@@ -390,7 +390,7 @@ def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pyte
     assert code == 1
     finding = findings["drafter/train = decode"]
     assert finding["figures"]["largest_difference"] > 0.01
-    assert "parallel decodes something else than it would be trained on" in finding["sentence"]
+    assert "parallel computes other logits in decoding than in training" in finding["sentence"]
     assert f"{finding['figures']['largest_difference']:.1e}" in printed
 
 

@@ -76,7 +76,7 @@ def test_a_broken_tuned_tree_is_named(run: FinishedRun, tree: Any) -> None:
     file = run.root / "drafter" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_tree": tree}))
     for command in ("eval", "prove"):
-        assert f"{file}: `tuned_tree` is no tree" in told(run.call(command))
+        assert f"{file}: key `tuned_tree` holds no valid tree" in told(run.call(command))
 
 
 def test_truncated_weights_are_named(run: FinishedRun) -> None:

@@ -105,25 +105,28 @@ def test_one_server_that_others_use_too(recipe: str, servers: list[StreamingServ
     notes = figures(recipe)["notes"]
     assert notes[:2] == [
         "Without --plain-server there is no speedup, and greedy answers are not compared.",
-        "Our own decoder has not been measured: `draftsmith eval` without --engine does.",
+        "Our own decoder has not been measured: run `draftsmith eval` without --engine.",
     ]
     assert any("the engine counted 36 generated tokens, our answers have 21" in note for note in notes)
 
 
 WRONG = [
-    (["--concurrency", "1,x"], "option --concurrency: numbers above 0 with commas between them, as 1,4,16"),
-    (["--concurrency", "0"], "option --concurrency: numbers above 0"),
-    (["--engine", "llamacpp", "--draft-tokens", "1,0"], "option --draft-tokens: numbers above 0"),
-    (["--plain-server", "http://a"], "option --plain-server goes with --server"),
+    (["--concurrency", "1,x"], "option --concurrency: give numbers above 0, separated by commas, as 1,4,16, not '1,x'"),
+    (["--concurrency", "0"], "option --concurrency: give numbers above 0"),
+    (["--engine", "llamacpp", "--draft-tokens", "1,0"], "option --draft-tokens: give numbers above 0"),
+    (["--plain-server", "http://a"], "option --plain-server needs --server"),
     (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
     (["--server", "http://a", "--correct-cpu-sampling"], "is for a server that is started here"),
     (["--engine-options", "{a"], "option --engine-options: give a mapping"),
     (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no variable NOT_SET"),
     (["eval.stop=[x]"], "set eval.stop=[]"),
     (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
-    (["--engine-options", "{data_parallel_size: 2}"], "data_parallel_size is of distillation"),
+    (
+        ["--engine-options", "{data_parallel_size: 2}"],
+        "data_parallel_size=2 is for distillation; one copy of the target is measured: leave it out",
+    ),
     ([], "holds no trained drafter: run `draftsmith train run` first"),
-    (["--engine", "vlm"], "there is no engine vlm: did you mean `vllm`?"),
+    (["--engine", "vlm"], "option --engine: 'vlm' is unknown: did you mean `vllm`?"),
 ]
 
 
@@ -134,14 +137,14 @@ def test_wrong_options(recipe: str) -> None:
         assert sentence in result.stderr
     result = CliRunner().invoke(app, ["eval", recipe, "--server", "http://a"])
     assert result.exit_code == 2
-    assert "options of an engine go with `--engine vllm`" in result.stderr
+    assert "an option of an engine is given without one: add `--engine vllm`" in result.stderr
 
 
 def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     for given, sentence in (
-        ((plain, plain), "drafts nothing: start it with the command that `draftsmith export` prints"),
-        ((drafting, drafting), "drafts too: --plain-server is for the same target without one"),
+        ((plain, plain), "does not draft: start it with the command that `draftsmith export` prints"),
+        ((drafting, drafting), "drafts: give a server of the target without a drafter"),
     ):
         result = call(recipe, "--server", given[0].url, "--plain-server", given[1].url)
         assert result.exit_code == 2

@@ -166,7 +166,10 @@ def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) ->
     assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:4]]) == served[2][:4]
     assert kept == served[2][2:4]
     assert worker.not_kept._value.get() == 2
-    assert (caplog.text.count("given, but not kept"), caplog.text.count("kept again")) == (1, 1)
+    assert (
+        caplog.text.count("answers cannot be stored and are only sent to clients"),
+        caplog.text.count("stored again"),
+    ) == (1, 1)
 
 
 def test_a_full_disk_ends_no_learner(again: Recipe, monkeypatch: Any, capsys: Any) -> None:
@@ -195,7 +198,7 @@ def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path
     Learned(recipe)
     weights = RunFolder(recipe).drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
-    with pytest.raises(UserError, match="was learned from another drafter"):
+    with pytest.raises(UserError, match="was learned from other weights than those in"):
         Learned(recipe)
 
 
@@ -279,7 +282,7 @@ def test_a_worse_candidate_is_thrown_away_and_an_unclear_one_goes_on(again: Reci
     assert begun == [origin, Path("/c0"), origin]
     assert learned.state.current == 0
     sentences = [weighed.sentence().rpartition(": ")[2] for weighed in learned.state.weighed]
-    assert sentences == ["goes on", "thrown away", "goes on"]
+    assert sentences == ["trained further", "dropped", "trained further"]
 
 
 def test_a_candidate_with_other_answers_is_not_taken(again: Recipe, monkeypatch: Any) -> None:
@@ -303,7 +306,7 @@ def test_the_server_says_once_that_nothing_learns_any_more(again: Recipe, caplog
     learned = Learned(again)
     newer = watched(learned, SimpleNamespace(is_alive=lambda: False))
     assert (newer(), newer()) == (None, None)
-    assert caplog.text.count("what learns has ended") == 1
+    assert caplog.text.count("the process that trains the drafter has ended") == 1
 
 
 def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> None:
@@ -332,7 +335,7 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     state.current, state.previous = 3, 0
     learned.write(state)
     said = CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn", "--learn-minutes", "2"])
-    assert f"prompts and answers are kept in {learned.folder} (the newest 4000)" in said.stdout.replace("\n", " ")
+    assert f"the newest 4000 prompts and answers are stored in {learned.folder}" in said.stdout.replace("\n", " ")
     assert begun[0][1] == 2.0
     assert workers[1][0].eval.methods[0].drafter == str(learned.folder / "drafters" / "3")
     assert seconds[0].exit_code == 2
@@ -418,4 +421,4 @@ def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> Non
 
 def test_the_sentence() -> None:
     weighed = Weighed(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
-    assert weighed.sentence() == "candidate: tau 1.50 -> 1.70 (+0.10 to +0.30) on 20 kept-out answers: serves as 2"
+    assert weighed.sentence() == "candidate: tau 1.50 -> 1.70 (+0.10 to +0.30) on 20 held-out answers: serves as 2"

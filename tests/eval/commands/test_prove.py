@@ -116,5 +116,5 @@ def test_all_of_it_must_hold() -> None:
 
 def test_there_must_be_something_lossless() -> None:
     recipe = Recipe.model_validate({"name": "x", "eval": {"methods": [{"name": "hasty", "lenience": 0.5}]}})
-    with pytest.raises(UserError, match=r"every method of eval\.methods has a lenience below 1"):
+    with pytest.raises(UserError, match=r"eval\.methods: every method \(hasty\) has a lenience below 1"):
         prove(recipe)

@@ -51,7 +51,7 @@ def pushed(result: Result) -> Result:
 def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: FakeHub) -> None:
     """And nothing of this machine is in it."""
     result = pushed(run.call("push", "--dry-run", f"train.run_name=train.hub_token={TOKEN}"))
-    assert "The card names no licence" in result.output
+    assert "The target's card names no licence, so the drafter's has none: --license sets one" in result.output
     assert not hub.calls
     files = staged(run)
     assert set(files) == {
@@ -127,7 +127,7 @@ def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: FakeH
     card = ModelCard.load(run.root / "hub" / "README.md")
     assert card.data.to_dict()["base_model"] == "org/T-8B"
     assert 'TargetRecipe(model="org/T-8B")' in card.text
-    assert "--base-model: 8B is no id of the Hub" in said(run.call("push", "--base-model", "8B"))
+    assert "--base-model: 8B is no Hub id: give owner/name" in said(run.call("push", "--base-model", "8B"))
 
 
 def test_one_commit_with_all_files_and_nothing_of_others_deleted(run: FinishedRun, hub: FakeHub) -> None:
@@ -186,7 +186,7 @@ def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: F
     assert json.loads(files["export/vllm/export.json"])["command"] == line
     noted = json.loads((export / "export.json").read_text())
     (export / "export.json").write_text(json.dumps(noted | {"drafter_sha256": {"model.safetensors": "0"}}))
-    assert "was made of other weights: delete it" in said(run.call("push", *servable))
+    assert "was made from other weights: delete it" in said(run.call("push", *servable))
     shutil.rmtree(export)
     pushed(run.call("push", *servable))
     assert not [name for name in hub.files(REPO) if name.startswith("export/")]
@@ -204,7 +204,7 @@ def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     """Another model in it, or open where it should be private: it stays as it is."""
     hub.read_only.add("others")
     assert "may not do that in others/x (HTTP 403)" in said(run.call("push", "--repo", "others/x"))
-    assert "a b is no name of a repository" in said(run.call("push", "--repo", "a b"))
+    assert "a b is no valid repository name: give name or user/name" in said(run.call("push", "--repo", "a b"))
     pushed(run.call("push", "--repo", "mine"))
     repo = hub.repos[f"{USER}/mine"]
     repo.private = False
@@ -212,9 +212,9 @@ def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     repo.private = True
     assert "tester/mine is private: leave out --public" in said(run.call("push", "--repo", "mine", "--public"))
     repo.commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
-    assert "is no drafter of draftsmith (config.json, model.safetensors)" in said(run.call("push", "--repo", "mine"))
+    assert "holds no drafter of draftsmith (config.json, model.safetensors)" in said(run.call("push", "--repo", "mine"))
     repo.commit({"data.csv": b"1,2"})
-    assert "is no drafter of draftsmith (data.csv)" in said(run.call("push", "--repo", "mine"))
+    assert "holds no drafter of draftsmith (data.csv)" in said(run.call("push", "--repo", "mine"))
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
 
 

@@ -25,7 +25,7 @@ from draftsmith.eval.report.report import (
 )
 from draftsmith.recipes.schema import Recipe
 
-SLOWNESS = "Part of any speedup here is the baseline's slowness"
+SLOWNESS = "Part of any speedup here is due to a slow baseline"
 BASELINE = [{"temperature": 0.0, "step_bytes_per_s": 2e9, "read_bytes_per_s": 4e9, "share": 0.5}]
 
 

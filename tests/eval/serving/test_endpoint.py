@@ -63,7 +63,7 @@ def test_an_answer_that_breaks_off() -> None:
     [
         (
             {"metrics": False},
-            "/metrics shows no counters of vLLM's: it must be a vLLM server, without --disable-log-stats",
+            "/metrics has no counters of vLLM: give a vLLM server that runs without --disable-log-stats",
         ),
         ({"model": "other/name"}, "/v1 serves other/name, not wanted: every server must serve the same model"),
     ],
@@ -86,7 +86,7 @@ def test_a_server_that_is_down() -> None:
     ("options", "sentence"),
     [
         ({"status": 401}, "says HTTP 401: The key is wrong: check --server "),
-        ({"token_ids": False}, "gives no token ids: it must be a vLLM server that knows return_token_ids"),
+        ({"token_ids": False}, "returns no token ids: give a vLLM server that supports return_token_ids"),
     ],
 )
 def test_what_every_request_has_in_common_ends_it(options: dict[str, Any], sentence: str) -> None:

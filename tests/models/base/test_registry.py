@@ -94,5 +94,5 @@ def test_counts_that_would_fill_the_machine(tmp_path: Path, target: Any, kind: s
 def test_a_tuned_tree_that_no_session_holds(tmp_path: Path, target: Any, tree: Any) -> None:
     folder = drafter_in(tmp_path, target, num_masks=2)
     change(folder, tuned_tree=tree)
-    with pytest.raises(UserError, match="`tuned_tree` is no tree any more"):
+    with pytest.raises(UserError, match="key `tuned_tree` holds no valid tree: delete that key"):
         resolve_tuned(MethodRecipe(name="x", tree="tuned"), folder)

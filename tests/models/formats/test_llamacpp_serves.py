@@ -136,4 +136,4 @@ def test_eval_through_it(setup: Setup, folder: Path, tmp_path: Path) -> None:
     with started_server(SERVER, folder / "target.gguf", CONTEXT_TOKENS, "--metrics", "-t", 1) as (url, _):
         result = CliRunner().invoke(app, ["eval", recipe_file(recipe), "--engine", "llamacpp", "--server", url])
         assert result.exit_code == 2
-        assert "drafts nothing: start it with the command that `draftsmith export` prints" in result.stderr
+        assert "does not draft: start it with the command that `draftsmith export` prints" in result.stderr

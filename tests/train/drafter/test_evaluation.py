@@ -139,7 +139,7 @@ def test_the_log_tells_where_decoding_will_end(target_folder: Path) -> None:
     assert last["eval_accuracy_depth1"] > 0.5  # rows count upwards, held-out ones too
     assert 1.0 <= last["eval_tau_depth1"] <= last["eval_tau_depth3"] <= 4.0
     assert f"tau of a chain {last['eval_tau_depth3']:.2f}" in report.sentence()
-    assert "On rows kept out of training: " in (RunFolder(recipe).drafter / "README.md").read_text()
+    assert "On held-out examples: " in (RunFolder(recipe).drafter / "README.md").read_text()
 
 
 def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:

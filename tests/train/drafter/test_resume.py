@@ -116,8 +116,8 @@ def test_a_damaged_checkpoint_is_passed_over(
     (checkpoints / "checkpoint-4" / "optimizer.pt").unlink()
     train_drafter(broken)
     said = capsys.readouterr().out
-    assert "checkpoint-4 is damaged (optimizer.pt is missing or not whole): set aside as damaged-checkpoint-4" in said
-    assert f"going on from {checkpoints / 'checkpoint-2'}\n" in said
+    assert "checkpoint-4 is damaged (optimizer.pt is missing or incomplete): set aside as damaged-checkpoint-4" in said
+    assert f"resuming from {checkpoints / 'checkpoint-2'}\n" in said
     check_alike(whole[0], broken)
 
 
@@ -138,7 +138,7 @@ def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[
         copy = tmp_path / "checkpoints" / f"checkpoint-{number}"
         shutil.copytree(newest, copy)
         damage(copy / name)
-        assert what_is_damaged(copy) == f"{name} is missing or not whole"
+        assert what_is_damaged(copy) == f"{name} is missing or incomplete"
         (sentence,) = set_damaged_aside(copy.parent)
         assert sentence.endswith(f"set aside as damaged-checkpoint-{number}")
 

@@ -27,7 +27,7 @@ def logs(values: dict[str, Any]) -> Any:
 
 def test_the_line_of_a_record() -> None:
     assert line_of(logs(RECORD), 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
-    assert line_of(logs(OF_KEPT_OUT), 725.0) == "kept out: loss 3.41  acc 55 %  tau 2.31"  # of the deepest chain
+    assert line_of(logs(OF_KEPT_OUT), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # of the deepest chain
     assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
 
 
@@ -61,7 +61,7 @@ def test_on_a_terminal() -> None:
     assert re.search(r"step 240/788 +4,600 tok/s +\d+ s left", last)
     assert re.search(r"loss +3\.27 +█▃▁", last)
     assert re.search(r"depth 2 +44 % +▁▁▁", last)
-    assert "step 240, kept out: loss 3.41  acc 55 %  tau 2.31" in last
+    assert "step 240, held-out: loss 3.41  acc 55 %  tau 2.31" in last
     shown.stop()  # a second time
 
 

@@ -113,10 +113,10 @@ def test_stopped_and_resumed_is_unbroken_bit_for_bit(
     assert "[rank0]" not in result.stderr  # of a traceback
     assert NOT_LEFT not in result.stderr
     if number == signal.SIGKILL.name:
-        assert "another process of this training ended" in result.stderr
+        assert "another process of this training has ended" in result.stderr
     resumed = launch(config, broken)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert f"going on from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
+    assert f"resuming from {checkpoints / f'checkpoint-{checkpoint}'}" in resumed.stdout
     found, expected = weights_of(broken), weights_of(trained(name, False))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
