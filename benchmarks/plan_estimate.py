@@ -3,7 +3,7 @@
     python benchmarks/plan_estimate.py --json docs/results/machinery/plan_estimate.json
 
 The counted bytes were taken once, on tensors without values, and stay in that file, with the configs of the targets.
-This estimates every recipe again and writes the differences beside them.
+This estimates every recipe again and writes the differences next to them.
 """
 
 import argparse

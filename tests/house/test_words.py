@@ -16,8 +16,8 @@ from support.places import ROOT
 LIMITS = {
     "recipes": 47,
     "data": 1,
-    "models": 162,
-    "train": 20,
+    "models": 161,
+    "train": 16,
     "eval": 48,
     "benchmarks": 2,
     "examples": 0,
