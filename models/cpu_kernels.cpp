@@ -286,8 +286,7 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("pack(Tensor weight) -> Tensor");
   library.def("linear(Tensor rows, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("norm(Tensor rows, Tensor weight, float eps, bool rounds_twice) -> Tensor");
-  library.def(
-      "fused(Tensor[] parts, Tensor?[] norms, float eps, Tensor packed, int outputs, Tensor? bias) -> Tensor", fused);
+  library.def("fused(Tensor[] parts, Tensor?[] norms, float eps, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("most_likely(Tensor logits, int count) -> Tensor");
   library.def("largest(Tensor logits) -> Tensor");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
@@ -298,6 +297,7 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("pack", pack);
   library.impl("linear", linear);
   library.impl("norm", norm);
+  library.impl("fused", fused);
   library.impl("most_likely", most_likely);
   library.impl("largest", largest);
   library.impl("attention", attention);

@@ -57,6 +57,7 @@ from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.verify import DraftTree, Sampling, drawn_below, root_only
+from draftsmith.models.cpu_layers import CpuLayers
 
 MOST_TOKENS = 32  # largest gamma considered
 Path = tuple[int, ...]  # draft tokens from the root down
@@ -272,9 +273,10 @@ class LinearOperations:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
+        before = CpuLayers.linear_operations
         with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
             yield
-        self.total += counter.get_total_flops()
+        self.total += counter.get_total_flops() + CpuLayers.linear_operations - before
 
 
 def _formulas() -> dict[Any, Any]:
@@ -286,4 +288,7 @@ def _formulas() -> dict[Any, Any]:
     if hasattr(torch.ops.draftsmith, "linear"):  # exists once a layer was packed
         # rows [..., D] to out [..., V]; the packed weight has another shape.
         formulas[torch.ops.draftsmith.linear] = lambda rows, *_, out_shape, **__: 2 * math.prod(out_shape) * rows[-1]
+        formulas[torch.ops.draftsmith.fused] = lambda parts, *_, out_shape, **__: (
+            2 * math.prod(out_shape) * sum(part[-1] for part in parts)
+        )
     return formulas

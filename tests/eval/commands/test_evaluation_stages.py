@@ -152,7 +152,7 @@ def test_processes_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,MIG-a")
     assert module.gpus_for(2) == ["5", "MIG-a"]
-    with pytest.raises(UserError, match="--processes 3 needs as many GPUs, and torch sees 2"):
+    with pytest.raises(UserError, match="--processes 3 needs 3 GPUs, and torch sees 2"):
         module.gpus_for(3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert module.gpus_for(2) == ["0", "1"]

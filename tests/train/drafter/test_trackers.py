@@ -140,7 +140,7 @@ def test_trackio(target_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_trackers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"`train.report_to`: there is no tracker wandbb: did you mean `wandb`"):
+    with pytest.raises(UserError, match=r"`train.report_to`: unknown tracker wandbb: did you mean `wandb`"):
         refuse_missing_trackers(["wandbb"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb is not installed: `pip install 'draftsmith\[wandb\]'`"):
