@@ -51,6 +51,7 @@ BASELINE_MEANING = (
     "plain read of as many bytes reached on this machine between the questions"
 )
 SLOW_SHARE = 0.7  # below it the report warns that the speedup is partly due to a slow baseline
+CACHED_SHARE = 1.25  # above it the weights come out of the processor's cache
 GIGABYTE = 1e9
 
 FIGURES = (("tau", "tau_interval"), ("speedup_mean", "speedup_interval"))
@@ -196,6 +197,11 @@ def baseline_sentences(rows: list[Row]) -> list[str]:
             sentence += (
                 " Part of any speedup here is due to a slow baseline: compared with a step at the speed of a plain "
                 "read the speedup would be smaller."
+            )
+        if row["share"] > CACHED_SHARE:
+            sentence += (
+                " The processor's cache holds the target, so arithmetic is the limit: each further row of a draft tree "
+                "costs nearly as much as the first, and a speedup is smaller than for a larger target."
             )
         sentences.append(sentence)
     return sentences

@@ -196,6 +196,8 @@ def test_how_good_the_baseline_is() -> None:
     edge = [{"temperature": 0.0, "step_bytes_per_s": 7e8, "read_bytes_per_s": 1e9, "share": 0.7}]
     assert baseline_sentences(edge) == ["The baseline's step reads 0.700 of 1.0 GB/s (70 %)."]
     assert SLOWNESS in baseline_sentences([edge[0] | {"share": 0.69}])[0]
+    assert "cache" not in baseline_sentences([edge[0] | {"share": 1.25}])[0]
+    assert "The processor's cache holds the target" in baseline_sentences([edge[0] | {"share": 1.26}])[0]
 
 
 # ---- names, without a path of the machine ----
