@@ -26,7 +26,7 @@ namespace {
 
 // Lanes of a vector, vectors of a block of outputs, and rows whose sums fit into the registers beside them.
 #if defined(__AVX512F__)
-constexpr int64_t LANES = 16, MOST_ROWS = 14, ROWS_TO_ASK_AHEAD = 6;
+constexpr int64_t LANES = 16, MOST_ROWS = 14, ROWS_TO_ASK_AHEAD = 2;
 #elif defined(__AVX__)
 constexpr int64_t LANES = 8, MOST_ROWS = 5, ROWS_TO_ASK_AHEAD = 3;
 #else
