@@ -1048,7 +1048,7 @@ def outputs_on_this_processor() -> dict[str, Any]:
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 def test_every_instruction_set_gives_the_same(tmp_path: Path) -> None:
     """Four libraries, each built in about half a minute: fp32 within 1e-5, bf16 within roundings."""
