@@ -237,7 +237,7 @@ class FastNorm(nn.RMSNorm):
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         if trains or x.dtype != self.weight.dtype or x.numel() > MOST_PACKED_ROWS * self.weight.numel():
             return super().forward(x)
-        return torch.ops.draftsmith.norm(x, self.weight, self.eps or 0.0, False)
+        return torch.ops.draftsmith.norm(x, self.weight, self.eps, False)
 
 
 def can_fuse(linear: nn.Linear, rows: Tensor) -> bool:
@@ -304,7 +304,8 @@ def _trains(linear: nn.Linear) -> bool:
 
 def _is_plain_norm(norm: nn.RMSNorm) -> bool:
     weight = norm.weight
-    return weight is not None and weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in DTYPES
+    is_known = weight is not None and weight.dim() == 1 and norm.eps is not None
+    return is_known and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
 def _can_be_packed(linear: nn.Linear) -> bool:

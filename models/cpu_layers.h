@@ -158,7 +158,7 @@ struct Forward {
     for (int64_t row = first_row; row < end_row; ++row) see(row);
     for (size_t index = 0; index < layers.size(); ++index) {
       const Layer& layer = layers[index];
-      catch_features(static_cast<int64_t>(index), first_row, end_row);
+      copy_tap(static_cast<int64_t>(index), stream, first_row, end_row);
       const bool given = index == 0 && first_input;
       if (!given) norm_all(layer.norms[INPUT_NORM], normed.data());
       project_heads(layer, index, given ? first_input : normed.data(), given ? input_width : width, thread, threads);
@@ -173,7 +173,7 @@ struct Forward {
       add_product(layer.projections[DOWN], activated, padded(mlp_size), thread, threads);
       wait_for_all();
     }
-    catch_features(static_cast<int64_t>(layers.size()), first_row, end_row);
+    copy_tap(static_cast<int64_t>(layers.size()), stream, first_row, end_row);
     for (int64_t row = first_row; row < end_row; ++row) {
       const Element* from = stream + row * width;
       if (final_norm)
@@ -181,7 +181,7 @@ struct Forward {
       else  // EAGLE's
         std::copy(from, from + hidden_size, finals + row * width);
     }
-    catch_finals(first_row, end_row);
+    copy_tap(-1, finals, first_row, end_row);
     if (!head.packed) return;
     wait_for_all();
     const auto [begin, end] = part_of(head.blocks(), thread, threads);
@@ -233,7 +233,7 @@ struct Forward {
       const Weight<Dtype> weight = layer.projections[kind].template weight<Dtype>();
       const int64_t padded_outputs = padded(weight.outputs);
       Element* to = kind == QUERY ? queries : fresh + (kind == VALUE ? rows * padded_outputs : 0);
-      for (; begin < end && units[kind] > 0 && begin < total; ++begin) {
+      for (; begin < end; ++begin) {
         const int64_t number = begin - (kind == QUERY ? 0 : units[QUERY]) - (kind == VALUE ? units[KEY] : 0);
         if (number >= units[kind]) break;
         const int64_t first_block = number * unit / BLOCK;
@@ -303,9 +303,7 @@ struct Forward {
     }
   }
 
-  // Features [R, taps * D]: the residual stream before layer `index`, or after the final norm (-1).
-  void catch_features(int64_t index, int64_t first_row, int64_t end_row) const { copy_tap(index, stream, first_row, end_row); }
-  void catch_finals(int64_t first_row, int64_t end_row) const { copy_tap(-1, finals, first_row, end_row); }
+  // Copies rows into the features [R, taps * D]: the residual stream before a layer, or after the final norm (-1).
   void copy_tap(int64_t wanted, const Element* from, int64_t first_row, int64_t end_row) const {
     for (size_t tap = 0; tap < taps.size(); ++tap)
       if (taps[tap] == wanted)

@@ -71,10 +71,10 @@ class CpuLayers:
             return None
         linears = [linear for layer in layers for linear in _linears(layer)]
         dtype, lanes = linears[0].weight.dtype, vector_lanes()
-        head_size = _head_size(config)
+        size = head_size(config)
         norms = [each for layer in layers for each in _norms(layer) if each is not None] + [norm] * has_norm
         one_dtype = all(each.weight.dtype == dtype for each in (*linears, *norms))
-        if not lanes or head_size % lanes or head_size > MOST_VECTORS * lanes or not one_dtype:
+        if not lanes or size % lanes or size > MOST_VECTORS * lanes or not one_dtype:
             return None
         is_usable = isinstance(head, PackedLinear) and head.weight.dtype == dtype
         return cls(layers, norm, cast(PackedLinear, head) if is_usable else None, config)
@@ -144,13 +144,12 @@ class CpuLayers:
         CpuLayers.linear_operations += 2 * (rows * self._num_weights + rows_of_head * of_head)
 
     def _build(self) -> Any:
-        config, head_size = self._config, _head_size(self._config)
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        config = self._config
         attention: Any = self._layers[0].self_attn
         native = torch.classes.draftsmith.DecoderLayers(
-            heads, kv_heads, head_size, config.hidden_size, config.rms_norm_eps, float(attention.scaling)
-        )
+            config.num_attention_heads, num_kv_heads(config), head_size(config), config.hidden_size,
+            config.rms_norm_eps, float(attention.scaling),
+        )  # fmt: skip
         for layer in self._layers:
             linears, norms = _linears(layer), [None if norm is None else norm.weight.detach() for norm in _norms(layer)]
             native.add_layer(
@@ -214,5 +213,11 @@ def _unchanged(inputs: Tensor) -> tuple[Tensor, Tensor]:
     return inputs, inputs
 
 
-def _head_size(config: Any) -> int:
+def head_size(config: Any) -> int:
+    """Return the size of an attention head of layers with this config."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Return the number of key-value heads of layers with this config."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

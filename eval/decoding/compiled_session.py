@@ -40,13 +40,15 @@ def open_session(target: Any, max_length_tokens: int, compiles: bool | None) -> 
     session = TargetSession(target, max_length_tokens)
     if session.runs_in_one_call:
         return session
+    is_compiled = compiles or (compiles is None and compiles_by_default(target.device))
     if target.device.type == "cpu" and has_kernels():
         logger.warning(
-            "a step of %s takes many calls, where the layers of %s take one: expect half of the memory's speed",
+            "%s has other layers than %s, which run in one call on a CPU: a step takes longer%s",
             type(target).__name__,
             ", ".join(FAMILIES.values()),
+            ", and compiling it takes up to a minute the first time" if is_compiled else "",
         )
-    if compiles or (compiles is None and compiles_by_default(target.device)):
+    if is_compiled:
         session.close()
         return CompiledSession(target, max_length_tokens, must=bool(compiles))
     return session
@@ -81,7 +83,7 @@ class CompiledSession(TargetSession):
         self._compiles, self._grows = False, True
         self._size = 0  # of the tree that is run; 0: without compilation
         super().__init__(target, max_length_tokens, feature_layers)
-        self._compiles = True
+        self._compiles = not self.runs_in_one_call
         self._forget_graph()
 
     def read_layers(self, feature_layers: tuple[int, ...]) -> None:

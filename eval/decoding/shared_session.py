@@ -47,7 +47,7 @@ class SharedSession(CompiledSession):
         TargetSession(target, 8).close()  # a target that cannot run trees is refused here
         compiled = compiles or (compiles is None and compiles_by_default(target.device))
         super().__init__(target, max_length_tokens, must=bool(compiles))
-        self._compiles = bool(compiled)
+        self._compiles = self._compiles and bool(compiled)
         token_t = torch.arange(self._pages(max_length_tokens) * PAGE, device=self.device)
         page_t = token_t // PAGE * sequences * PAGE + token_t % PAGE
         self._columns = [page_t + number * PAGE for number in range(sequences)]

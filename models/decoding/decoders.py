@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.cpu_kernels import MOST_ROWS, can_attend
-from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
+from draftsmith.models.cpu_layers import CpuLayers, has_static_rope, head_size, num_kv_heads
 from draftsmith.models.target.features import FINAL_FEATURES
 
 LONGEST_TREE_NODES = 256
@@ -163,10 +163,7 @@ class Compilable(Protocol):
 
 def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
     """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers keep of B sequences."""
-    num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return (config.num_hidden_layers, 2, batch_size, num_kv_heads, capacity, head_size)
+    return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
 
 
 def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -250,26 +247,25 @@ class CachedAttention:
 
     def begin_step(self, num_rows: int, causal: bool = True) -> None:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
-        self._begin = self.length
-        end = self.length + num_rows
-        self._open, self._causal, self._first, self._parents = not causal, causal, 0, None
+        begin, end = self.length, self.length + num_rows
         if self._window is not None and end > self._window:
-            self._causal, self._first = False, max(self.length + 1 - self._window, 0)
-            columns = torch.arange(self._first, end, device=self._keys_values.device)
+            first = max(begin + 1 - self._window, 0)
+            columns = torch.arange(first, end, device=self._keys_values.device)
             hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
             mask = open_mask(*hidden.shape, dtype=self._keys_values.dtype, device=hidden.device)
-            self._mask = mask.masked_fill_(hidden, float("-inf"))
+            self._prepare(begin, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
             return
-        if self.length == 0 or not causal:
-            self._mask = None
+        if begin == 0 or not causal:
+            self._prepare(begin, is_causal=causal, is_open=not causal)
             return
         bands = self._bands
         if num_rows <= bands.shape[1]:
-            first = self.capacity - aligned(self.length)
-            self._mask = bands[self.length % ALIGNMENT, :num_rows, first : first + end]
+            column = self.capacity - aligned(begin)
+            mask = bands[begin % ALIGNMENT, :num_rows, column : column + end]
         else:
             mask = open_mask(num_rows, end, dtype=bands.dtype, device=bands.device).fill_(float("-inf"))
-            self._mask = mask.triu_(self.length + 1)
+            mask.triu_(begin + 1)
+        self._prepare(begin, mask, is_causal=True)
 
     def begin_tree_step(self, ancestors: Tensor) -> None:
         """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
@@ -277,12 +273,10 @@ class CachedAttention:
         The last R of the M nodes are the step's own; all real tokens are seen by every node.
         """
         num_rows, num_nodes = ancestors.shape
-        self._begin, self._open, self._causal = self.length + num_nodes - num_rows, False, False
-        self._first, self._parents = 0, None
         keys_values = self._keys_values
         mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
-        self._mask = mask
+        self._prepare(self.length + num_nodes - num_rows, mask)
 
     def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
@@ -291,8 +285,20 @@ class CachedAttention:
             parents: Of the M nodes of the tree, -1 for those below node 0.
         """
         before = 0 if parents is None else len(parents) - num_rows
-        self._begin, self._first, self._mask, self._parents = self.length + before, 0, None, parents
-        self._open, self._causal = False, parents is None
+        self._prepare(self.length + before, is_causal=parents is None, parents=parents)
+
+    def _prepare(
+        self,
+        begin: int,
+        mask: Tensor | None = None,
+        first: int = 0,
+        is_causal: bool = False,
+        is_open: bool = False,
+        parents: list[int] | None = None,
+    ) -> None:
+        """Set all that the layers of a step share."""
+        self._begin, self._mask, self._first = begin, mask, first
+        self._causal, self._open, self._parents = is_causal, is_open, parents
 
     def run(
         self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
@@ -378,13 +384,16 @@ class CachedDecoder:
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
-        self._cache.length = 0
         if not self._drafter.reads_first_token and len(prompt_ids) > 1:
             self._pending, skipped = [(prompt_ids[1:], features[:-1])], 1
         else:  # a prompt of a single token keeps its row, since a draft may be asked for right after it
             previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
             self._pending, skipped = [(prompt_ids, previous)], 0
-        self._position_offset = position_offset + skipped
+        self._begin_sequence(position_offset + skipped)
+
+    def _begin_sequence(self, position_offset: int) -> None:
+        """Forget the last sequence; the first row of this one has this position id."""
+        self._cache.length, self._position_offset = 0, position_offset
         if self._few_rows is not None:
             self._few_rows.refresh()
         self._rotary_table = self._make_rotary_table()

@@ -333,11 +333,8 @@ class BlockDecoder(CachedDecoder):
         self._run = compiled(run, self._device, f"drafter {type(drafter).__name__}", backend)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        self._cache.length = 0
-        self._pending, self._position_offset = [(prompt_ids, features[:-1])], position_offset
-        if self._few_rows is not None:
-            self._few_rows.refresh()
-        self._rotary_table = self._make_rotary_table()
+        self._pending = [(prompt_ids, features[:-1])]
+        self._begin_sequence(position_offset)
 
     @torch.inference_mode()
     def draft(self) -> Tensor:

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel, Trainer
 
 from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.cpu_layers import head_size
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.losses import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk_rows, loss_weights
 from draftsmith.models.target.features import drop_decoder_layers
@@ -226,10 +227,10 @@ class _Step:
 
     def _decoder_layer(self, layer: nn.Module) -> Callable[[Tensor], Any]:
         config = self._target.config.get_text_config() if self._drafter.trains_target else self._drafter.layers_config
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = head_size(config)
 
         def run(hidden: Tensor) -> Any:
-            angles = hidden.new_empty(1, hidden.shape[1], head_size)
+            angles = hidden.new_empty(1, hidden.shape[1], size)
             return layer(hidden, position_embeddings=(angles, angles), cached_attention=self._core)
 
         return run
@@ -270,9 +271,7 @@ class _Step:
         drafter, config = self._drafter, self._target.config.get_text_config()
         num_layers = config.num_hidden_layers
         read = max(num_layers if layer < 0 else layer for layer in drafter.layers_read) / num_layers
-        heads = config.num_attention_heads * (
-            getattr(config, "head_dim", None) or self.size // config.num_attention_heads
-        )
+        heads = config.num_attention_heads * head_size(config)
         target = (
             2.0 * self.num_tokens * (num_weights(self._target.base_model) + num_layers * self._length * heads) * read
         )
