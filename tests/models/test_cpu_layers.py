@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
@@ -515,6 +515,21 @@ def test_unchanged_weights_are_not_read_again() -> None:
     native = ours._layers.native
     ours.refresh()
     assert ours._layers.native is native
+
+
+def test_sessions_that_run_in_one_call_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared ones too, even if compiling is asked for."""
+    target = random_target()
+    pack_linears(target)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("draftsmith.eval.decoding.compiled_session.compiled", lambda *_, **__: refuse)
+    for session in (open_session(target, 32, True), SharedSession(target, 32, 2, compiles=True)):
+        with session:
+            session.prefill([5, 9, 33])
+            assert session.forward_tree(DraftTree([7, 8, 8], TreeShape.chain(2))).logits.shape[0] == 3
 
 
 @pytest.mark.parametrize("session_of", ["one", "several"])
