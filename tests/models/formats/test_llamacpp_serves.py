@@ -131,7 +131,7 @@ def test_eval_through_it(setup: Setup, folder: Path, tmp_path: Path) -> None:
     assert 1 < one["tau"] < two["tau"] < drafted["tau"]
     assert [each["divergences"] for each in swept["greedy"]] == [[], []]
     best = max(swept["rows"], key=lambda row: row["tokens_per_s"])
-    assert f"Fastest with 1 at once: {best['arm']}." in swept["notes"]
+    assert f"Fastest at concurrency 1: {best['arm']}." in swept["notes"]
     assert SERVER is not None
     with started_server(SERVER, folder / "target.gguf", CONTEXT_TOKENS, "--metrics", "-t", 1) as (url, _):
         result = CliRunner().invoke(app, ["eval", recipe_file(recipe), "--engine", "llamacpp", "--server", url])
