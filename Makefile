@@ -80,7 +80,6 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
-	mkdir -p .typing && ln -sfn .. .typing/draftsmith
 	touch $(READY)
 
 vllm-env: $(VLLM_READY)
@@ -179,7 +178,7 @@ mutants: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy data models train eval recipes benchmarks docs/generate
+	$(BIN)/mypy core data models train eval recipes benchmarks docs/generate
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -223,4 +222,4 @@ release: $(READY)
 	@ls -l dist
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LLAMACPP) .typing build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMACPP) build dist site *.egg-info

@@ -35,6 +35,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
+from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
@@ -49,7 +50,6 @@ from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
-from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe

@@ -25,10 +25,10 @@ import numpy as np
 from parts.timing import benchmark_parser, write_figures
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens
+from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.report.summary import OVERALL
-from draftsmith.recipes.errors import UserError, exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe

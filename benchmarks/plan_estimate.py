@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import write_result
+from draftsmith.results import write_result
 from draftsmith.train.plan.estimate import StepCost, step_cost
 from draftsmith.train.plan.plan import arguments_of, training_batch
 

@@ -16,6 +16,7 @@ import torch
 from parts.shapes import SHAPES, random_target
 from parts.timing import Work, benchmark_parser, in_turns, write_figures
 
+from draftsmith.errors import exit_with_one_sentence
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
 from draftsmith.eval.decoding.compiled_session import open_session
@@ -23,7 +24,6 @@ from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.errors import exit_with_one_sentence
 from draftsmith.recipes.loading import load_recipe
 
 WARM_UP_TURNS = 3

@@ -9,12 +9,9 @@ Without `--drafter` one is trained for some steps first, once:
 import argparse
 from pathlib import Path
 
+from draftsmith import SpeculativeDecoder, load_drafter, load_recipe, load_target
 from draftsmith.eval.commands.stages import make_drafter
 from draftsmith.eval.decoding.loop import Round
-from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe
 

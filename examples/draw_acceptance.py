@@ -13,13 +13,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from draftsmith import SpeculativeDecoder, load_drafter, load_recipe, load_target
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.eval.commands.stages import make_drafter
 from draftsmith.eval.report.summary import acceptance_by_depth
-from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 
 BRIEFLY = ["name=example", "data.conversations.limit=400", "data.distill.engine=none", "train.max_steps=120"]

@@ -10,12 +10,10 @@ import argparse
 import torch
 from torch import Tensor, nn
 
+from draftsmith import SpeculativeDecoder, load_recipe, load_target
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.commands.stages import run_distill
-from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments

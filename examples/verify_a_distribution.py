@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.eval.speculative_decoder import SpeculativeDecoder
+from draftsmith import SpeculativeDecoder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.recipes.schema import MethodRecipe

@@ -2,5 +2,5 @@
 
 Read `drafters` (one file a kind) with `base` (what they are made of), then `groups` (group-wise attention, which
 training runs) and `decoding` (what drafting runs); `target` loads and taps the model that is drafted for. `losses` has
-every drafter's loss. Imports `recipes`, and nothing of `data`, `train` or `eval`.
+every drafter's loss. Imports the root package and `recipes`, nothing of `data`, `train` or `eval`.
 """

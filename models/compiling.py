@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from draftsmith.errors import UserError
+from draftsmith.files import cache_root
 from draftsmith.models.cpu_kernels import cpp_compiler
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import cache_root
+from draftsmith.progress import progress_bar
 
 BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process

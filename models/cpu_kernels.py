@@ -23,7 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.recipes.run_folder import Machine, cache_root
+from draftsmith.files import cache_root
+from draftsmith.provenance import Machine
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 HEADERS = (SOURCE.with_name("cpu_math.h"), SOURCE.with_name("cpu_layers.h"))

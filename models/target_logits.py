@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 # Keys of configs: factors, divisors, and soft caps.
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")

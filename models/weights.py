@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.recipes.errors import UserError, reason
-from draftsmith.recipes.run_folder import sha256_of
+from draftsmith.errors import UserError, reason
+from draftsmith.files import sha256_of
 
 USUAL_WAY_OUT = "give a folder with a transformers checkpoint, or a Hub id that this machine can reach"
 # By a pattern of the error; the first that fits.

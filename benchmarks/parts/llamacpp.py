@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx2
 import torch
 
+from draftsmith.errors import UserError
 from draftsmith.eval.serving.llama_server import find_server, started_server
+from draftsmith.files import cache_root
 from draftsmith.models.target.gguf_file import gguf_file_of
 from draftsmith.models.weights import sampled_hash
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import cache_root
 from draftsmith.recipes.schema import TargetRecipe
 
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.recipes.results import write_result
+from draftsmith.results import write_result
 
 Work = Callable[[], Any]
 

@@ -25,7 +25,9 @@ from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, r
 from draftsmith.data.sources.conversation import STDLIB, STDLIB_FILE, Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.recipes.run_folder import RunFolder, sha256_of, versions, write_atomically
+from draftsmith.files import sha256_of, write_atomically
+from draftsmith.provenance import versions
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 
 matplotlib.use("Agg")

@@ -58,15 +58,10 @@ from draftsmith.data.tokens.chat_tokens import (
     thoughts_field,
     tokenize_conversation,
 )
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import (
-    RunFolder,
-    check_no_training_reads,
-    check_settings,
-    sha256_of,
-    write_settings,
-)
+from draftsmith.errors import UserError
+from draftsmith.files import sha256_of
+from draftsmith.progress import Progress, progress_bar
+from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, check_settings, write_settings
 from draftsmith.recipes.schema import Recipe
 
 HELD_POLL_S = 2.0  # between two looks at conversations that another process works on

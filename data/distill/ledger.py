@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from draftsmith.data.sources.conversation import Conversation, Role, Turn
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 DONE, SHORTENED, FAILED = "done", "truncated", "failed"
 SHARDS, UNFINISHED, CLAIMS = "shards", "unfinished", "claims.lock"

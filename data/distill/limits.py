@@ -17,7 +17,7 @@ import pyarrow.compute
 from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.tokens.chat_tokens import PROBE, TemplateProblem, prompt_token_ids
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 SAMPLE_PROMPTS = 64

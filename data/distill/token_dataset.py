@@ -37,10 +37,11 @@ from draftsmith.data.tokens.chat_tokens import (
     tokenize_shortened,
     up_to_turn,
 )
-from draftsmith.recipes.errors import UserError, reason
-from draftsmith.recipes.parent import end_with_parent
-from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, read_json, run_lock
+from draftsmith.errors import UserError, reason
+from draftsmith.files import read_json
+from draftsmith.parent import end_with_parent
+from draftsmith.progress import Progress, progress_bar
+from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, run_lock
 from draftsmith.recipes.schema import Recipe
 
 MOST_PROCESSES = 8  # by default

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import Recipe
 

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
 from draftsmith.data.tokens.chat_tokens import PROBE, joined_thoughts, prompt_token_ids, special_ids, token_ids
-from draftsmith.recipes.errors import ENVIRONMENT_VARIABLE, MASK, UserError
+from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 
 Api = Literal["completions", "chat"]

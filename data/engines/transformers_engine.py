@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, LocalTarget, Outcome, Request
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Section
 
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")  # their angles change once any sequence of the batch is long

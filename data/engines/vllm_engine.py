@@ -35,8 +35,8 @@ from pydantic import Field
 
 from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.parent import end_program_with_parent
+from draftsmith.errors import UserError
+from draftsmith.parent import end_program_with_parent
 from draftsmith.recipes.schema import Section
 
 # Requests in flight per running one: some wait inside vLLM, so that a free slot is filled immediately.

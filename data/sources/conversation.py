@@ -46,7 +46,7 @@ from draftsmith.data.sources.files import (
     read_records,
     table_record,
 )
-from draftsmith.recipes.errors import UserError, did_you_mean, reason
+from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import ColumnsRecipe, SourceRecipe
 
 Role = Literal["system", "user", "assistant", "tool"]

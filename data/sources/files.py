@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from draftsmith.recipes.errors import UserError, reason
+from draftsmith.errors import UserError, reason
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv")

@@ -27,7 +27,7 @@ from draftsmith.data.sources.conversation import (
 )
 from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.sources.questions import Contamination
-from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 
 KEY_BYTES = 16

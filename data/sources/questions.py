@@ -20,8 +20,8 @@ from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation, json_kind, text_of
 from draftsmith.data.sources.files import InvalidConversation, json_of
-from draftsmith.recipes.errors import UserError, reason
-from draftsmith.recipes.run_folder import CACHE_VARIABLE, cache_root, write_atomically
+from draftsmith.errors import UserError, reason
+from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
 
 EMBEDDED, SPEC_BENCH = "embedded", "spec_bench"
 EMBEDDED_FILE = Path(__file__).parents[1] / "embedded" / "embedded.jsonl"

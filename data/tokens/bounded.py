@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 WITHIN_S = 20.0  # of its thread's processor; the longest conversation that is read takes a tenth of a second
 MOST_GROWTH_BYTES = 2 << 30  # of this process meanwhile

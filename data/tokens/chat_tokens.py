@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.data.sources.conversation import Conversation, Tool, Turn
 from draftsmith.data.tokens.bounded import EndlessTemplate, bounded
 from draftsmith.data.tokens.tool_calls import CallForm, call_form, common_end
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
 
 if TYPE_CHECKING:  # torch, which the processes that tokenise do not need

@@ -127,6 +127,6 @@ def pictures() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    from draftsmith.recipes.results import write_result
+    from draftsmith.results import write_result
 
     write_result(RESULT, record())

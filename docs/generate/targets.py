@@ -113,7 +113,7 @@ def built(model_type: str) -> PreTrainedModel | None:
 
 
 def _try(row: Row, column: str, look: Callable[[], str]) -> None:
-    from draftsmith.recipes.errors import UserError
+    from draftsmith.errors import UserError
 
     try:
         row.cells[column] = look()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.stop_strings import StopStrings
@@ -23,7 +24,6 @@ from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 

@@ -22,10 +22,10 @@ from pydantic_core import from_json
 from torch import nn
 
 from draftsmith.data.sources.questions import task_of
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodName
 
 # Keys of `MethodRecord.settings`, and their names in messages.

@@ -19,6 +19,7 @@ from typing import Any
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
@@ -26,10 +27,9 @@ from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLo
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.progress import progress_bar
 
 WARMUP_NEW_TOKENS = 64
 FEWEST_NEW_TOKENS = 16  # a turn that leaves less room than this is left out

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import FiniteFloat
 
 from draftsmith.data.sources.questions import questions_file
+from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import Divergence, RecordedDivergence
 from draftsmith.eval.bench.measured_methods import compiles, drafter_folder, drafter_folders
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
@@ -23,12 +24,12 @@ from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.methods.registry import method_of
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
+from draftsmith.files import read_json, sha256_of, write_atomically
 from draftsmith.models.base.registry import drafter_config
 from draftsmith.models.weights import sampled_hash
-from draftsmith.recipes.errors import UserError, masked
-from draftsmith.recipes.results import portable
-from draftsmith.recipes.run_folder import RunFolder, read_json, sha256_of, write_atomically
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.results import portable
 from draftsmith.train.drafter.card import Publication, write_drafter_card
 
 WEIGHTS = "model.safetensors"

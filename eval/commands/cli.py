@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from draftsmith.errors import UserError, did_you_mean, masked
 from draftsmith.eval.commands.console import JSON, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
@@ -21,9 +22,9 @@ from draftsmith.eval.commands.stages import (
     run_features,
     run_train,
 )
-from draftsmith.recipes.errors import UserError, did_you_mean, masked
+from draftsmith.provenance import versions
 from draftsmith.recipes.loading import find_recipe, load_recipe
-from draftsmith.recipes.run_folder import RunFolder, run_lock, versions
+from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodRecipe, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines

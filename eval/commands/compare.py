@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.records import SETTINGS, QuestionRecord, RecordLog, check_fair_clock
 from draftsmith.eval.commands.artifacts import RECORDS
 from draftsmith.eval.commands.console import console, print_table
@@ -30,7 +31,6 @@ from draftsmith.eval.report.summary import headline, question_sums
 from draftsmith.eval.report.text import ends_in_brackets
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodRecipe, Recipe, check_name

@@ -23,9 +23,10 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from draftsmith.recipes.errors import UserError, exit_with_one_sentence
-from draftsmith.recipes.progress import bars_where_they_can_be
-from draftsmith.recipes.run_folder import check_writable, is_first_process, write_atomically
+from draftsmith.errors import UserError, exit_with_one_sentence
+from draftsmith.files import check_writable, write_atomically
+from draftsmith.progress import bars_where_they_can_be
+from draftsmith.recipes.run_folder import is_first_process
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"

@@ -25,7 +25,7 @@ from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import Round
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
-from draftsmith.recipes.progress import progress_bar
+from draftsmith.progress import progress_bar
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe, TargetRecipe
 
 NAME = "shipped"

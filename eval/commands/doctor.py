@@ -47,6 +47,7 @@ from draftsmith.data.tokens.chat_tokens import (
     special_ids,
     tokenize_conversation,
 )
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
@@ -61,7 +62,6 @@ from draftsmith.models.target.loading import (
 )
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.models.target_logits import logit_shape
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

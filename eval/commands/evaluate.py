@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.data.card.card import CARD_JSON, DataCard
 from draftsmith.data.sources.questions import Question, load_questions, questions_file
+from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
     MeasuredMethod,
@@ -35,20 +36,13 @@ from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.asking import recorded_served
+from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_training
-from draftsmith.recipes.errors import UserError, masked
-from draftsmith.recipes.parent import end_with_parent
-from draftsmith.recipes.results import write_result
-from draftsmith.recipes.run_folder import (
-    RunFolder,
-    alone_in_its_run,
-    check_settings,
-    read_json,
-    write_atomically,
-    write_settings,
-)
+from draftsmith.parent import end_with_parent
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
+from draftsmith.results import write_result
 
 DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 

@@ -23,6 +23,7 @@ from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
+from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
@@ -47,15 +48,15 @@ from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, TimedAnswer
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.trees.verify import Sampling
+from draftsmith.files import write_atomically
 from draftsmith.models.decoding.decoders import cache_shape
 from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
-from draftsmith.recipes.errors import UserError, masked
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.results import write_result
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe
+from draftsmith.results import write_result
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
 ENGINE_FORMAT = "vllm"

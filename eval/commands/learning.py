@@ -50,21 +50,22 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
+from draftsmith.errors import UserError, what_the_system_refused
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
+from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import UserError, what_the_system_refused
-from draftsmith.recipes.parent import end_with_parent
-from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
+from draftsmith.parent import end_with_parent
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe
 from draftsmith.train.drafter.stage import train_drafter
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
@@ -37,10 +38,10 @@ from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.eval.trees.verify import Sampling
+from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
+from draftsmith.progress import progress_bar
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 
 BINS = 20  # of a distribution test

@@ -20,18 +20,19 @@ from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_downl
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.errors import UserError, masked
 from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.eval.commands.console import console
+from draftsmith.files import bytes_text, read_json, write_atomically
+from draftsmith.hub import hub_id, told_in_one_sentence
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import UserError, masked
-from draftsmith.recipes.hub import hub_id, told_in_one_sentence
-from draftsmith.recipes.results import portable
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, read_json, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
 from draftsmith.recipes.schema import Recipe
+from draftsmith.results import portable
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe
 
 YOU = "YOU"  # stands for the user name if the Hub is not queried for it

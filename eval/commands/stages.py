@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.prompt import Confirm
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.console import console, heading
-from draftsmith.recipes.errors import UserError
+from draftsmith.files import check_writable, read_json
+from draftsmith.progress import is_quiet
 from draftsmith.recipes.loading import first_stage
-from draftsmith.recipes.progress import is_quiet
-from draftsmith.recipes.run_folder import RunFolder, check_writable, is_first_process, read_json
+from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:

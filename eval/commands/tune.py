@@ -28,6 +28,7 @@ import torch
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
@@ -39,11 +40,11 @@ from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.verify import Sampling
+from draftsmith.files import write_atomically
 from draftsmith.models.base.registry import is_published
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, write_atomically
+from draftsmith.progress import progress_bar
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
 
 GREEDY = Sampling()

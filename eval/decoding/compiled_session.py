@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, TargetStep, cached_logits
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled, compiles_by_default
@@ -22,7 +23,6 @@ from draftsmith.models.cpu_kernels import MOST_ROWS, has_kernels
 from draftsmith.models.cpu_layers import FAMILIES
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.windows import Masks
-from draftsmith.recipes.errors import UserError
 
 logger = logging.getLogger(__name__)
 

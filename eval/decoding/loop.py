@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.errors import UserError, reason
 from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
 from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, first_token, root_only, verify
@@ -43,7 +44,6 @@ from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.windows import Masks, has_recurrent_layers, windows_of
-from draftsmith.recipes.errors import UserError, reason
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TreeCache, cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
@@ -31,7 +32,6 @@ from draftsmith.models.decoding.decoders import (
 from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.models.target.windows import tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
 

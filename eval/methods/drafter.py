@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, draw, drawn, race
@@ -38,7 +39,6 @@ from draftsmith.models.decoding.decoders import (
     TokenColumns,
     to_device,
 )
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
 

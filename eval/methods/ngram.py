@@ -18,10 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.models.decoding.decoders import ALL_TOKENS
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
 

@@ -15,9 +15,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MethodRecipe
 

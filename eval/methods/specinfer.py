@@ -21,6 +21,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.drafter import draw_independently
 from draftsmith.eval.methods.registry import MethodSetting
@@ -29,7 +30,6 @@ from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import drafter_config, load_drafter
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, ReadsTokens, StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Section
 
 

@@ -404,7 +404,7 @@ def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Ro
 def evaluation_figures(
     recipe: Recipe, summary: list[Row], timing: list[Row], questions: int, proof: Any, baseline: list[Row]
 ) -> Row:
-    """Return all figures that a document may quote, in the form of `recipes/results.py`, each under its own name.
+    """Return all figures that a document may quote, in the form of `core/results.py`, each under its own name.
 
     By `method@temperature`: the row over all questions, the times of a round, and the main figures by category. Also
     each method's settings, as in `eval.methods`.

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.results import portable
+from draftsmith.results import portable
 
 NOT_LOSSLESS = "not lossless"  # a method with lenience
 

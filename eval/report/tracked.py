@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from draftsmith.recipes.errors import masked
+from draftsmith.errors import masked
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.trackers import begin_wandb, end_trackio, tracked_run

@@ -32,8 +32,9 @@ from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, request_seed
 from draftsmith.eval.report.text import milliseconds, number
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
-from draftsmith.recipes.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, read_json
+from draftsmith.files import read_json
+from draftsmith.progress import progress_bar
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 PLAIN, DRAFTING = "without drafter", "with drafter"

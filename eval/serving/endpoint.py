@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
 from draftsmith.data.engines.openai_engine import OTHER_ANSWER, OpenAIEngine, OpenAIOptions, Refused, ServerFails
-from draftsmith.recipes.errors import UserError, masked
+from draftsmith.errors import UserError, masked
 
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
 # Names of the engine's options on the command line.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx2
 
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.parent import end_program_with_parent
+from draftsmith.errors import UserError
+from draftsmith.parent import end_program_with_parent
 
 BUILT = Path(__file__).resolve().parents[2] / ".venv-llamacpp" / "bin"
 STARTS_WITHIN_S, STOPS_WITHIN_S = 300.0, 10.0

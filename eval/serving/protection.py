@@ -22,7 +22,7 @@ import h11
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 LARGEST_BODY_BYTES = 1 << 20
 REQUEST_WITHIN_S = 20.0  # for head and body: 1 MiB at 0.4 Mbit/s

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import longest_token_characters, render, token_ids
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 MOST_STOPS, LONGEST_STOP = 4, 128
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # for logs: they change no answer

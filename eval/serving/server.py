@@ -38,6 +38,7 @@ from torch import Tensor
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
+from draftsmith.errors import UserError, reason
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.decoding.loop import Answering, AnswerRecord, Round
@@ -51,7 +52,6 @@ from draftsmith.eval.trees.verify import Sampling, root_only
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
-from draftsmith.recipes.errors import UserError, reason
 from draftsmith.recipes.schema import Recipe
 
 PAGE = Path(__file__).with_name("page.html")

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.draft_head import (
     Batch,
     Credit,
@@ -57,7 +58,6 @@ from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teache
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.models.target.view import embedding_width, target_values
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 

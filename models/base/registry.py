@@ -14,11 +14,11 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
+from draftsmith.hub import hub_id, told_in_one_sentence
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.hub import hub_id, told_in_one_sentence
-from draftsmith.recipes.run_folder import read_json
 
 # Trained for SmolLM2-135M-Instruct; what `draftsmith demo` shows.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"

@@ -22,11 +22,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.draft_head import Batch, LabelledRows
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, Drafter, DrafterConfig, Loss
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.groups.rows import ActiveRows, previous_features
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 

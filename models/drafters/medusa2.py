@@ -36,12 +36,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.draft_head import Batch
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.rows import ActiveRows
 from draftsmith.models.losses import DrafterOutput, TeacherRows, head_loss, one_for_none
-from draftsmith.recipes.errors import UserError
 
 ADAPTER_NAME = "draftsmith"
 ALL_LINEAR = "all-linear"

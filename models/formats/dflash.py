@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.formats.layout import (
     Checkpoint,
@@ -33,7 +34,6 @@ from draftsmith.models.formats.layout import (
     take_borrowed,
 )
 from draftsmith.models.groups.layers import of_kind
-from draftsmith.recipes.errors import UserError
 
 OF_BLOCKS = (
     no_scaled_embeddings("and engines do not for a block"),

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.formats.layout import (
     LLAMA_LIKE,
@@ -47,7 +48,6 @@ from draftsmith.models.formats.layout import (
     without_zero_biases,
 )
 from draftsmith.models.groups.layers import of_kind
-from draftsmith.recipes.errors import UserError
 
 NAMES = {"layers.0.": "midlayer."}
 # EAGLE-3.1's and their relatives: keys of the options, and of engines' configs.

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.errors import UserError, did_you_mean
+from draftsmith.files import check_writable, share_as_usual
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
@@ -27,8 +29,7 @@ from draftsmith.models.formats.layout import OTHER_LOGITS, Checkpoint, Exporter,
 from draftsmith.models.target.gguf_file import gguf_file_of
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
-from draftsmith.recipes.errors import UserError, did_you_mean
-from draftsmith.recipes.run_folder import RunFolder, check_writable, share_as_usual
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 FORMATS = {

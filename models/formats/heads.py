@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
     Checkpoint,
@@ -29,7 +30,6 @@ from draftsmith.models.formats.layout import (
     renamed,
     take_borrowed,
 )
-from draftsmith.recipes.errors import UserError
 
 HYDRA_NAMES = {
     "heads.#.#.residual.": "hydra_mlp.#.#.res_connection.",

@@ -20,6 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError, reason
+from draftsmith.files import check_writable, read_json, sha256_of, share_as_usual
+from draftsmith.hub import hub_id, told_in_one_sentence
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
@@ -27,9 +30,7 @@ from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import some_of, tensors_said, weights_sha256
-from draftsmith.recipes.errors import UserError, reason
-from draftsmith.recipes.hub import hub_id, told_in_one_sentence
-from draftsmith.recipes.run_folder import RunFolder, check_writable, read_json, sha256_of, share_as_usual
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 IMPORT_FILE = "import.json"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
-from draftsmith.recipes.errors import UserError
 
 # Layers that Llama's classes run: Mistral's and Qwen 2's differ from Llama's in sliding windows, which drafters do not
 # have, and in biases.

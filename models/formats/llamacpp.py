@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftsmith.errors import UserError, reason
 from draftsmith.models.formats import causal_lm, dflash, eagle
 from draftsmith.models.formats.layout import (
     NO_ATTENTION_BIAS,
@@ -35,7 +36,6 @@ from draftsmith.models.formats.layout import (
     renamed,
 )
 from draftsmith.models.groups.layers import as_config
-from draftsmith.recipes.errors import UserError, reason
 
 FILE = "drafter.gguf"
 # Of the weights; a norm, and what has a row that is no multiple of a block, stays in fp32.

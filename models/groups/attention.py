@@ -44,8 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.models.groups.rows import Documents, Grid
-from draftsmith.recipes.errors import UserError
 
 Backend = Literal["folded", "dense", "flex"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from draftsmith.errors import UserError
 from draftsmith.models.groups.attention import attend
-from draftsmith.recipes.errors import UserError
 
 ATTENTION_NAME = "draftsmith_group"
 DEFAULT_POSITIONS = 4096  # of drafters whose target counts none, as ALiBi's

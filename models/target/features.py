@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.target.view import target_value
-from draftsmith.recipes.errors import UserError
 
 # The id of the hidden states after the final norm, among the ids of layers.
 FINAL_FEATURES = -1

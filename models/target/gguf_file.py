@@ -17,9 +17,9 @@ from huggingface_hub import hf_hub_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_gguf_available
 
+from draftsmith.errors import UserError
+from draftsmith.files import cache_root
 from draftsmith.models.weights import read_pretrained, sampled_hash
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import cache_root
 from draftsmith.recipes.schema import TargetRecipe
 
 

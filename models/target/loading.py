@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.text_model import (
     attention_to_load_with,
@@ -31,7 +32,6 @@ from draftsmith.models.target.text_model import (
 )
 from draftsmith.models.target.windows import positions_of, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
-from draftsmith.recipes.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import TargetRecipe
 
 # What transformers, SGLang and vLLM give a chat template themselves.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 NF4_BLOCK, SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one of their own

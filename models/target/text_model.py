@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.target.view import is_wrapper
 from draftsmith.models.target.windows import windows_of
-from draftsmith.recipes.errors import UserError
 
 EAGER, SDPA = "eager", "sdpa"
 # Attributes of attention layers whose terms transformers' `sdpa` drops without a word.

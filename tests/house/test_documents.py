@@ -11,8 +11,8 @@ from support.places import PACKAGES, ROOT
 from support.served_drafters import IN_LLAMACPP, SERVED
 
 from draftsmith.models.formats.exporting import EXPORTERS
-from draftsmith.recipes.results import RESULT_KEYS
 from draftsmith.recipes.schema import Recipe
+from draftsmith.results import RESULT_KEYS
 
 PAGES = [
     *(

@@ -7,11 +7,11 @@ from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from support.places import PACKAGES, ROOT
+from support.places import PACKAGES, ROOT, import_links
 
 # A folder may import itself and the folders before it.
 ORDER = [
-    *["recipes"],
+    *["core", "recipes"],
     *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
@@ -22,18 +22,19 @@ ORDER = [
 ]
 # These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
 ONLY = {
-    "models": ["recipes"],
-    "models/target": ["recipes", "models"],
-    "models/groups": ["recipes", "models"],
-    "models/decoding": ["recipes", "models", "models/target", "models/groups"],
-    "eval/trees": ["recipes", "models", "models/decoding"],
-    "eval/decoding": ["recipes", "models*", "eval/trees"],
-    "eval/methods": ["recipes", "models*", "eval/trees", "eval/decoding"],
+    "models": ["core", "recipes"],
+    "models/target": ["core", "recipes", "models"],
+    "models/groups": ["core", "recipes", "models"],
+    "models/decoding": ["core", "recipes", "models", "models/target", "models/groups"],
+    "eval/trees": ["core", "recipes", "models", "models/decoding"],
+    "eval/decoding": ["core", "recipes", "models*", "eval/trees"],
+    "eval/methods": ["core", "recipes", "models*", "eval/trees", "eval/decoding"],
 }
 
 
 def module_of(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "core" else parts
     return ".".join(["draftsmith", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
@@ -59,7 +60,8 @@ def imported(module: str) -> set[str]:
     return found
 
 
-IMPORTS = {module: imported(module) for module in FILES}
+# The root package imports its public names when they are first used.
+IMPORTS = {module: imported(module) for module in FILES if module != "draftsmith"}
 
 
 def test_a_folder_imports_what_is_before_it() -> None:
@@ -80,7 +82,14 @@ def test_every_folder_is_a_package_of_pyproject() -> None:
     """A folder that is not listed is silently absent from the wheel."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {folder_of(module) for module in FILES}
-    assert sorted(setuptools["packages"]) == sorted("draftsmith." + name.replace("/", ".") for name in folders)
+    names = {".".join(["draftsmith", *name.split("/")]).replace("draftsmith.core", "draftsmith") for name in folders}
+    assert sorted(setuptools["packages"]) == sorted(names)
+
+
+def test_the_links_for_type_checkers_are_there() -> None:
+    """mypy and pyright find `draftsmith.*` by the links in `.typing`: the files of `core` and the other packages."""
+    found = {link.name: link.readlink().as_posix() for link in (ROOT / ".typing" / "draftsmith").iterdir()}
+    assert found == import_links(ROOT)
 
 
 def test_no_test_imports_another_test() -> None:

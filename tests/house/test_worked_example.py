@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.places import ROOT
+from support.places import PACKAGES, ROOT, make_importable
 
 import draftsmith.models.drafters
 from draftsmith.models.base import registry
@@ -40,12 +40,11 @@ print(*reference.drafters(), *reference.formats(), sep="\\n")
 def test_a_drafter_is_one_file(tmp_path: Path) -> None:
     """In a copy of the package with the page's file and nothing else changed, every command takes the new kind."""
     house = tmp_path / "house"
-    for folder in ("data", "models", "train", "eval", "recipes", "docs/generate"):
+    for folder in (*PACKAGES, "docs/generate"):
         shutil.copytree(ROOT / folder, house / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (house / "models" / "drafters" / f"{KIND}.py").write_text(FILE, encoding="utf-8")
     (house / "mine.yaml").write_text(RECIPE, encoding="utf-8")
-    (house / ".typing").mkdir()
-    (house / ".typing" / "draftsmith").symlink_to(house)
+    make_importable(house)
     small = [
         "data.conversations.limit=12", "data.distill.max_new_tokens=16", "train.max_steps=4", "train.warmup_steps=1",
         "train.logging_steps=1", "eval.limit_per_category=1", "eval.max_new_tokens=12",

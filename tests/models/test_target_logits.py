@@ -8,6 +8,7 @@ from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
@@ -16,7 +17,6 @@ from draftsmith.models.formats.exporting import EXPORTERS, refusal
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
 SCALED = [

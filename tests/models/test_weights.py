@@ -13,10 +13,10 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 from support.tiny_runs import make_recipe
 from transformers import AutoModelForCausalLM
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import load_weights
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import TargetRecipe
 from draftsmith.train.drafter.stage import train_drafter

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from support.places import ROOT
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.loading import _with_parents, load_recipe
 
 SHIPPED = ROOT / "recipes"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
+from draftsmith.files import sha256_of
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import (
     OWNER_FILE,
@@ -17,7 +18,6 @@ from draftsmith.recipes.run_folder import (
     alone_in_its_run,
     check_settings,
     run_lock,
-    sha256_of,
     write_settings,
 )
 from draftsmith.recipes.schema import Recipe

@@ -11,8 +11,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import read_json, write_atomically
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_atomically
 from draftsmith.train.processes.launch import Launch
 
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"

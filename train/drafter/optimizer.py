@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.recipes.errors import UserError
 
 OptimizerName = Literal["adamw", "muon"]
 

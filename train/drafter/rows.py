@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import answer_lengths, conversation_begins, row_lengths
+from draftsmith.errors import UserError
 from draftsmith.models.losses import DrafterOutput
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 # The column of a dataset that says which rows of the feature cache, in this order, its row is made of.
 ROWS_COLUMN = "feature_rows"

@@ -18,20 +18,13 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, TrainingArgumen
 
 from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
+from draftsmith.errors import UserError
+from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.target.loading import load_target_config
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import (
-    RunFolder,
-    alone_in_its_run,
-    bytes_text,
-    check_settings,
-    free_bytes_at,
-    write_atomically,
-    write_settings,
-)
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.errors import UserError
+from draftsmith.hub import hub_id
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, drafter_place, read_drafter
 from draftsmith.models.weights import some_of, weights_sha256
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.hub import hub_id
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

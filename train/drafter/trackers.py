@@ -18,8 +18,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from draftsmith.recipes.errors import UserError, did_you_mean, masked
-from draftsmith.recipes.run_folder import RunFolder, read_json, write_atomically
+from draftsmith.errors import UserError, did_you_mean, masked
+from draftsmith.files import read_json, write_atomically
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 TRACKERS_FILE = "trackers.json"

@@ -39,11 +39,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import rotate_checkpoints
 
+from draftsmith.errors import Terminated, UserError
+from draftsmith.files import share_as_usual
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.losses import DrafterOutput
-from draftsmith.recipes.errors import Terminated, UserError
-from draftsmith.recipes.progress import is_quiet
-from draftsmith.recipes.run_folder import share_as_usual
+from draftsmith.progress import is_quiet
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
 from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums

@@ -17,7 +17,7 @@ from accelerate.utils import get_int_from_env
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from transformers import PreTrainedModel, TrainingArguments
 
-from draftsmith.recipes.errors import UserError, did_you_mean
+from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import OptimizerName

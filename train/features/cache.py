@@ -23,11 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import weights_hash
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, read_json, refuse_other_settings, write_atomically
+from draftsmith.recipes.run_folder import RunFolder, refuse_other_settings
 from draftsmith.recipes.schema import Recipe
 
 INDEX_NAME = "index.json"

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
+from draftsmith.errors import UserError
+from draftsmith.files import bytes_text, free_bytes_at
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_device
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, bytes_text, free_bytes_at
+from draftsmith.progress import Progress, progress_bar
+from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import (
     SHARD_BYTES,

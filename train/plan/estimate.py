@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel, Trainer
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_layers import head_size
 from draftsmith.models.groups.rows import depth_labels
@@ -25,7 +26,6 @@ from draftsmith.models.losses import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk
 from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import muon_parameters, muon_with_adamw
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, enable_gradient_checkpointing

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
+from draftsmith.errors import UserError
+from draftsmith.files import bytes_text
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.weights import is_out_of_memory
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import Machine, bytes_text
+from draftsmith.provenance import Machine
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.plan.plan import PlanOptions, make_plan, ways_out
 

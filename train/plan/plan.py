@@ -19,14 +19,15 @@ from torch import Tensor
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.engines.engine import engine_class
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.errors import UserError
+from draftsmith.files import bytes_text, free_bytes_at, scaled
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.models.target.text_model import running_sentence
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.run_folder import RunFolder, bytes_text, free_bytes_at, scaled
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import PackedRows, split_rows
 from draftsmith.train.drafter.trainer import collate_right_padded

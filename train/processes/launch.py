@@ -19,9 +19,9 @@ from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
+from draftsmith.errors import TERMINATED_EXIT_CODE, UserError
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.quantized import quantization_options
-from draftsmith.recipes.errors import TERMINATED_EXIT_CODE, UserError
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's

@@ -10,7 +10,7 @@ from generate.papers.page import ANSWER, PICTURES, write_page
 from generate.papers.pictures import draw_answer
 
 from draftsmith.eval.bench.traced import TracedAnswer, by_question
-from draftsmith.recipes.run_folder import read_json
+from draftsmith.files import read_json
 
 DOCS = Path(__file__).parents[2]
 

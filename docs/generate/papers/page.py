@@ -20,7 +20,7 @@ from generate.papers.tables import (
 )
 
 from draftsmith.eval.report.charts import draw_theory
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.files import write_atomically
 
 PICTURES = "pictures"  # in the page's folder
 ANSWER = "paper_answer.svg"

@@ -17,7 +17,7 @@ from generate.papers.tables import Place
 
 from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.report.charts import COLOURS
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.files import write_atomically
 
 COLUMNS, CHARACTER, LINE, MARGIN, FONT_SIZE = 92, 7.8, 20, 14, 13  # all but the first in SVG units
 DRAFTED, TEXT, FAINT, PAPER = "#b7e3c0", "#1f2328", "#59636e", "#ffffff"

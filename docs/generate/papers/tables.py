@@ -1,4 +1,4 @@
-"""The papers' tables, built from result files (`recipes/results.py`).
+"""The papers' tables, built from result files (`core/results.py`).
 
 ParallelSpec's (arXiv 2410.05589) flavours compared with the drafters that they replace, and its number of masks;
 Leviathan et al.'s (arXiv 2211.17192) tables from the formulas, of n-gram drafters, expected and measured.

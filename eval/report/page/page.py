@@ -25,7 +25,7 @@ from draftsmith.eval.report.summary import (
     seed_spread,
     shown_categories,
 )
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.files import write_atomically
 from draftsmith.recipes.schema import DRAFTER_KIND
 
 TEMPLATES = Path(__file__).parent / "templates"

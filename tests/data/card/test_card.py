@@ -15,7 +15,8 @@ from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
-from draftsmith.recipes.run_folder import RunFolder, sha256_of
+from draftsmith.files import sha256_of
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 TOKENIZER = tiny_tokenizer(templates.CHATML)

@@ -22,7 +22,7 @@ from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder, write_settings
 from draftsmith.recipes.schema import Recipe

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data.distill.ledger import CLAIMS, DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 IDS = [f"c{number:02d}" for number in range(6)]
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, Mistral3Config
 
 from draftsmith.data.distill.limits import TargetLimits, check_tokens, target_limits
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 MISTRAL = {"model_type": "mistral", "vocab_size": 9, "max_position_embeddings": 32}
 

@@ -23,7 +23,7 @@ from draftsmith.data.tokens.chat_tokens import (
     reasoning_ids,
     tokenize_conversation,
 )
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
 
 

@@ -12,7 +12,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, Finished, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import REPORT_NAME, build_token_dataset
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import Recipe
 

@@ -26,7 +26,7 @@ from support.openai_setup import (
 from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
 from draftsmith.data.engines.openai_engine import CONTROL_TOKENS, CUT_EARLY
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 
 def test_every_request_gets_its_answer_within_the_concurrency(

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
 from draftsmith.data.engines.transformers_engine import TransformersEngine
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.stages import local_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 

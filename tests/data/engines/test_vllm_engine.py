@@ -22,9 +22,9 @@ from draftsmith.data.engines.vllm_engine import VllmEngine
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.stages import local_target
 from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 __all__ = ["vllm_environment"]  # fixture

@@ -13,7 +13,7 @@ from support.openai_setup import TOKENIZER, eventually, requests
 from draftsmith.data.engines import openai_engine, vllm_engine
 from draftsmith.data.engines.engine import Completion, EngineSetting, open_engine
 from draftsmith.data.engines.vllm_engine import VllmEngine, VllmOptions, command_line, server_arguments
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 API_SERVER = """

@@ -9,7 +9,7 @@ import pytest
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
 from draftsmith.data.sources.questions import CONTAINED, SAME, SHARED, Contamination, Match, words_of
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 SHORT = "Who sings the song that we heard?"  # 7 words

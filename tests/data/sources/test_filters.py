@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import Filters
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import FiltersRecipe
 
 TALK = Conversation(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data.sources.files import InvalidConversation, read_json_records
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, [[], '\\"'], {}, "€", 12]
 

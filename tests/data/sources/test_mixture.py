@@ -12,7 +12,7 @@ import zstandard
 from draftsmith.data.sources.conversation import open_records
 from draftsmith.data.sources.mixture import SourceCounts, interleave, load_conversations
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe, SourceRecipe
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from draftsmith.data.sources import questions as spec_bench
 from draftsmith.data.sources.questions import load_questions, questions_file
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 LINE = b'{"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}\n'
 

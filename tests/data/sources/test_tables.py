@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from draftsmith.data.sources.conversation import open_records, parse_conversation
 from draftsmith.data.sources.files import InvalidConversation, read_records
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import SourceRecipe
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": 'a, "b"\nc'}]

@@ -13,7 +13,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens import bounded
 from draftsmith.data.tokens.bounded import EndlessTemplate
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_calls
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 WRITING = ENDLESS.replace("{% endfor %}{% endfor %}", "x{% endfor %}{% endfor %}")

@@ -14,7 +14,7 @@ from draftsmith.data.tokens.chat_tokens import (
     prompt_token_ids,
     tokenize_conversation,
 )
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 TALK = (
     Turn("user", "Say hi"),

@@ -15,7 +15,7 @@ from draftsmith.data.tokens.chat_tokens import (
     tokenize_conversation,
     tokenize_shortened,
 )
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 
 TWO_ROUNDS = Conversation(
     "two",

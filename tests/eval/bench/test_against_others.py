@@ -8,8 +8,8 @@ from support.benchmark_scripts import benchmark, figures_of
 from support.finished_run import write_lines
 from support.tiny_runs import recipe_file, tiny_run
 
+from draftsmith.errors import UserError
 from draftsmith.eval.serving import llama_server
-from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.stage import train_drafter
 
 script = benchmark("against_others")

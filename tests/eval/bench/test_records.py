@@ -11,6 +11,7 @@ import torch
 from support.records import made_up
 from support.tiny_models import tiny_target
 
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.records import (
     SETTINGS,
     QuestionRecord,
@@ -22,7 +23,6 @@ from draftsmith.eval.bench.records import (
 )
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.recipes.errors import UserError
 
 OTHER: dict[str, Any] = {
     "target": "another",

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.sources import questions as spec_bench_questions
 from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.errors import UserError
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
@@ -27,7 +28,6 @@ from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, Draf
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import ALL_TOKENS
-from draftsmith.recipes.errors import UserError
 
 SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")

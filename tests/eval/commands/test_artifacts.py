@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.artifacts import measurement_settings
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
 
 

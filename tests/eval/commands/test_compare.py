@@ -13,6 +13,7 @@ from support.tiny_runs import recipe_file
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import LedgerView
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.compare import (
@@ -25,10 +26,9 @@ from draftsmith.eval.commands.compare import (
 )
 from draftsmith.eval.commands.stages import reuse_data
 from draftsmith.eval.report.summary import seed_spread
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import portable
 from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.results import portable
 
 
 def test_variants_of_one_key() -> None:

@@ -10,8 +10,8 @@ import torch
 from support.tiny_runs import SMALL_VOCABULARY, save_tokenizer
 from transformers import LlamaForCausalLM
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.stages import run_distill
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import load_models
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands import evaluate as module
@@ -24,11 +25,10 @@ from draftsmith.eval.commands.prove import prove
 from draftsmith.eval.commands.tune import Tuned, tune
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.results import RESULT_KEYS
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.results import RESULT_KEYS
 
 pytestmark = pytest.mark.slow
 

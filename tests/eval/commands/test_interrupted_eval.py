@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.finished_run import FinishedRun
 
+from draftsmith.errors import INTERRUPTED
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.decoding.loop import TargetSession
-from draftsmith.recipes.errors import INTERRUPTED
 
 
 def answers_of(run: FinishedRun) -> dict[tuple[int, Any], Any]:

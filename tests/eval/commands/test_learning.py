@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn, open_records, parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli, learning
 from draftsmith.eval.commands.learning import (
     Answer,
@@ -42,7 +43,6 @@ from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, SourceRecipe
 

@@ -7,6 +7,7 @@ import torch
 from support.tiny_models import tiny_target
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.commands.prove import (
@@ -19,7 +20,6 @@ from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees import verify
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 PROMPT = [5, 9, 33, 12]

@@ -13,6 +13,7 @@ from support.half_right import BUILDERS, GREEDY, SIZES, TINY, HalfRightDecoder
 from support.tiny_models import tiny_drafter_of, tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftsmith.errors import UserError
 from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
@@ -24,7 +25,6 @@ from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import Compilable
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodRecipe
 

@@ -13,6 +13,7 @@ from support.tiny_models import smallest_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding import loop as loop_module
 from draftsmith.eval.decoding.loop import TIMELINE_ROUNDS, Round, TargetSession, TargetStep, generate
 from draftsmith.eval.decoding.method import Autoregressive
@@ -34,7 +35,6 @@ from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()
 PROMPT = [1, 2, 3]

@@ -8,12 +8,12 @@ import torch
 from support.half_right import SIZES, TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.target.features import FINAL_FEATURES
-from draftsmith.recipes.errors import UserError
 
 # A chain, a tree whose path is not in order, and a single token; the last path is kept over a page's border.
 TREES = [

@@ -11,6 +11,7 @@ from support.table_decoder import (
 )
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import (
     BestFirstGrower,
     ChainGrower,
@@ -20,7 +21,6 @@ from draftsmith.eval.methods.drafter import (
 from draftsmith.eval.trees import adaptive
 from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()
 

@@ -11,6 +11,7 @@ from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
@@ -20,7 +21,6 @@ from draftsmith.eval.methods.ngram import NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.registry import MethodSetting, make_method, method_kinds
 from draftsmith.eval.trees.verify import DraftTree, Sampling, verify_greedy
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
 GREEDY = Sampling()

@@ -11,6 +11,7 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods import specinfer
@@ -19,7 +20,6 @@ from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.verify import DraftTree, Sampling
 from draftsmith.models.decoding.decoders import StepwiseDecoder
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 
 GREEDY = Sampling()

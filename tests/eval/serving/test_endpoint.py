@@ -10,9 +10,9 @@ from support.openai_setup import setting
 from support.streaming_server import StreamingServer
 
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
+from draftsmith.errors import UserError
 from draftsmith.eval.serving.cpu_sampling import expanded
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
-from draftsmith.recipes.errors import UserError
 
 
 @contextmanager

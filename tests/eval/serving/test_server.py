@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.serving import protection, server
 from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, key_in
@@ -43,7 +44,6 @@ from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 

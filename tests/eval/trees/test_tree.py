@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.table_decoder import DepthsDecoder
 
+from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, verify_greedy
-from draftsmith.recipes.errors import UserError
 
 GREEDY = Sampling()
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.tiny_models import tiny_target
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.draft_head import depth_shares, group_lengths
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.recipes.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.artifacts import resolve_tuned
 from draftsmith.models.base.registry import load_drafter_class, read_drafter
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe, TargetRecipe
 
 

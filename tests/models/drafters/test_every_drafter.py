@@ -16,6 +16,7 @@ from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
@@ -29,7 +30,6 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded

@@ -9,9 +9,9 @@ from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_targ
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.drafters.hydra import HydraDrafter
 from draftsmith.models.groups.rows import ActiveRows
-from draftsmith.recipes.errors import UserError
 
 HEADS, HIDDEN = 3, 32
 

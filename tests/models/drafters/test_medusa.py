@@ -7,9 +7,9 @@ import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.drafters.medusa import MedusaDrafter
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 HIDDEN = 32
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa2 import Medusa2Drafter, adapted_layers, remove
 from draftsmith.models.groups.rows import depth_labels
-from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 

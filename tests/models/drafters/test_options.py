@@ -6,9 +6,9 @@ import pytest
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.drafters.dflash import DFlashDrafter
-from draftsmith.recipes.errors import UserError
 
 TARGET_LAYERS = 4
 LOSSES = "loss`: must be ce, kl, .* lk_lambda, or some of these with a weight each, as in `{ce: 0.1, tv: 1.8}`"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.tiny_models import VOCABULARY, random_batch, tiny_parallel, tiny_target
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 
 def test_prompt_and_first_token_in_one_draft() -> None:

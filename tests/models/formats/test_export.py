@@ -15,6 +15,7 @@ from support.tiny_runs import recipe_file, recipe_in, save_target
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.base.registry import TRAINING_FILE
@@ -31,7 +32,6 @@ from draftsmith.models.formats.exporting import (
 )
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.weights import load_weights, weights_sha256
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 

@@ -13,12 +13,12 @@ from support.served_drafters import IN_LLAMACPP
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens import bounded
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter, refusal
 from draftsmith.models.formats.llamacpp import DTYPES, FILE, _rope_factors, tokenizer_of
 from draftsmith.models.target.loading import load_target, load_tokenizer
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 

@@ -17,6 +17,7 @@ from support.tiny_runs import recipe_file, recipe_in, save_target
 from torch import Tensor
 from typer.testing import CliRunner
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
@@ -25,7 +26,6 @@ from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint, renamed
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 
 DRAFTED = 20
 TARGET = tiny_target(num_hidden_layers=4)

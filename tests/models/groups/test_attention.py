@@ -7,6 +7,7 @@ import torch
 from support.ghost_device import ghost_device
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.models.groups.attention import (
     _flex_block_mask,
     _FoldedGroupAttention,
@@ -14,7 +15,6 @@ from draftsmith.models.groups.attention import (
     group_mask,
 )
 from draftsmith.models.groups.rows import Documents
-from draftsmith.recipes.errors import UserError
 
 # batch, query heads, key heads, depths, positions, head size
 SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 64), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]

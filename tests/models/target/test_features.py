@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.errors import UserError
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
-from draftsmith.recipes.errors import UserError
 
 LAYERS = 3
 

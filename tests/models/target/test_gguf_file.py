@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.errors import UserError
 from draftsmith.models.target import gguf_file
 from draftsmith.models.target.gguf_file import converted_folder
 from draftsmith.models.target.loading import load_target, weights_hash
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 gguf = pytest.importorskip("gguf")

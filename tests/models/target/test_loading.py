@@ -9,10 +9,10 @@ from support.chat_families import FAMILIES
 from support.tiny_runs import save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config
 
+from draftsmith.errors import UserError
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, with_variables
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"

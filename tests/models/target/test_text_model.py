@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
@@ -28,7 +29,6 @@ from draftsmith.models.target.loading import load_target, load_target_config, ta
 from draftsmith.models.target.text_model import attention_sentence, running_sentence
 from draftsmith.models.target.view import target_value, target_values
 from draftsmith.models.weights import read_pretrained
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.engines.engine import GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.stages import local_target
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import TargetSession
@@ -27,7 +28,6 @@ from draftsmith.models.target.windows import (
     tokens_within_windows,
     windows_of,
 )
-from draftsmith.recipes.errors import UserError
 
 WINDOW = 6
 MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}

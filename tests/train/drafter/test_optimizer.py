@@ -9,8 +9,8 @@ from support.tiny_models import tiny_target
 from support.tiny_runs import InterruptAt, history_of, make_recipe, same_weights, save_small_target, train_until
 from torch import nn
 
+from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import MuonWithAdamW, muon_parameters
 from draftsmith.train.drafter.stage import train_drafter

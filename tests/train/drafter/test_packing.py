@@ -8,8 +8,8 @@ import torch
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import BloomConfig, BloomForCausalLM
 
+from draftsmith.errors import UserError
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.rows import check_packing, pack_by_length, pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 

@@ -21,7 +21,7 @@ from support.tiny_runs import (
 )
 from transformers import TrainerCallback
 
-from draftsmith.recipes.errors import Terminated, UserError
+from draftsmith.errors import Terminated, UserError
 from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.checkpoints import set_damaged_aside, what_is_damaged

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny_runs import tiny_run
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.features.write import project_features

@@ -10,11 +10,11 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from support.tiny_runs import InterruptAt, recipe_file, recipe_in, same_weights, tiny_run, weights_of
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands import stages
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe

@@ -10,8 +10,8 @@ import pytest
 from support.tiny_runs import InterruptAt, history_of, make_recipe, train_until
 from support.wandb_file import items_of, wandb_records
 
+from draftsmith.errors import UserError
 from draftsmith.eval.report.tracked import FILES, add_to_trackers
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter

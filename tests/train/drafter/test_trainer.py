@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.processes import in_processes
 from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage

@@ -17,7 +17,7 @@ from support.tiny_runs import (
     weights_of,
 )
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.report import TrainReport

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.errors import UserError
 from draftsmith.train.drafter.rows import ROWS_COLUMN
 from draftsmith.train.drafter.trainer import FeatureCollator
 from draftsmith.train.features import cache as feature_cache

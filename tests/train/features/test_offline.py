@@ -20,12 +20,12 @@ from support.tiny_runs import (
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import load_tokens
+from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli, stages
 from draftsmith.models.base import drafter as base_drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter import stage

@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.data.sources.questions import load_questions
+from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.stages import run_train
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import is_out_of_memory
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DataRecipe, Recipe
 from draftsmith.train.drafter import stage

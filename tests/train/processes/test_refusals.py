@@ -9,8 +9,8 @@ import torch
 from support.tiny_runs import recipe_in
 from transformers import TrainingArguments
 
+from draftsmith.errors import UserError
 from draftsmith.models.target import quantized
-from draftsmith.recipes.errors import UserError
 from draftsmith.train.drafter.checkpoints import refuse_other_launch, write_manifest
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import training_arguments

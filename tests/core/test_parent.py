@@ -11,7 +11,7 @@ import pytest
 
 ONE = """
 import multiprocessing, os, time
-from draftsmith.recipes.parent import end_with_parent
+from draftsmith.parent import end_with_parent
 
 def child():
     end_with_parent()
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 """
 PROGRAM = """
 import subprocess, time
-from draftsmith.recipes.parent import end_program_with_parent
+from draftsmith.parent import end_program_with_parent
 
 print(subprocess.Popen(["sleep", "100"], preexec_fn=end_program_with_parent).pid, flush=True)
 time.sleep(100)
@@ -35,7 +35,7 @@ from pathlib import Path
 from support import tiny_tokenizers as templates
 from draftsmith.data.distill.token_dataset import CHUNK_CONVERSATIONS, CHUNKS_PER_PROCESS, Work, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.recipes.progress import progress_bar
+from draftsmith.progress import progress_bar
 
 def conversations():
     turns = (Turn("user", "hi"), Turn("assistant", "ho"))

@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.errors import masked
-from draftsmith.recipes.run_folder import Provenance, write_atomically
+from draftsmith.errors import masked
+from draftsmith.files import write_atomically
+from draftsmith.provenance import Provenance
 
 RESULT_KEYS = ("machine", "date", "commit", "versions", "command", "figures")
 FOLD_DEPTH, FOLD_CHARACTERS = 3, 100  # of a result's lines: see `folded_json`

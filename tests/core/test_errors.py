@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
+from draftsmith.errors import exit_with_one_sentence, what_the_system_refused
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.console import write_json
-from draftsmith.recipes.errors import exit_with_one_sentence, what_the_system_refused
-from draftsmith.recipes.run_folder import write_atomically
+from draftsmith.files import write_atomically
 
 RUNNER = CliRunner()
 
@@ -128,7 +128,7 @@ def test_json_to_a_device_does_not_replace_it(tmp_path: Path, capsys: pytest.Cap
 
 LIMITED = """
 import resource, sys, torch
-from draftsmith.recipes.errors import exit_with_one_sentence
+from draftsmith.errors import exit_with_one_sentence
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
 with exit_with_one_sentence():
     torch.save(torch.zeros(40_000), sys.argv[1])

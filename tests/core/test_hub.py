@@ -11,8 +11,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from support.fake_hub import refused
 
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.hub import told_in_one_sentence
+from draftsmith.errors import UserError
+from draftsmith.hub import told_in_one_sentence
 
 
 @pytest.mark.parametrize(

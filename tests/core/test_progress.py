@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from draftsmith.recipes import progress
-from draftsmith.recipes.progress import IN_A_FILE, bars_where_they_can_be, progress_bar
+from draftsmith import progress
+from draftsmith.progress import IN_A_FILE, bars_where_they_can_be, progress_bar
 
 # Three thousand updates within a second or so.
 BAR = (
-    "from draftsmith.recipes.progress import bars_where_they_can_be, progress_bar\n"
+    "from draftsmith.progress import bars_where_they_can_be, progress_bar\n"
     "with bars_where_they_can_be(), progress_bar(3000, 'distil', 'conv') as bar:\n"
     "    from tqdm import tqdm\n"
     "    for _ in tqdm(range(3000), file=open('/dev/null', 'w')): bar.update()\n"

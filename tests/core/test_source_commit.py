@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-from draftsmith.recipes import run_folder
+from draftsmith import provenance
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def git(folder: Path, *words: str) -> str:
 
 
 def installed_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    copy = repository / ".venv" / "recipes" / "run_folder.py"
+    copy = repository / ".venv" / "core" / "provenance.py"
     copy.parent.mkdir(parents=True)
-    shutil.copyfile(ROOT / "recipes" / "run_folder.py", copy)
-    monkeypatch.setattr(run_folder, "__file__", str(copy))
+    shutil.copyfile(ROOT / "core" / "provenance.py", copy)
+    monkeypatch.setattr(provenance, "__file__", str(copy))
     return copy
 
 
@@ -37,7 +37,7 @@ def test_somebody_elses_repository_around_the_environment_is_not_ours(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed_in(repository, monkeypatch)
-    assert run_folder.source_commit() is None
+    assert provenance.source_commit() is None
 
 
 def test_a_tag_does_not_stand_for_the_hash(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,11 +46,11 @@ def test_a_tag_does_not_stand_for_the_hash(repository: Path, monkeypatch: pytest
     git(repository, "commit", "-q", "-m", "ours")
     git(repository, "tag", "-a", "v1.0.0", "-m", "v1.0.0")
     commit = git(repository, "rev-parse", "HEAD")
-    assert run_folder.source_commit() == commit
+    assert provenance.source_commit() == commit
     copy.write_text(copy.read_text() + "\n")
-    assert run_folder.source_commit() == f"{commit}-dirty"
+    assert provenance.source_commit() == f"{commit}-dirty"
 
 
 def test_without_git_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
-    assert run_folder.source_commit() is None
+    assert provenance.source_commit() is None

