@@ -18,6 +18,7 @@ from draftsmith.progress import progress_bar
 
 BACKEND = "inductor"
 MOST_SHAPES = 64  # of one function, in one process
+FIRST_CALLS = 3  # on CUDA: warm up, record a graph, replay it
 SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for it
 
 
@@ -35,6 +36,11 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def allow_many_shapes() -> None:
+    """Raise torch's limit of compilations of one function, beyond which it silently runs uncompiled."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
 
 
 def compiled(
@@ -55,7 +61,7 @@ def compiled(
     Raises (when it is called):
         UserError: It cannot be compiled.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+    allow_many_shapes()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
     on_cuda = device.type == "cuda"
     if dynamic is None:
@@ -66,7 +72,7 @@ def compiled(
         unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
         options = None if unguarded is None else {"guard_filter_fn": unguarded}
         fast = torch.compile(_with_own_code(function), fullgraph=True, backend=backend, options=options)
-    first = True
+    num_calls = 0
 
     def first_call(inputs: tuple[Any, ...]) -> Any:
         """Takes a minute, or seconds where the cache has what it needs."""
@@ -78,17 +84,23 @@ def compiled(
         return results
 
     def call(*inputs: Any) -> Any:
-        nonlocal first
+        nonlocal num_calls
         if on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            results = first_call(inputs) if first else fast(*inputs)
-        except TorchDynamoException as error:
+            results = fast(*inputs) if num_calls else first_call(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        # Dynamo's and inductor's errors come at any call of a new shape. Triton's launcher, a missing C compiler and
+        # CUDA while it records a graph raise RuntimeError, in one of the first calls.
+        except (TorchDynamoException, RuntimeError) as error:
+            if not isinstance(error, TorchDynamoException) and not (on_cuda and num_calls < FIRST_CALLS):
+                raise
             raise UserError(
                 f"{what} cannot be compiled on this machine ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:200]}): use eval.compile=false"
             ) from error
-        first = False
+        num_calls += 1
         return results
 
     return call

@@ -14,8 +14,13 @@ from draftsmith.models.cpu_kernels import has_kernels
 
 # Compiling takes longer than what is tested: tests that want it ask for it. Subprocesses inherit this.
 os.environ.setdefault(SWITCH, "0")
-# Now, into the user's own cache: later a test may point elsewhere, and would have them built anew.
-has_kernels()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Build the CPU kernels now, into the user's own cache: later a test may point elsewhere. A GPU's tests need none."""
+    if config.option.markexpr != "cuda":
+        has_kernels()
+
 
 # Fixtures that lie beside what they make.
 pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]

@@ -22,6 +22,7 @@ from draftsmith.eval.decoding.loop import TreeCache, cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.models.cpu_kernels import MOST_ROWS, pack_linears, use_grouped_sdpa
+from draftsmith.models.cuda_attention import use_split_sdpa
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     LONGEST_TREE_NODES,
@@ -171,6 +172,7 @@ def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedM
         )
     model = model.to(target.device).eval().requires_grad_(False)
     use_grouped_sdpa(model)
+    use_split_sdpa(model)
     pack_linears(model)
     return model
 

@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.models.compiling import allow_many_shapes
 from draftsmith.models.groups.rows import Documents, Grid
 
 Backend = Literal["folded", "dense", "flex"]
@@ -200,6 +201,7 @@ def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> 
     """Uncompiled they hold a value for each query and key: of a mask 25 GiB for five depths of 32k."""
     from torch.nn.attention import flex_attention
 
+    allow_many_shapes()
     return torch.compile(getattr(flex_attention, function))
 
 

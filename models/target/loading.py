@@ -21,6 +21,7 @@ from transformers import (
 
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.cuda_attention import use_split_sdpa
 from draftsmith.models.target.text_model import (
     attention_to_load_with,
     auto_class,
@@ -65,6 +66,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     target = load_weights("target.model", location, auto_class(config), **options, **where)
     target = _frozen(recipe, text_alone(target, recipe.model)).to(device)
     use_grouped_sdpa(target)
+    use_split_sdpa(target)
     return target, tokenizer
 
 

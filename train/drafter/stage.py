@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
+from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.loading import load_target_config
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
@@ -120,7 +121,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             if checkpoint is not None and is_last_checkpoint(checkpoint):
                 trainer.restore(checkpoint)
             else:
-                with _same_bits_every_time(args):
+                with _same_bits_every_time(args), without_cudnn_attention():
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             trainer.shown.stop()

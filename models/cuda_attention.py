@@ -1,0 +1,235 @@
+"""Attention of a few rows over a long KV cache on CUDA, split over the keys (flash decoding), as one Triton kernel.
+
+transformers' `sdpa` repeats keys and values for every query head whenever there is a mask, and torch's kernel then has
+one block a query head: 9 blocks on a GPU of 132 multiprocessors for SmolLM2, which was 70 % of a step's kernel time
+(docs/measured/gpu.md). Here the query heads that share a key-value head are rows of one block, nothing is repeated, and
+every `SPLIT` columns are a block of their own; a second kernel merges the splits by their log-sum-exp.
+
+Shapes: H query heads, Hkv key-value heads, N rows, C columns of the cache, D head size. In a kernel: M = N H / Hkv rows
+of one key-value head, row m being node m // group and query head m % group of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+SPLIT_SDPA = "split_sdpa"
+MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attention has enough blocks
+SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
+LEAST_HEAD_SIZE, MOST_HEAD_SIZE = 16, 256
+FAR_BELOW = -3.0e38  # of a column beyond the cache: weight 0 next to any other, and finite, so that no NaN comes of it
+TOLERANCE = 2e-2  # of the first check against torch, in bf16
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Disable cuDNN's attention, torch's choice on Hopper: it plans again for every new length, 0.1 s each time."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """Define the two kernels, where Triton is installed."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def partial_attention(
+        q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, max_ptr, sum_ptr,
+        q_head, q_row, k_head, k_column, v_head, v_column, mask_row,
+        scale, nodes, columns, splits,
+        GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_C: tl.constexpr, SPLIT_C: tl.constexpr, HAS_MASK: tl.constexpr, FAR: tl.constexpr,
+    ):  # fmt: skip
+        """Write sum(p v), max(s) and sum(p) of one split of the columns, of one key-value head and block of rows."""
+        kv_head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        node, head = row // GROUP, kv_head * GROUP + row % GROUP
+        is_row, is_d = node < nodes, d < D
+        q = tl.load(
+            q_ptr + head[:, None] * q_head + node[:, None] * q_row + d[None, :],
+            mask=is_row[:, None] & is_d[None, :], other=0.0,
+        )  # fmt: skip
+        largest = tl.full([BLOCK_M], FAR, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(0, SPLIT_C, BLOCK_C):
+            column = split * SPLIT_C + start + tl.arange(0, BLOCK_C)
+            is_column = column < columns
+            here = is_column[:, None] & is_d[None, :]
+            k = tl.load(k_ptr + kv_head * k_head + column[:, None] * k_column + d[None, :], mask=here, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if HAS_MASK:
+                seen = is_row[:, None] & is_column[None, :]
+                bias = tl.load(mask_ptr + node[:, None] * mask_row + column[None, :], mask=seen, other=0.0)
+                s += bias.to(tl.float32)
+            s = tl.where(is_column[None, :], tl.maximum(s, FAR), FAR)
+            new_largest = tl.maximum(largest, tl.max(s, 1))
+            p = tl.exp(s - new_largest[:, None])
+            shrink = tl.exp(largest - new_largest)
+            v = tl.load(v_ptr + kv_head * v_head + column[:, None] * v_column + d[None, :], mask=here, other=0.0)
+            out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            total = total * shrink + tl.sum(p, 1)
+            largest = new_largest
+        place = (kv_head * splits + split) * nodes * GROUP + row
+        tl.store(out_ptr + place[:, None] * D + d[None, :], out, mask=is_row[:, None] & is_d[None, :])
+        tl.store(max_ptr + place, largest, mask=is_row)
+        tl.store(sum_ptr + place, total, mask=is_row)
+
+    @triton.jit
+    def merge_splits(
+        out_ptr, max_ptr, sum_ptr, result_ptr, nodes, splits,
+        GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FAR: tl.constexpr,
+    ):  # fmt: skip
+        """Merge the splits of one row of one key-value head: result [N, H, D]."""
+        kv_head, row = tl.program_id(0), tl.program_id(1)
+        split, d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+        is_split, is_d = split < splits, d < D
+        place = (kv_head * splits + split) * nodes * GROUP + row
+        largest = tl.load(max_ptr + place, mask=is_split, other=FAR)
+        weight = tl.where(is_split, tl.exp(largest - tl.max(largest, 0)), 0.0)
+        total = tl.sum(weight * tl.load(sum_ptr + place, mask=is_split, other=0.0), 0)
+        parts = tl.load(
+            out_ptr + place[:, None] * D + d[None, :], mask=is_split[:, None] & is_d[None, :], other=0.0
+        )  # fmt: skip
+        result = tl.sum(parts * weight[:, None], 0) / total
+        heads = tl.num_programs(0) * GROUP
+        head = (row // GROUP) * heads + kv_head * GROUP + row % GROUP
+        tl.store(result_ptr + head * D + d, result.to(result_ptr.dtype.element_ty), mask=is_d)
+
+    return partial_attention, merge_splits
+
+
+@torch.library.custom_op("draftsmith::split_attention", mutates_args=())
+def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attend with N rows of one sequence to C columns: softmax(scale q k' + mask) v.
+
+    Args:
+        query: [1, H, N, D].
+        key: [1, Hkv, C, D], values alike; contiguous in D.
+        mask: [1, 1, N, C] additive, contiguous in C. Every row must see a column. None: every row sees all of them.
+
+    Returns:
+        [1, N, H, D], contiguous.
+    """
+    partial_attention, merge_splits = _kernels()
+    (_, heads, nodes, head_size), (kv_heads, columns) = query.shape, key.shape[1:3]
+    group, splits = heads // kv_heads, -(-columns // SPLIT)
+    rows = nodes * group
+    block_d = max(LEAST_HEAD_SIZE, _power_of_two(head_size))
+    block_m = min(64, max(16, _power_of_two(rows)))
+    partial = torch.empty(kv_heads, splits, rows, head_size, dtype=torch.float32, device=query.device)
+    largest, total = torch.empty(2, kv_heads, splits, rows, dtype=torch.float32, device=query.device)
+    result = query.new_empty(1, nodes, heads, head_size)
+    shared = {"GROUP": group, "D": head_size, "BLOCK_D": block_d, "FAR": FAR_BELOW}
+    partial_attention[(kv_heads, splits, -(-rows // block_m))](
+        query, key, value, key if mask is None else mask, partial, largest, total,
+        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        0 if mask is None else mask.stride(2), scale, nodes, columns, splits,
+        BLOCK_M=block_m, BLOCK_C=COLUMNS, SPLIT_C=SPLIT, HAS_MASK=mask is not None, **shared,
+    )  # fmt: skip
+    merge_splits[(kv_heads, rows)](
+        partial, largest, total, result, nodes, splits, BLOCK_SPLITS=_power_of_two(splits), **shared
+    )
+    return result
+
+
+@split_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least this number."""
+    return 1 << (number - 1).bit_length()
+
+
+def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return True if `split_attention` takes these tensors, whose shapes are its arguments'."""
+    batch, heads, rows, head_size = query.shape
+    parts = (query, key, value)
+    return (
+        batch == 1
+        and rows <= MOST_ROWS
+        and (rows == 1 or mask is not None)
+        and not torch.is_grad_enabled()
+        and LEAST_HEAD_SIZE <= head_size <= MOST_HEAD_SIZE
+        and heads % key.shape[1] == 0
+        and all(part.dtype == query.dtype and part.shape[3] == head_size and part.stride(3) == 1 for part in parts)
+        and (
+            mask is None
+            or (mask.dtype != torch.bool and mask.shape == (1, 1, rows, key.shape[2]) and mask.stride(3) == 1)
+        )
+    )
+
+
+def split_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers' `sdpa` does, with the arguments and results of that; few rows by `split_attention`."""
+    is_plain = options.get("position_bias") is None and options.get("cache") is None
+    if is_plain and can_split(query, key, value, attention_mask):
+        scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return split_attention(query, key, value, attention_mask, scale), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(SPLIT_SDPA, split_sdpa)
+AttentionMaskInterface.register(SPLIT_SDPA, sdpa_mask)
+
+
+def use_split_sdpa(model: PreTrainedModel) -> None:
+    """Replace `sdpa` by `split_sdpa` where the model is on CUDA and the kernels work there."""
+    is_sdpa = model.config.get_text_config()._attn_implementation == "sdpa"
+    if is_sdpa and model.device.type == "cuda" and has_split_attention(model.device, model.dtype):
+        model.set_attn_implementation(SPLIT_SDPA)
+
+
+@functools.cache
+def has_split_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if the kernels compile on this device and agree with torch's attention there.
+
+    They are compared once a process; where they fail, one sentence says why, and torch's own attention stays.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    query, key, value = (torch.randn(1, heads, size, 64, device=device, dtype=dtype) for heads, size in SAMPLE)
+    mask = torch.zeros(1, 1, query.shape[2], key.shape[2], device=device, dtype=dtype)
+    mask[..., -query.shape[2] :].fill_(torch.finfo(dtype).min)
+    try:
+        with torch.no_grad():
+            result = split_attention(query, key, value, mask, 0.125).transpose(1, 2)
+            expected = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.125, enable_gqa=True)
+        difference = float((result.float() - expected.float()).abs().max())
+    except Exception as error:  # Triton's own kinds, a missing C compiler, CUDA's
+        first_line = next(iter(str(error).splitlines()), "")
+        reason = f"{type(error).__name__}: {first_line[:200]}"
+    else:
+        if difference <= TOLERANCE:
+            return True
+        reason = f"a result differs from torch's by {difference:.2g}"
+    logger.warning("attention by Triton is not used on %s (%s); a step takes longer", device, reason)
+    return False
+
+
+SAMPLE = ((6, 5), (2, 300), (2, 300))  # heads, and rows or columns, of query, key and value

@@ -1,0 +1,162 @@
+"""Attention of few rows, split over the keys: by Triton's interpreter on a CPU, and on a GPU where there is one."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.split_attention import CASES, differences
+from support.vllm_answers import TRITON, has_triton
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from draftsmith.models import cuda_attention
+from draftsmith.models.cuda_attention import (
+    SPLIT_SDPA,
+    can_split,
+    has_split_attention,
+    use_split_sdpa,
+    without_cudnn_attention,
+)
+
+NUM_RESULTS = len(CASES) + 2  # cases of one row are run without a mask too
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed: make vllm-env")
+def test_equals_torchs_attention_in_the_interpreter() -> None:
+    """In fp32; Triton 3.9's interpreter has no product of bf16."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(TRITON), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "support.split_attention", "cpu"]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    results = json.loads(printed)
+    assert len(results) == NUM_RESULTS
+    assert max(results) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_equals_torchs_attention_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    assert has_split_attention(torch.device("cuda"), dtype)
+    results = differences(torch.device("cuda"), dtype)
+    assert len(results) == NUM_RESULTS
+    assert max(results) < tolerance
+
+
+def sample(rows: int = 5, kv_heads: int = 3, head_size: int = 64) -> dict[str, Any]:
+    key = torch.zeros(1, kv_heads, 40, head_size)
+    mask = torch.zeros(1, 1, rows, 40)
+    return {"query": torch.zeros(1, 9, rows, head_size), "key": key, "value": key, "mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_taken"),
+    [
+        (lambda given: given, True),
+        (lambda given: {**given, **sample(rows=64)}, True),
+        (lambda given: {**given, **sample(rows=65)}, False),
+        (lambda given: {**given, "mask": None}, False),
+        (lambda given: {**sample(rows=1), "mask": None}, True),
+        (lambda given: {**given, "mask": given["mask"] == 0}, False),
+        (lambda given: {**given, "mask": given["mask"][..., :30]}, False),
+        (lambda given: {**given, **sample(kv_heads=2)}, False),
+        (lambda given: {**given, **sample(head_size=8)}, False),
+        (lambda given: {**given, "value": given["value"][..., :32]}, False),
+        (lambda given: {**given, "key": given["key"].half()}, False),
+        (lambda given: {**given, "query": given["query"].expand(2, -1, -1, -1)}, False),
+    ],
+)
+def test_takes_a_few_rows_of_one_sequence(
+    change: Callable[[dict[str, Tensor]], dict[str, Any]], is_taken: bool
+) -> None:
+    given = change(sample())
+    with torch.no_grad():
+        assert can_split(**given) is is_taken
+    assert not can_split(**given)  # it has no backward
+
+
+def test_other_calls_go_to_transformers_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cuda_attention, "sdpa_attention_forward", lambda *given, **options: calls.append(options))
+    monkeypatch.setattr(cuda_attention, "split_attention", lambda *given: given[-1])
+    given = sample()
+    arguments = (torch.nn.Identity(), given["query"], given["key"], given["value"], given["mask"])
+    with torch.no_grad():
+        assert cuda_attention.split_sdpa(*arguments, scaling=0.5) == (0.5, None)
+        assert cuda_attention.split_sdpa(*arguments, scaling=None) == (0.125, None)
+        assert calls == []
+        cuda_attention.split_sdpa(*arguments, position_bias=given["mask"])
+    cuda_attention.split_sdpa(*arguments, scaling=0.5)
+    assert calls == [{"position_bias": given["mask"]}, {"scaling": 0.5}]
+
+
+@pytest.fixture
+def check_again() -> Iterator[None]:
+    has_split_attention.cache_clear()
+    yield
+    has_split_attention.cache_clear()
+
+
+@pytest.mark.usefixtures("check_again")
+def test_kernels_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        seen = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+        return seen.transpose(1, 2) + error
+
+    monkeypatch.setattr(cuda_attention.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda_attention, "split_attention", attention)
+    error = 0.0
+    assert has_split_attention(torch.device("cpu"), torch.float32)
+    error = 0.5
+    assert has_split_attention(torch.device("cpu"), torch.float32)  # a process asks once
+    has_split_attention.cache_clear()
+    assert not has_split_attention(torch.device("cpu"), torch.float32)
+    assert "is not used on cpu (a result differs from torch's by 0.5)" in caplog.text
+
+
+@pytest.mark.usefixtures("check_again")
+def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def attention(*_: Tensor) -> Tensor:
+        raise RuntimeError("no C compiler\nand a long trace")
+
+    monkeypatch.setattr(cuda_attention.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda_attention, "split_attention", attention)
+    assert not has_split_attention(torch.device("cpu"), torch.float32)
+    assert "is not used on cpu (RuntimeError: no C compiler); a step takes longer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "implementation", "works", "is_replaced"),
+    [
+        ("cuda", "sdpa", True, True),
+        ("cuda", "sdpa", False, False),
+        ("cuda", "eager", True, False),
+        ("cpu", "sdpa", True, False),
+    ],
+)
+def test_sdpa_on_cuda_is_replaced(
+    device: str, implementation: str, works: bool, is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_attention, "has_split_attention", lambda *_: works)
+    chosen: list[str] = []
+    config = SimpleNamespace(_attn_implementation=implementation)
+    config.get_text_config = lambda: config
+    model: Any = SimpleNamespace(
+        config=config, device=torch.device(device), dtype=torch.bfloat16, set_attn_implementation=chosen.append
+    )
+    use_split_sdpa(model)
+    assert chosen == [SPLIT_SDPA] * is_replaced
+
+
+def test_cudnns_attention_is_off_inside_and_as_before_after() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with without_cudnn_attention():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before
