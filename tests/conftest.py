@@ -17,7 +17,7 @@ os.environ.setdefault(SWITCH, "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Build the CPU kernels now, into the user's own cache: later a test may point elsewhere. A GPU's tests need none."""
+    """Build the CPU kernels now, into the user's cache: later a test may point elsewhere. Tests on a GPU need none."""
     if config.option.markexpr != "cuda":
         has_kernels()
 
