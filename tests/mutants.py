@@ -80,14 +80,14 @@ MUTANTS = (
     ),
     Mutant(
         "a temperature of almost zero overflows",
-        VERIFY,
+        "models/sampling.py",
         "if self.temperature >= LARGEST_LOGIT / numbers.max:",
         "if True:",
         "tests/eval/trees/test_verify.py",
     ),
     Mutant(
         "top-p drops the token that reaches it",
-        VERIFY,
+        "models/sampling.py",
         "dropped = mass.cumsum(-1) - mass >= self.top_p",
         "dropped = (mass.cumsum(-1) > self.top_p) & (mass.cumsum(-1) > mass)",
         "tests/eval/trees/test_verify.py",

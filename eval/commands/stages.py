@@ -101,7 +101,7 @@ def local_target(target: Any) -> "LocalTarget":
         UserError: The target has recurrent layers, which cannot batch sequences of several lengths here.
     """
     from draftsmith.data.engines.engine import LocalTarget
-    from draftsmith.eval.trees.verify import Sampling, first_token
+    from draftsmith.models.sampling import Sampling, first_token
     from draftsmith.models.target.loading import longest_sequence_tokens
     from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
 
