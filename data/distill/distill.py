@@ -13,8 +13,8 @@ answers in flight and those of the last `LONGEST_WRITE_INTERVAL_S`.
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -42,7 +42,16 @@ from draftsmith.data.distill.limits import (
     outside_tokens,
     room_for_answers,
 )
-from draftsmith.data.engines.engine import Completion, Engine, Failure, GenerationSettings, Outcome, Request
+from draftsmith.data.engines.engine import (
+    Completion,
+    Engine,
+    EngineSetting,
+    Failure,
+    GenerationSettings,
+    Outcome,
+    Request,
+    open_engine,
+)
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.sources.questions import questions_file
@@ -79,7 +88,6 @@ OTHER_CALLS = "called tools whose results are not there"
 # What another try would end with again; all other failures are the engine's.
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 
-OpenEngine = Callable[[], AbstractContextManager[Engine]]
 Rewriting = Generator[Request, Outcome | None, Finished]  # of one conversation: questions out, outcomes in
 
 
@@ -128,7 +136,6 @@ def distill(
     recipe: Recipe,
     tokenizer: Any,
     folder: RunFolder,
-    open_engine: OpenEngine | None,
     weights: str | None = None,
     retry_failed: bool = False,
     progress: bool = True,
@@ -140,7 +147,6 @@ def distill(
         recipe: Its `data` section and `seed` are used.
         tokenizer: The target's, with a chat template.
         folder: The run's folder.
-        open_engine: Opens the engine, if there is anything to generate; None for `engine: none`.
         weights: A hash of the weights of who answers; a folder is not continued with others.
         retry_failed: Try conversations again that the engine failed at before.
         progress: Show a progress bar.
@@ -168,10 +174,10 @@ def distill(
         if waiting:
             check_no_training_reads(folder.data)
         with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
-            if open_engine is None:
+            if recipe.data.distill.engine == "none":
                 _pass_through(ledger, settings, conversations, waiting, report, bar)
             elif waiting:
-                with open_engine() as engine:
+                with open_engine(EngineSetting.of(recipe, tokenizer)) as engine:
                     work = _Distillation(recipe, tokenizer, engine, ledger, settings, conversations, report, bar)
                     work.positions = limits.positions
                     work.run(waiting)

@@ -8,14 +8,17 @@ that a conversation's next turn can be submitted as soon as its previous answer 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
+from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.loading import load_generation_config
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import Recipe
 
@@ -23,12 +26,9 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
-    """How an answer is drawn and where it ends. Temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+class GenerationSettings(Sampling):
+    """Sampling of an answer, and its largest number of tokens."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     max_new_tokens: int = 512
 
 
@@ -101,37 +101,19 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalTarget:
-    """The target, loaded in this process.
-
-    model: a causal language model in eval mode.
-    most_tokens: longest sequence that its positions allow; None if there is no limit.
-    draw: function that draws a token from logits [V].
-    masks: function that builds the attention mask of a forward of one token per row, from the visible tokens of each
-        row [A, S] and the tokens' positions [A]; None: [A, S] is the mask.
-    """
-
-    model: Any
-    most_tokens: int | None
-    draw: Callable[[Any, GenerationSettings, Any], int]
-    masks: Callable[[Any, Any], Any] | None = None
-
-
-@dataclass(frozen=True)
 class EngineSetting:
-    """The recipe and target that an engine is built for.
-
-    tokenizer: the target's tokenizer.
-    location: the target's folder or Hub id.
-    end_ids: all tokens that end an answer.
-    load_target: loads the target; called only by the engine that runs it in this process.
-    """
+    """The recipe whose target answers, the target's tokenizer, and all tokens that end an answer."""
 
     recipe: Recipe
     tokenizer: Any
-    location: str
     end_ids: tuple[int, ...]
-    load_target: Callable[[], LocalTarget] | None = None
+
+    @staticmethod
+    def of(recipe: Recipe, tokenizer: Any) -> EngineSetting:
+        """Return the setting of the model that answers for a recipe: `data.distill.model`, by default the target."""
+        answering = recipe.model_copy(update={"target": recipe.answering})
+        end_ids = answer_end_ids(load_generation_config(answering.target), tokenizer)
+        return EngineSetting(answering, tokenizer, tuple(end_ids))
 
 
 def engine_class(name: str) -> Any:

@@ -36,6 +36,7 @@ from pydantic import Field
 from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError
+from draftsmith.models.target.loading import target_location
 from draftsmith.parent import end_program_with_parent
 from draftsmith.recipes.schema import Section
 
@@ -210,7 +211,7 @@ def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, 
         "revision": target.revision,
     }
     return {
-        "model": setting.location,
+        "model": target_location(target),
         "dtype": options.dtype or target.dtype,
         "trust_remote_code": target.trust_remote_code,
         "tensor_parallel_size": options.tensor_parallel_size,
