@@ -309,7 +309,7 @@ MUTANTS = (
     # ---- strangers ----
     Mutant(
         "an answer to another prompt is believed",
-        "data/engines/openai_engine.py",
+        "data/engines/openai_answers.py",
         "raise ServerFails(OTHER_ANSWER)",
         "pass",
         "tests/data/engines/test_openai_engine.py",
