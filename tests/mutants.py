@@ -251,7 +251,7 @@ MUTANTS = (
     # ---- data ----
     Mutant(
         "an end token without a label",
-        "data/tokens/chat_tokens.py",
+        "data/tokens/spans.py",
         "return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))",
         "return Span(start, content_end, content_end)",
         "tests/data/tokens/test_chat_tokens.py",

@@ -55,17 +55,15 @@ from draftsmith.data.engines.engine import (
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.data.tokens.chat_tokens import (
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
+from draftsmith.data.tokens.loss_mask import reasoning_ids
+from draftsmith.data.tokens.templates import (
     TemplateProblem,
     TemplateRefusal,
-    prompt_token_ids,
-    reasoning_ids,
     render,
     template_answer_lead,
     template_calls,
-    template_end_token,
     thoughts_field,
-    tokenize_conversation,
 )
 from draftsmith.errors import UserError
 from draftsmith.files import sha256_of

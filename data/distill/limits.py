@@ -16,7 +16,8 @@ import pyarrow.compute
 
 from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import PROBE, TemplateProblem, prompt_token_ids
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.templates import PROBE, TemplateProblem
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 

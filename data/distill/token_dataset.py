@@ -28,15 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import (
-    AnswerIds,
-    TemplateProblem,
-    TokenizedConversation,
-    reasoning_ids,
-    tokenize_conversation,
-    tokenize_shortened,
-    up_to_turn,
-)
+from draftsmith.data.tokens.chat_tokens import AnswerIds, tokenize_conversation, tokenize_shortened, up_to_turn
+from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
 from draftsmith.files import read_json
 from draftsmith.parent import end_with_parent

@@ -14,7 +14,7 @@ import openai
 from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
-from draftsmith.data.tokens.chat_tokens import special_ids, token_ids
+from draftsmith.data.tokens.templates import special_ids, token_ids
 from draftsmith.errors import MASK
 
 Api = Literal["completions", "chat"]

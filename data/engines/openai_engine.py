@@ -49,7 +49,8 @@ from draftsmith.data.engines.openai_answers import (
     redirected_to,
     refusal_reason,
 )
-from draftsmith.data.tokens.chat_tokens import PROBE, joined_thoughts, prompt_token_ids
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.templates import PROBE, joined_thoughts
 from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 

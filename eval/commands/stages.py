@@ -32,7 +32,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.limits import target_limits
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import check_engine
-    from draftsmith.data.tokens.chat_tokens import missing_header_sentence
+    from draftsmith.data.tokens.templates import missing_header_sentence
     from draftsmith.models.base.registry import load_drafter_class
     from draftsmith.models.target.loading import load_target_config, load_tokenizer, weights_hash
 
