@@ -22,7 +22,8 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import FAILED, LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
-from draftsmith.data.sources.conversation import STDLIB, STDLIB_FILE, Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.files import sha256_of, write_atomically

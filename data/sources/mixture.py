@@ -16,17 +16,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from draftsmith.data.sources.conversation import (
-    MOST_NAMES,
-    STDLIB,
-    Conversation,
-    conversation_id,
-    listed,
-    open_records,
-    parse_conversation,
-)
-from draftsmith.data.sources.files import InvalidConversation
+from draftsmith.data.sources.conversation import Conversation, conversation_id
+from draftsmith.data.sources.files import STDLIB, InvalidConversation, open_records
 from draftsmith.data.sources.questions import Contamination
+from draftsmith.data.sources.record_reader import parse_conversation
+from draftsmith.data.sources.turn_checks import MOST_NAMES, listed
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, json_kind, text_of
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.files import InvalidConversation, json_of
+from draftsmith.data.sources.turn_checks import json_kind, text_of
 from draftsmith.errors import UserError, reason
 from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
 
