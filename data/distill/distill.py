@@ -13,35 +13,26 @@ answers in flight and those of the last `LONGEST_WRITE_INTERVAL_S`.
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from draftsmith.data.distill.ledger import (
     DONE,
     FAILED,
-    SHARDS,
     SHORTENED,
-    UNFINISHED,
     Finished,
     Ledger,
     LedgerView,
     kept_record,
 )
 from draftsmith.data.distill.limits import (
-    ITS_TOKENIZER,
     TargetLimits,
-    check_template_tokens,
-    no_room_sentence,
-    outside_sentence,
-    outside_tokens,
-    room_for_answers,
+    check_conversations,
 )
+from draftsmith.data.distill.settings import FolderSettings, distill_settings, has_answers
 from draftsmith.data.engines.engine import (
     Completion,
     Engine,
@@ -53,8 +44,7 @@ from draftsmith.data.engines.engine import (
     open_engine,
 )
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
-from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
 from draftsmith.data.tokens.loss_mask import reasoning_ids
 from draftsmith.data.tokens.templates import (
@@ -63,12 +53,10 @@ from draftsmith.data.tokens.templates import (
     render,
     template_answer_lead,
     template_calls,
-    thoughts_field,
 )
 from draftsmith.errors import UserError
-from draftsmith.files import sha256_of
 from draftsmith.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, check_settings, write_settings
+from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
 
 HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
@@ -81,7 +69,6 @@ PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
-OUTSIDE = "tokens beyond the target's embedding"
 OTHER_CALLS = "called tools whose results are not there"
 # What another try would end with again; all other failures are the engine's.
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
@@ -157,10 +144,10 @@ def distill(
     reasoning_ids(tokenizer, recipe.data)
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
-    settings = _Settings(folder.data, distill_settings(recipe, weights, tokenizer))
+    settings = FolderSettings(folder.data, distill_settings(recipe, weights, tokenizer))
     settings.check()
     limits = limits or TargetLimits()
-    _check_limits(recipe, tokenizer, conversations, limits, report.sources)
+    check_conversations(recipe, tokenizer, conversations, limits, report.sources)
     started = time.perf_counter()
     with Ledger(folder.data) as ledger:
         if not settings.count:  # nor do failures of a call that stored no answer
@@ -191,133 +178,6 @@ def distill(
     return report
 
 
-def _check_limits(
-    recipe: Recipe,
-    tokenizer: Any,
-    conversations: dict[str, Conversation],
-    limits: TargetLimits,
-    sources: SourceCounts,
-) -> None:
-    """Check the conversations against what is known of the target, before any request.
-
-    Conversations that it cannot read are taken out of `conversations` and counted where invalid ones are skipped.
-
-    Raises:
-        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does
-            not write the thoughts of answers that are kept.
-    """
-    keeps_answers = recipe.data.distill.engine == "none"
-    check_template_tokens(tokenizer, limits)
-    for key, conversation in list(conversations.items()):
-        if tokens := outside_tokens(tokenizer, conversation, limits, keeps_answers):
-            if not recipe.data.conversations.skip_invalid:
-                raise UserError(outside_sentence(conversation, tokens, limits))
-            tally = sources.by_source[conversation.source]
-            tally.invalid[OUTSIDE] += 1
-            tally.kept -= 1
-            del conversations[key]
-    if not conversations:
-        raise UserError(f"every conversation holds tokens beyond the target's embedding: {ITS_TOKENIZER}")
-    is_checked = keeps_answers and not recipe.data.conversations.skip_invalid
-    if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
-        thoughts_field(tokenizer)
-    if not keeps_answers:
-        fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
-        if looked_at and not fitting:
-            raise UserError(no_room_sentence(recipe, looked_at, limits))
-
-
-def has_answers(data: Path) -> bool:
-    """Return whether a run's data folder holds an answer or a whole conversation; failures alone are neither."""
-    if any(file.stat().st_size for file in (data / SHARDS).glob("*.jsonl")):
-        return True
-    for file in (data / UNFINISHED).glob("*.jsonl"):
-        with file.open("rb") as stream:
-            if any(b'"answer": ' in line for line in stream):
-                return True
-    return False
-
-
-class _Settings:
-    """Settings that a folder's answers depend on, fixed by the first answer that is stored.
-
-    A call that fails before it fixes nothing. `count`: whether the settings are fixed.
-    """
-
-    def __init__(self, data: Path, values: dict[str, Any]) -> None:
-        self._data, self._file, self._values = data, data / "distill_settings.json", values
-        self.count = False
-
-    def check(self) -> None:
-        """Compare with the settings of the answers that are there, and store these in their place.
-
-        A smaller length means that more is shortened later; a larger one would need answers that were not generated.
-
-        Raises:
-            UserError: They differ.
-        """
-        if has_answers(self._data):
-            check_settings(self._file, self._values, "distil again", may_fall=["data.max_length_tokens"])
-            write_settings(self._file, self._values)
-            self.count = True
-
-    @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Fix the settings before the first answers, which are stored within: of two processes one is the first.
-
-        Raises:
-            UserError: Another process has stored answers with other settings meanwhile.
-        """
-        if self.count:
-            yield
-            return
-        with FileLock(self._data / "distill_settings.lock"):
-            self.check()
-            if not self.count:
-                write_settings(self._file, self._values)
-            yield
-            self.count = True
-
-
-def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
-    """Return the settings that the answers depend on, by recipe key; a folder never mixes two of them.
-
-    Args:
-        weights: Hash of the weights of the model that answers.
-        tokenizer: The target's tokenizer.
-    """
-    settings, conversations = recipe.data.distill, recipe.data.conversations
-    # Limits are left out: conversations may be added later, as may lines of a file.
-    chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
-    chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
-    # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
-    chosen["decontaminate (hashes of the question files)"] = sorted(
-        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
-    )
-    values = {f"data.conversations.{key}": value for key, value in chosen.items()}
-    values["data.distill.engine"] = settings.engine
-    if settings.engine == "none":
-        return values
-    if settings.model is not None:
-        values["data.distill.model"] = settings.model
-    if settings.cut_answers != "drop":  # as it always was before there was a choice
-        values["data.distill.cut_answers"] = settings.cut_answers
-    return values | {
-        "target.model": recipe.target.model,
-        "target.revision": recipe.target.revision,
-        "target.gguf_file": recipe.target.gguf_file,
-        "target.dtype": recipe.target.dtype,
-        "the target's weights (hash)": weights,
-        "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
-        "data.distill.temperature": settings.temperature,
-        "data.distill.top_k": settings.top_k,
-        "data.distill.top_p": settings.top_p,
-        "data.distill.max_new_tokens": settings.max_new_tokens,
-        "data.max_length_tokens": recipe.data.max_length_tokens,
-        "seed": recipe.seed,
-    }
-
-
 class _Distillation:
     """State of one call of `distill`: requests in flight, and results that are not written yet."""
 
@@ -327,7 +187,7 @@ class _Distillation:
         tokenizer: Any,
         engine: Engine,
         ledger: Ledger,
-        fixing: _Settings,
+        fixing: FolderSettings,
         conversations: dict[str, Conversation],
         report: DistillReport,
         bar: Progress,
@@ -565,7 +425,7 @@ class _Distillation:
 
 def _pass_through(
     ledger: Ledger,
-    settings: _Settings,
+    settings: FolderSettings,
     conversations: dict[str, Conversation],
     waiting: deque[str],
     report: DistillReport,

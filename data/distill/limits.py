@@ -16,14 +16,16 @@ import pyarrow.compute
 
 from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.sources.mixture import SourceCounts
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.data.tokens.templates import PROBE, TemplateProblem
+from draftsmith.data.tokens.templates import PROBE, TemplateProblem, thoughts_field
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 SAMPLE_PROMPTS = 64
 EXTENDED_ROPE = ("linear", "dynamic", "yarn")  # read `factor` times as many positions as they were trained on
 ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
+OUTSIDE = "tokens beyond the target's embedding"
 
 
 @dataclass(frozen=True)
@@ -160,3 +162,39 @@ def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -
             f"{folder} has a row of {longest:,} tokens, and the target has {limits.positions:,} positions: set "
             f"data.max_length_tokens to {limits.positions} at most and run `draftsmith distill` again"
         )
+
+
+def check_conversations(
+    recipe: Recipe,
+    tokenizer: Any,
+    conversations: dict[str, Conversation],
+    limits: TargetLimits,
+    sources: SourceCounts,
+) -> None:
+    """Check the conversations against what is known of the target, before any request.
+
+    Conversations that it cannot read are taken out of `conversations` and counted where invalid ones are skipped.
+
+    Raises:
+        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does
+            not write the thoughts of answers that are kept.
+    """
+    keeps_answers = recipe.data.distill.engine == "none"
+    check_template_tokens(tokenizer, limits)
+    for key, conversation in list(conversations.items()):
+        if tokens := outside_tokens(tokenizer, conversation, limits, keeps_answers):
+            if not recipe.data.conversations.skip_invalid:
+                raise UserError(outside_sentence(conversation, tokens, limits))
+            tally = sources.by_source[conversation.source]
+            tally.invalid[OUTSIDE] += 1
+            tally.kept -= 1
+            del conversations[key]
+    if not conversations:
+        raise UserError(f"every conversation holds tokens beyond the target's embedding: {ITS_TOKENIZER}")
+    is_checked = keeps_answers and not recipe.data.conversations.skip_invalid
+    if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
+        thoughts_field(tokenizer)
+    if not keeps_answers:
+        fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
+        if looked_at and not fitting:
+            raise UserError(no_room_sentence(recipe, looked_at, limits))

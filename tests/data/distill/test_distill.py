@@ -15,9 +15,10 @@ from support.chat_families import FAMILIES, TOOL_FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
-from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
+from draftsmith.data.distill.distill import DistillReport, distill
 from draftsmith.data.distill.ledger import Distilled, LedgerView
 from draftsmith.data.distill.limits import TargetLimits
+from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
