@@ -8,10 +8,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from draftsmith.data.distill.ledger import (
-    SHARDS,
-    UNFINISHED,
-)
+from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.files import sha256_of
@@ -31,44 +28,41 @@ def has_answers(data: Path) -> bool:
 
 
 class FolderSettings:
-    """Settings that a folder's answers depend on, fixed by the first answer that is stored.
-
-    A call that fails before it fixes nothing. `count`: whether the settings are fixed.
-    """
+    """Settings that a folder's answers depend on, fixed by the first answer that is stored (`are_fixed`)."""
 
     def __init__(self, data: Path, values: dict[str, Any]) -> None:
         self._data, self._file, self._values = data, data / "distill_settings.json", values
-        self.count = False
+        self.are_fixed = False
 
     def check(self) -> None:
-        """Compare with the settings of the answers that are there, and store these in their place.
+        """Compare with the settings of the stored answers, and replace these.
 
-        A smaller length means that more is shortened later; a larger one would need answers that were not generated.
+        A smaller length shortens more conversations later; a larger one would need answers that were not generated.
 
         Raises:
-            UserError: They differ.
+            UserError: The settings differ.
         """
         if has_answers(self._data):
             check_settings(self._file, self._values, "distil again", may_fall=["data.max_length_tokens"])
             write_settings(self._file, self._values)
-            self.count = True
+            self.are_fixed = True
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
-        """Fix the settings before the first answers, which are stored within: of two processes one is the first.
+        """Fix the settings while the first answers are stored, so that only one of two processes is the first.
 
         Raises:
-            UserError: Another process has stored answers with other settings meanwhile.
+            UserError: Another process has meanwhile stored answers with other settings.
         """
-        if self.count:
+        if self.are_fixed:
             yield
             return
         with FileLock(self._data / "distill_settings.lock"):
             self.check()
-            if not self.count:
+            if not self.are_fixed:
                 write_settings(self._file, self._values)
             yield
-            self.count = True
+            self.are_fixed = True
 
 
 def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
