@@ -1,4 +1,4 @@
-"""Answers from the target in this process, in batches, on a CPU or GPU; needs no extra dependency.
+"""Answers from the target in this process, in batches, on a CPU or GPU.
 
 Each row of the batch generates one answer, one token per forward. As soon as an answer ends, the next prompt takes its
 row, and a conversation's next turn continues in the row of its previous one. An answer depends neither on the other
@@ -110,7 +110,7 @@ class TransformersEngine:
         self._waiting.clear()
 
     def _begin(self, request: Request) -> None:
-        """Read a prompt into its conversation's row, where that holds the prompt's beginning, or into a free one."""
+        """Prefill a prompt in the row that holds its beginning, or in a free row."""
         row = next((row for row in self._ended if row.holds_beginning_of(request)), None)
         if row is not None:
             self._ended.remove(row)
@@ -127,9 +127,9 @@ class TransformersEngine:
         self._take(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
 
     def _advance(self) -> list[tuple[str, Outcome]]:
-        """Run a forward of all rows, or none if an answer has ended with its first token; the answers that have ended.
+        """Run a forward of all rows, unless an answer has ended with its first token; return the ended answers.
 
-        Their rows stay as they are until the next call, in case the next turns of their conversations come before it.
+        Their rows stay until the next call, in case the next turns of their conversations are submitted before it.
         """
         while self._ended:
             self._leave(self._ended[-1])
@@ -145,12 +145,13 @@ class TransformersEngine:
                 row.held_ids.append(row.ids[-1])
                 self._take(row, logits_v, greedy_id)
         self._ended = [row for row in self._rows if self._has_ended(row)]
-        return [(row.request.key, self._completion(row)) for row in self._ended]
+        reasons = ["stop" if row.ids[-1] in self._end_ids else "length" for row in self._ended]
+        return [(row.request.key, Completion(row.ids, why)) for row, why in zip(self._ended, reasons, strict=True)]
 
     def _forward(
         self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Tensor | None, **options: Any
     ) -> Tensor:
-        """[A, n, V], or [A, 1, V] by `logits_to_keep`; the keys and values join the cache."""
+        """Return logits [A, n, V], or [A, 1, V] by `logits_to_keep`; keys and values are added to the cache."""
         ids, positions = torch.tensor([ids_an, positions_an], device=self._target.device)
         logits: Tensor = self._target(
             input_ids=ids,
@@ -169,9 +170,6 @@ class TransformersEngine:
     def _has_ended(self, row: _Row) -> bool:
         return row.ids[-1] in self._end_ids or len(row.ids) == row.request.settings.max_new_tokens
 
-    def _completion(self, row: _Row) -> Completion:
-        return Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length")
-
     def _leave(self, row: _Row) -> None:
         """Remove a row from the batch; the last row moves to its place."""
         index, last = self._rows.index(row), len(self._rows) - 1
@@ -184,7 +182,7 @@ class TransformersEngine:
 
 @dataclass(eq=False)
 class _Row:
-    """An answer being written. `held_ids` are the tokens in the cache: the prompt, and `ids` but for the last one."""
+    """An answer being generated. `held_ids`: tokens in the cache, the prompt and `ids` without the last one."""
 
     generator: torch.Generator
     request: Request = field(init=False)
@@ -208,7 +206,7 @@ class RowCache(Cache):
 
     @contextmanager
     def one_row(self, row: int, start: int) -> Iterator[None]:
-        """In here a forward adds the tokens of one row, after its first `start`."""
+        """Make forwards add tokens to one row alone, after its first `start`."""
         self.only = (row, start)
         try:
             yield
@@ -243,7 +241,7 @@ class _RowCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add [A, H, 1, D], or [1, H, n, D] to one row; all that the forward may look at, [A or 1, H, S, D]."""
+        """Add [A, H, 1, D], or [1, H, n, D] to one row. Returns all keys and values of these rows [A or 1, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count, new = self._cache, key_states.shape[0], key_states.shape[2]
@@ -272,12 +270,9 @@ class _RowCacheLayer(CacheLayerMixin):
 
 @contextmanager
 def _on_the_gpu(batch_size: int) -> Iterator[None]:
-    """Report a lack of GPU memory in one sentence, and disable cuDNN's attention, torch's choice on Hopper.
+    """Report a lack of GPU memory as a UserError, and disable cuDNN's attention, torch's choice on Hopper.
 
     cuDNN plans again for every length, so for every step.
-
-    Raises:
-        UserError: The GPU's memory is too small for the batch.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
