@@ -84,7 +84,7 @@ class DistillReport:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {
             **vars(self),
             "folder": str(self.folder),

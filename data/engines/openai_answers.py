@@ -1,6 +1,7 @@
-"""Responses of servers, which are not trusted: bounds of size and time, refusals, and checks of answers.
+"""Responses of servers, which are not trusted: limits of size and time, refusals, and checks of answers.
 
 An answer to another prompt, longer than its limit, cut before it, or with control tokens in its text is rejected.
+Redirects to other servers are not followed.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ CONTROL_TOKENS = "answer with control tokens in its text"
 
 
 class ServerFails(Exception):
-    """The server gives no answer now; the request is kept. `is_throttled`: it answered HTTP 429."""
+    """Failure of a server that may pass; the request is kept. `is_throttled`: HTTP 429."""
 
     def __init__(self, reason: str, is_gone: bool = False, is_throttled: bool = False) -> None:
         super().__init__(reason)
@@ -38,15 +39,15 @@ class ServerFails(Exception):
 
 
 class Refused(Exception):
-    """The server will never answer this request."""
+    """Refusal of a request, which the server will never answer."""
 
 
 class BoundedClient(httpx2.AsyncClient):
-    """An HTTP client whose responses have a size and a time as a whole, however slowly their bytes come.
+    """An HTTP client that limits the size and the total time of its responses, except of streamed ones.
 
     Args:
-        timeout_s: From the request's first byte to the response's last; streamed responses are their reader's to bound.
-        most_bytes: Of a body, unpacked.
+        timeout_s: From the request's first byte to the response's last.
+        most_bytes: Largest unpacked body.
     """
 
     def __init__(self, timeout_s: float, most_bytes: int = MOST_ANSWER_BYTES) -> None:
@@ -54,7 +55,7 @@ class BoundedClient(httpx2.AsyncClient):
         self._timeout_s, self._most_bytes = timeout_s, most_bytes
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request and read its response within the limits of time and size.
+        """Send a request and read its response.
 
         Raises:
             ServerFails: The body is too large.
@@ -79,8 +80,8 @@ class BoundedClient(httpx2.AsyncClient):
         return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
-class _Message(BaseModel):
-    """An answer; servers that parse thoughts give them apart, as `reasoning_content` or, newer vLLM, `reasoning`."""
+class _ChatMessage(BaseModel):
+    """An answer; its thoughts may be separate, as `reasoning_content` or, from newer vLLM, `reasoning`."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -97,13 +98,13 @@ class _Choice(BaseModel):
     index: Literal[0] = 0  # requests have n = 1
     finish_reason: str
     text: str | None = None
-    message: _Message | None = None
+    message: _ChatMessage | None = None
     token_ids: list[StrictInt] | None = None
     prompt_token_ids: list[StrictInt] | None = None  # vLLM's completions have them here
     stop_reason: int | str | None = None
 
 
-class _Answer(BaseModel):
+class _ResponseBody(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
     prompt_token_ids: list[StrictInt] | None = None
 
@@ -125,7 +126,7 @@ class Vocabulary:
 
     @staticmethod
     def of(setting: EngineSetting) -> "Vocabulary":
-        """Read the tokenizer. The tokens between which the target thinks may be in a text."""
+        """Read the tokenizer. The two tokens around thoughts are allowed in a text."""
         tokenizer, ids = setting.tokenizer, special_ids(setting.tokenizer)
         names = {token_id: name for name, token_id in tokenizer.get_vocab().items() if token_id in ids}
         return Vocabulary(
@@ -147,7 +148,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
         ServerFails: The body violates the API or answers another prompt, or the server aborted the request.
     """
     try:
-        answer = _Answer.model_validate_json(content)
+        answer = _ResponseBody.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         what = "no JSON" if first["type"] == "json_invalid" else ".".join(map(str, first["loc"])) or "body"
@@ -185,7 +186,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
 
 
 def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
-    """Read an answer of which there is only the text; its tokens are counted with the target's tokenizer."""
+    """Read an answer without token ids; its tokens are counted with the target's tokenizer."""
     # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
     if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
         return Failure(CONTROL_TOKENS)
@@ -198,7 +199,7 @@ def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabul
 
 
 def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
-    """Return a short reason that is equal for similar errors: without numbers, and without the API key if quoted."""
+    """Return a short reason, equal for similar errors: without numbers, and without a quoted API key."""
     body = error.body if isinstance(error.body, dict) else {}
     code, message = body.get("code"), body.get("message") or body.get("detail")
     text = code if isinstance(code, str) else message if isinstance(message, str) else ""

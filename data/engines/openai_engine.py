@@ -13,9 +13,7 @@ An event loop in a separate thread runs `concurrency_per_server` workers for eac
 queue. A server whose connection is lost, or that fails several times in a row, is left out and its requests go back
 into the queue; it is used again once it answers a request of one token.
 
-Answers are checked as far as possible: an answer to another prompt, longer than its limit, cut before it or with
-control tokens in its text is rejected. Time and size of an answer are limited, and redirects to other servers are not
-followed.
+Responses are limited in time and size, and checked as far as possible (`openai_answers`).
 
 `extensions` are request fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer, returning
 token ids, and using the recipe's sampling alone (vLLM fills settings that a request omits with the top-k and the
@@ -57,8 +55,8 @@ from draftsmith.recipes.schema import Section
 NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
 CONNECT_TIMEOUT_S = 10.0
 FAILURES_IN_A_ROW = 3
-PROBE_PAUSE_S = 5.0  # between two looks whether a server is back
-# These are about one request. All others from 400 on are about what every request has in common.
+PROBE_PAUSE_S = 5.0  # between two checks of a server that was left out
+# These concern one request. All others from 400 on concern all requests.
 REQUEST_REFUSED = {400, 413, 422, 451}
 TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
 THOUGHTS_APART = "the server gives reasoning_content, which the target's chat template does not write"
@@ -123,7 +121,7 @@ class OpenAIEngine:
 
     @staticmethod
     def option(name: str) -> str:
-        """Where a user finds an option, for messages."""
+        """Return the recipe key of an option, for messages."""
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
@@ -262,7 +260,7 @@ class OpenAIEngine:
                 self._finished.put(error)
 
     def _leave_out(self, server: Server, problem: str) -> None:
-        """No more requests for this server until it answers again."""
+        """Send no more requests to this server until it answers again."""
         server.problem = problem
         if not server.usable.is_set():
             return
@@ -271,12 +269,12 @@ class OpenAIEngine:
         if any(other.usable.is_set() for other in self._servers):
             warn(f"{server.url}: {problem}; its requests go to the other servers")
             return
-        # A server that answers its check alone, and 429 to all else, is not one that came back.
+        # A server that answers only its check, and 429 to all other requests, has not come back.
         now_s = self._loop.time()
         self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
         pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)
         warn(f"no server answers ({self._problems()}): waiting up to {pause_s:.3g} s for one to come back")
-        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._nobody_answers())))
+        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._gone_message())))
 
     async def _bring_back(self, server: Server) -> None:
         while server.problem:
@@ -292,7 +290,7 @@ class OpenAIEngine:
         server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
         server.usable.set()
 
-    def _nobody_answers(self) -> str:
+    def _gone_message(self) -> str:
         return (
             f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again and "
             "run the same command; nothing that was written is lost"
@@ -302,10 +300,10 @@ class OpenAIEngine:
         return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
 
     async def _check(self, server: Server) -> None:
-        """Ask whether the server offers the model, and for an answer of one token.
+        """Check that the server offers the model and answers a request of one token.
 
         Raises:
-            ServerFails: It gives none now.
+            ServerFails: The server does not answer now.
             UserError: It never will: another model, a shorter context, a refusal.
         """
         try:
@@ -358,13 +356,13 @@ class OpenAIEngine:
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
 
     def _with_thoughts(self, answer: Completion) -> Outcome:
-        """Put thoughts that the server gave apart where the target says them: before the text."""
+        """Put thoughts that the server returned in a separate field before the text, as the target generates them."""
         content = answer.text or ""
         joined = joined_thoughts(self._tokenizer, answer.thoughts, content) if content.strip() else content
         return Failure(THOUGHTS_APART) if joined is None else replace(answer, text=joined, thoughts="")
 
     def arguments(self, request: Request) -> dict[str, Any]:
-        """Of the client's `completions.create` or `chat.completions.create`."""
+        """Return the arguments of the client's `completions.create` or `chat.completions.create`."""
         settings = request.settings
         arguments: dict[str, Any] = {
             "model": self._model,
@@ -419,14 +417,14 @@ class OpenAIEngine:
             ) from None
 
     def _from_environment(self, name: str, option: str) -> str:
-        """The variable's value. A name that is none is taken for the secret itself, and not shown."""
+        """Return a variable's value. A malformed name is probably the secret itself, and is not shown."""
         if not os.environ.get(name):
             shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
             raise UserError(f"{self.option(option)}: the environment has no variable {shown}")
         return os.environ[name]
 
     def _split_credentials(self, url: str) -> tuple[str, str | None]:
-        """The URL as it may be shown, and the header for the user and password in it."""
+        """Return the URL without user and password, and the header for these."""
         address = httpx2.URL(url)
         if not address.userinfo:
             return url, None
@@ -444,7 +442,7 @@ class OpenAIEngine:
 
 
 def warn(message: str) -> None:
-    """A line on stderr that leaves a progress bar whole."""
+    """Print a line on stderr without breaking a progress bar."""
     tqdm.write(f"warning: {message}", file=sys.stderr)
 
 

@@ -12,7 +12,7 @@ ID_HEX_DIGITS = 16
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn is one message of a conversation.
+    """One message of a conversation.
 
     tool_calls: of an assistant turn, as OpenAI's, but with the arguments as an object, which chat templates take.
     name, tool_call_id: of a tool's result, where they are known.
@@ -30,7 +30,7 @@ class Turn:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn as an OpenAI message, which is what chat templates take."""
+        """Return the turn as an OpenAI message, which chat templates take."""
         more: dict[str, Any] = {"tool_calls": list(self.tool_calls), "name": self.name}
         more |= {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         unlearned = {} if self.weight else {"weight": 0}
@@ -39,12 +39,12 @@ class Turn:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the target is yet to say it."""
+        """Return True if the target has yet to answer."""
         return not self.content and not self.tool_calls
 
     @property
     def called(self) -> list[str]:
-        """The names of the functions that it calls."""
+        """Return the names of the functions that the turn calls."""
         return [call["function"]["name"] for call in self.tool_calls]
 
 
@@ -63,18 +63,18 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The turns as OpenAI messages."""
+        """Return the turns as OpenAI messages."""
         return [turn.message for turn in self.turns]
 
     @property
     def is_answered(self) -> bool:
-        """Whether there are answers, and every user turn but a last one has its own."""
+        """Return True if there are answers, and only a last user turn has none."""
         answers = [turn for turn in self.turns if turn.role == "assistant"]
         return bool(answers) and not any(turn.is_empty for turn in answers)
 
     @property
     def is_learned(self) -> bool:
-        """Whether any answer carries loss."""
+        """Return True if any answer carries loss."""
         return any(turn.role == "assistant" and turn.weight for turn in self.turns)
 
 
@@ -87,6 +87,6 @@ def conversation_id(turns: tuple[Turn, ...], tools: tuple[Tool, ...] = (), with_
 
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:
-    """A call as chat templates take it."""
+    """Return a call as chat templates take it."""
     named = {"id": call_id} if call_id else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -177,7 +177,7 @@ def read_json_records(file: Path) -> Records:
             head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
             while head and not head.strip():
                 head = stream.readline(HEAD_BYTES)
-        if _goes_on_over_lines(head):
+        if _spans_lines(head):
             with _open_bytes(file) as stream:
                 text = stream.read().decode("utf-8-sig")
             if not text.lstrip().startswith("{") or _first_value_ends(text):
@@ -222,8 +222,8 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
         raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
 
 
-def _goes_on_over_lines(head: bytes) -> bool:
-    """Whether the first line is an array or `{"data": [`, or JSON of which nothing but the rest is missing."""
+def _spans_lines(head: bytes) -> bool:
+    """Return True if the first line is an array, `{"data": [`, or the beginning of a JSON object."""
     text = head.decode("utf-8", errors="replace").strip()
     if text.startswith("[") or CONTAINER.match(text):
         return True
@@ -245,7 +245,7 @@ def _first_value_ends(text: str) -> bool:
 
 
 def _spread_records(file: Path, text: str) -> Records:
-    """The records of an array, of `{"data": [...]}`, or of values one after the other."""
+    """Read the records of an array, of `{"data": [...]}`, or of values one after the other."""
     at, number = _after_blanks(text, 0), 0
     container = CONTAINER.match(text, at)
     in_list = container is not None or text[at] == "["
@@ -286,19 +286,19 @@ def _after_blanks(text: str, at: int) -> int:
 
 
 def open_records(recipe: SourceRecipe, split: Split) -> Records:
-    """(where it was found, record) pairs; a line that is not JSON arrives as the error that it is.
+    """Read (place, record) pairs of a source; a line that is not JSON comes as an `InvalidConversation`.
 
     Args:
-        recipe: Where to read.
+        recipe: The source.
         split: Used by `stdlib`, whose split is by module.
 
     Raises:
-        UserError: There is no such file or dataset, or it cannot be read.
+        UserError: The file or dataset does not exist, or cannot be read.
     """
     if recipe.source == STDLIB:
         records = (record for _, record in read_json_records(STDLIB_FILE))
-        wanted = (record for record in records if split in ("all", record["split"]))
-        return ((f"stdlib conversation {number}", record) for number, record in enumerate(wanted, start=1))
+        of_split = (record for record in records if split in ("all", record["split"]))
+        return ((f"stdlib conversation {number}", record) for number, record in enumerate(of_split, start=1))
     file = Path(recipe.source).expanduser()
     if file.is_file():
         return read_records(file)

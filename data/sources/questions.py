@@ -60,7 +60,7 @@ class Question:
 
     @property
     def task_name(self) -> str:
-        """The task that the question counts under."""
+        """Return the task that the question counts under."""
         return self.task or self.category
 
 
@@ -70,10 +70,10 @@ def task_of(category: str) -> str:
 
 
 def questions_file(source: str) -> Path:
-    """The file that the recipe's `eval.questions` names.
+    """Return the file that the recipe's `eval.questions` names; Spec-Bench's is downloaded the first time.
 
     Raises:
-        UserError: It is Spec-Bench's own, which is fetched the first time, and cannot be or is another file.
+        UserError: Spec-Bench's file cannot be downloaded, or has another hash.
     """
     if source != SPEC_BENCH:
         return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()

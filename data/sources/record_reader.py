@@ -162,12 +162,7 @@ class _Reader:
         )
 
     def _check_unsupported(self) -> None:
-        """Refuse what belongs to the conversation and cannot be shown to the target.
-
-        Raises:
-            InvalidConversation: There are media, documents or variables of the template; or the answer is marked as
-                bad and would be used.
-        """
+        """Raise InvalidConversation for media, documents, template variables, and answers marked as bad."""
         for key in MEDIA:
             if not is_nothing(self._record.get(key)):
                 raise self._invalid("comes with media", f"`{key}` belongs to the turns, and only text can be shown")
@@ -366,7 +361,7 @@ class _Reader:
         return [""] * prompts
 
     def _check_prompt_is_no_answer(self, column: str, prompt: str, answer: str) -> None:
-        """Refuse a prompt that is a whole example: it ends with its answer, under a header of answers."""
+        """Raise InvalidConversation for a prompt that ends with its own answer, under a header of answers."""
         before = prompt[: len(prompt) - len(answer)][-HEADER_CHARACTERS:]
         if answer and prompt.endswith(answer) and ANSWER_HEADER.search(before):
             others = [each for each in COLUMNS["prompt"] if each != column and each in self._record]

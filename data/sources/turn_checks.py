@@ -47,7 +47,7 @@ def text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
 
 
 def listed(names: Iterable[Any]) -> str:
-    """The first names, quoted, for a sentence; `none` if there are none."""
+    """Quote the first names for a sentence; `none` if there are none."""
     first = [f"`{str(name)[:LONGEST_NAME]}`" for name in islice(names, MOST_NAMES + 1)]
     return ", ".join([*first[:MOST_NAMES], *(["..."] if len(first) > MOST_NAMES else [])]) or "none"
 
@@ -97,7 +97,7 @@ def checked_call(call: Any, here: str) -> dict[str, Any]:
 
 
 def _clean(value: Any, where: str) -> Any:
-    """The same JSON without lone surrogates: see `text_of`."""
+    """Return the same JSON without lone surrogates: see `text_of`."""
     try:
         return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
     except RecursionError:
@@ -107,7 +107,7 @@ def _clean(value: Any, where: str) -> Any:
 
 
 def checked_tools(tools: Any, where: str) -> tuple[Tool, ...]:
-    """The functions of a record's `tools`, which may be JSON text; each with or without OpenAI's wrapping."""
+    """Return the functions of a record's `tools`, which may be JSON text; each with or without OpenAI's wrapping."""
     if isinstance(tools, str):
         tools = read_json_text(tools, "`tools`", where) if tools.strip() else None
     found = []

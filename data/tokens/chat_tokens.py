@@ -41,7 +41,7 @@ LOOK_BACK_CHARACTERS = 1000
 
 
 def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn], tools: Tools = ()) -> list[int]:
-    """Ids of the prompt that asks the target for the next assistant turn. No BOS is added beyond the template's own."""
+    """Return the ids of the prompt for the next assistant turn. No BOS is added beyond the template's own."""
     return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True, tools=tools))
 
 
@@ -164,7 +164,7 @@ def tokenize_shortened(
 
 
 def _ends_in_reach(tokenizer: Any, turns: tuple[Turn, ...], max_length_tokens: int) -> list[int]:
-    """The numbers of turns that end with an answer, as long as their text may fit at all."""
+    """Return the numbers of turns that end with an answer and whose text may fit."""
     most_characters = max(CHARACTERS_ALWAYS_READ, max_length_tokens * longest_token_characters(tokenizer))
     characters = accumulate(len(turn.content) for turn in turns)
     in_reach = takewhile(lambda turn: turn[0] <= most_characters, zip(characters, turns, strict=True))
@@ -174,7 +174,7 @@ def _ends_in_reach(tokenizer: Any, turns: tuple[Turn, ...], max_length_tokens: i
 def up_to_turn(
     conversation: Conversation, end: int, answer_ids: AnswerIds | None
 ) -> tuple[Conversation, AnswerIds | None]:
-    """The first `end` turns, and the ids of the answers among them."""
+    """Return the first `end` turns, and the ids of the answers among them."""
     turns = conversation.turns[:end]
     answers = sum(turn.role == "assistant" for turn in turns)
     return replace(conversation, turns=turns), None if answer_ids is None else answer_ids[:answers]
@@ -201,7 +201,11 @@ def _is_whole(turn: Turn, text: str) -> bool:
 
 
 def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:
-    """The ids that are given, by the index of their turn."""
+    """Return the given ids by the index of their turn.
+
+    Raises:
+        UserError: There is not one list of ids for each answer.
+    """
     if answer_ids is None:
         return {}
     answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
@@ -242,7 +246,7 @@ def _continuation(tokenizer: Any, text: str, start: int, end: int) -> list[int] 
 
 
 def _same_words(tokenizer: Any, left: list[int], right: list[int]) -> bool:
-    """Whether both read the same, special tokens and white space aside."""
+    """Return True if both have the same text, special tokens and white space aside."""
     words = (
         tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in (left, right)
     )
@@ -250,7 +254,7 @@ def _same_words(tokenizer: Any, left: list[int], right: list[int]) -> bool:
 
 
 def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list[int]) -> list[int] | None:
-    """The mask that a template with `{% generation %}` gives itself; None without that mark.
+    """Return the mask of a template with `{% generation %}`; None without that mark.
 
     Only its beginnings are believed: transformers leaves out the later tokens of a character of several tokens (an
     emoji), and many templates leave out the end token.
@@ -296,7 +300,7 @@ def _check_mask(loss_mask: list[int], conversation: Conversation) -> None:
 
 
 def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> list[int]:
-    """Every token that ends an answer: the eos tokens of model and tokenizer, and the one that the template writes.
+    """Return all tokens that end an answer: the eos tokens of model and tokenizer, and the template's end token.
 
     Raises:
         UserError: There is none, or the chat template cannot be used.
@@ -313,7 +317,7 @@ def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> lis
 
 
 def template_end_token(tokenizer: Any) -> int | None:
-    """The token that ends an assistant turn in this template, or None where the template has none.
+    """Return the token that ends an assistant turn in this template; None if the template has none.
 
     It need not be among the model's eos tokens (a base model given a ChatML template): generation must stop at it too.
     """

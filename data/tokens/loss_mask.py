@@ -28,12 +28,12 @@ class TokenizedConversation:
     answer_ends_tokens: tuple[int, ...] = ()
 
     def answers(self) -> list[list[int]]:
-        """The ids of each assistant turn: the runs of ones."""
+        """Return the ids of each assistant turn: the runs of ones."""
         runs = groupby(zip(self.loss_mask, self.input_ids, strict=True), key=itemgetter(0))
         return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
-        """Where each run of ones begins and ends."""
+        """Yield the begin and end of each run of ones."""
         end = 0
         for carries_loss, run in groupby(self.loss_mask):
             start, end = end, end + len(list(run))
@@ -70,7 +70,7 @@ class TokenizedConversation:
         return replace(self, loss_mask=mask)
 
     def without_reasoning(self, opening: int, closing: int) -> "TokenizedConversation":
-        """The same tokens without loss on thoughts, and on the tokens around them.
+        """Return the same tokens without loss on thoughts, and on the tokens around them.
 
         Args:
             opening: The id of the token with which thoughts begin, in an answer or at the end of its prompt.
@@ -88,7 +88,7 @@ class TokenizedConversation:
         return replace(self, loss_mask=mask)
 
     def with_last_answer_only(self) -> "TokenizedConversation":
-        """The same tokens with loss on the last run of ones alone."""
+        """Return the same tokens with loss on the last run of ones alone."""
         end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
         start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
         mask = [0] * start + self.loss_mask[start:]
@@ -111,7 +111,7 @@ def copies_in(answer: list[int]) -> list[bool]:
 
 
 def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
-    """The ids of the tokens that begin and end thoughts; None if thoughts are learned.
+    """Return the ids of the tokens that begin and end thoughts; None if thoughts are learned.
 
     Raises:
         UserError: One of them is not a token of this vocabulary.

@@ -180,7 +180,7 @@ def _calling_span(
     asking: bool,
     tools: Tools,
 ) -> Span:
-    """As `find_span`, of a turn that calls tools; its end is the last special token that ends calls and turn."""
+    """Find the span of a turn that calls tools; its end is the last special token that ends calls and turn."""
     turn = turns[index]
     calls = tuple({**call, "function": {"name": MARKER, "arguments": {}}} for call in turn.tool_calls)
     marked_turns = (*turns[:index], replace(turn, tool_calls=calls), *turns[index + 1 :])

@@ -29,12 +29,12 @@ class TemplateRefusal(TemplateProblem):
 
 
 def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool = False, tools: Tools = ()) -> str:
-    """The conversation as the template writes it.
+    """Render a conversation by the chat template.
 
     Raises:
         UserError: There is no template.
-        TemplateRefusal: It raises, or it knows nothing of tools.
-        EndlessTemplate: It does not end.
+        TemplateRefusal: The template raises, or does not write tools.
+        EndlessTemplate: The template does not end.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -151,7 +151,7 @@ def missing_header_sentence(tokenizer: Any) -> str:
 
 
 def template_calls(tokenizer: Any) -> CallForm | None:
-    """How the template writes calls of tools; None if it does not write tools, calls and results."""
+    """Return the template's form of tool calls; None if it does not write tools, calls and results."""
     return _template_calls(tokenizer, str(tokenizer.chat_template))
 
 
@@ -172,7 +172,7 @@ def template_answer_lead(tokenizer: Any) -> str:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of rendered text: the template has written the BOS, if there is one.
+    """Tokenise rendered text, in which the template has written the BOS, if there is one.
 
     Raises:
         UserError: It holds half a surrogate pair, as bytes that are no UTF-8 become on a command line.
