@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "temperature applied twice",
-        VERIFY,
+        "models/sampling.py",
         "return logits / self.temperature",
         "return logits / self.temperature**2",
         "tests/eval/trees/test_verify.py",

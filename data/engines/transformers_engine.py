@@ -136,7 +136,7 @@ class TransformersEngine:
         if not any(self._has_ended(row) for row in self._rows):
             self._cache.lengths = lengths = [len(row.held_ids) for row in self._rows]
             seen = torch.arange(max(lengths) + 1) <= torch.tensor(lengths)[:, None]
-            mask = None if min(lengths) == max(lengths) else seen.to(self._target.device)
+            mask: Any = None if min(lengths) == max(lengths) else seen.to(self._target.device)
             if mask is not None and self._windows is not None:
                 mask = self._windows.row_masks(mask, torch.tensor(lengths, device=mask.device), self._target.dtype)
             logits = self._forward([row.ids[-1:] for row in self._rows], [[length] for length in lengths], mask)[:, 0]
@@ -145,12 +145,12 @@ class TransformersEngine:
                 row.held_ids.append(row.ids[-1])
                 self._take(row, logits_v, greedy_id)
         self._ended = [row for row in self._rows if self._has_ended(row)]
-        reasons = ["stop" if row.ids[-1] in self._end_ids else "length" for row in self._ended]
-        return [(row.request.key, Completion(row.ids, why)) for row, why in zip(self._ended, reasons, strict=True)]
+        return [
+            (row.request.key, Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length"))
+            for row in self._ended
+        ]
 
-    def _forward(
-        self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Tensor | None, **options: Any
-    ) -> Tensor:
+    def _forward(self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Any, **options: Any) -> Tensor:
         """Return logits [A, n, V], or [A, 1, V] by `logits_to_keep`; keys and values are added to the cache."""
         ids, positions = torch.tensor([ids_an, positions_an], device=self._target.device)
         logits: Tensor = self._target(
