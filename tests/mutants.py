@@ -73,21 +73,21 @@ MUTANTS = (
     ),
     Mutant(
         "temperature applied twice",
-        VERIFY,
+        "models/sampling.py",
         "return logits / self.temperature",
         "return logits / self.temperature**2",
         "tests/eval/trees/test_verify.py",
     ),
     Mutant(
         "a temperature of almost zero overflows",
-        VERIFY,
+        "models/sampling.py",
         "if self.temperature >= LARGEST_LOGIT / numbers.max:",
         "if True:",
         "tests/eval/trees/test_verify.py",
     ),
     Mutant(
         "top-p drops the token that reaches it",
-        VERIFY,
+        "models/sampling.py",
         "dropped = mass.cumsum(-1) - mass >= self.top_p",
         "dropped = (mass.cumsum(-1) > self.top_p) & (mass.cumsum(-1) > mass)",
         "tests/eval/trees/test_verify.py",
@@ -251,7 +251,7 @@ MUTANTS = (
     # ---- data ----
     Mutant(
         "an end token without a label",
-        "data/tokens/chat_tokens.py",
+        "data/tokens/spans.py",
         "return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))",
         "return Span(start, content_end, content_end)",
         "tests/data/tokens/test_chat_tokens.py",
@@ -309,7 +309,7 @@ MUTANTS = (
     # ---- strangers ----
     Mutant(
         "an answer to another prompt is believed",
-        "data/engines/openai_engine.py",
+        "data/engines/openai_answers.py",
         "raise ServerFails(OTHER_ANSWER)",
         "pass",
         "tests/data/engines/test_openai_engine.py",

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.sources.conversation import Turn, open_records, parse_conversation
-from draftsmith.data.sources.files import InvalidConversation
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.files import InvalidConversation, open_records
+from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.serving.server import Finished, Job, Worker
 from draftsmith.eval.trees.verify import Sampling

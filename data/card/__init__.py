@@ -1,4 +1,4 @@
-"""The data card of a run, `data/README.md`: what went in, what was left out, and the lengths that training sees.
+"""The data card of a run, `data/README.md`: sources, records left out, and lengths.
 
 May import all of `data`.
 """

@@ -1,4 +1,4 @@
-"""The card of a run's data: what went in, what was left out and why, what the target made of it.
+"""Data card of a run: records read, left out (and why) and answered by the target.
 
 data/README.md     for people, and for the Hub: with its front matter the folder can be uploaded as a dataset
 data/card.json     the same, and the ids of the contaminated conversations, for programs
@@ -22,7 +22,8 @@ from huggingface_hub import DatasetCardData
 
 from draftsmith.data.distill.ledger import FAILED, LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
-from draftsmith.data.sources.conversation import STDLIB, STDLIB_FILE, Conversation, Turn
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
 from draftsmith.files import sha256_of, write_atomically
@@ -64,7 +65,7 @@ class CardSource:
 
     @property
     def left_out(self) -> int:
-        """How many were filtered out, unreadable, or there twice."""
+        """Count the records that were filtered out, invalid or duplicates."""
         return self.duplicates + sum(self.filtered.values()) + sum(self.invalid.values())
 
 
@@ -182,7 +183,7 @@ def _lengths(tokens: list[int]) -> dict[str, float]:
 
 
 def _draw_histograms(tokens: dict[str, list[int]], file: Path, title: str) -> None:
-    """One panel each for the tokens of a row's prompt side and of its answers, on a logarithmic scale."""
+    """Draw the tokens of the rows' prompts and of their answers, each in a panel, on a logarithmic scale."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for axes, (name, lengths) in zip(panels, tokens.items(), strict=True):
         edges = np.geomspace(max(1, min(lengths)) - 0.5, max(lengths) + 0.5, BINS + 1)

@@ -57,7 +57,7 @@ class _Message(TypedDict):
     weight: NotRequired[int]
 
 
-class _Answer(TypedDict):
+class _StoredAnswer(TypedDict):
     text: str
     token_ids: list[int] | None
 
@@ -79,7 +79,7 @@ class _AnswerLine(TypedDict):
 
     id: str
     turn: int
-    answer: _Answer
+    answer: _StoredAnswer
 
 
 class _FailedLine(TypedDict):
@@ -106,23 +106,20 @@ class Finished:
 
 
 def kept_record(conversation: Conversation) -> dict[str, Any]:
-    """A conversation as the `record` of a line of `shards/`."""
+    """Return a conversation as the `record` of a line of `shards/`."""
     record = {"source": conversation.source, "messages": conversation.messages}
     return record | ({"tools": list(conversation.tools)} if conversation.tools else {})
 
 
 class Claim(NamedTuple):
-    """Result of claiming conversations.
-
-    taken: conversations to work on, by id, with their existing answers. held: ids that another process works on.
-    """
+    """Claimed conversations by id, with their stored answers, and the ids that another process works on."""
 
     taken: dict[str, list[dict[str, Any]]]
     held: list[str]
 
 
 class _Line(NamedTuple):
-    """Where the line of a kept conversation is, and how the conversation ended."""
+    """Place of a kept conversation's line, and how the conversation ended."""
 
     file: Path
     offset_bytes: int
@@ -131,9 +128,9 @@ class _Line(NamedTuple):
 
 
 class Distilled(NamedTuple):
-    """A conversation with the target's answers; for each its token ids (end token included), where they are known.
+    """A conversation with the target's answers.
 
-    `shortened` says why it lost its later turns, if it did.
+    answer_ids: token ids of each answer with its end token; None where unknown. shortened: why later turns are missing.
     """
 
     conversation: Conversation
@@ -148,7 +145,7 @@ class LedgerView:
         folder: `runs/<name>/data`.
 
     Raises:
-        UserError: Nothing was distilled there yet, or a file is damaged.
+        UserError: Nothing was distilled yet, or a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -162,11 +159,11 @@ class LedgerView:
         self._refresh()
 
     def __len__(self) -> int:
-        """How many conversations were kept."""
+        """Count the kept conversations."""
         return len(self._kept)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Kept conversations, sorted by id: the order does not depend on interruptions. One is in memory at a time.
+        """Read the kept conversations, one at a time, sorted by id: the order does not depend on interruptions.
 
         Raises:
             UserError: A file was changed since it was read first.
@@ -184,7 +181,7 @@ class LedgerView:
                 yield record
 
     def distilled(self) -> Iterator[Distilled]:
-        """Kept conversations with their answers, in the order of `records`."""
+        """Read the kept conversations with their answers, in the order of `records`."""
         for record in self.records():
             turns = tuple(
                 Turn(**{**message, "tool_calls": tuple(message.get("tool_calls", ()))})
@@ -203,7 +200,7 @@ class LedgerView:
         return counts
 
     def fingerprint(self) -> str:
-        """A hash of all that was kept, whatever the order in which it was written."""
+        """Hash the kept conversations, whatever the order in which they were written."""
         digest = hashlib.sha256()
         for record in self.records():
             line = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
@@ -211,7 +208,7 @@ class LedgerView:
         return digest.hexdigest()
 
     def files(self) -> list[Path]:
-        """The files of kept conversations."""
+        """List the files of kept conversations."""
         return sorted((self._folder / SHARDS).glob("*.jsonl"))
 
     def _refresh(self) -> None:
@@ -249,7 +246,7 @@ class LedgerView:
 
 
 class Ledger(LedgerView):
-    """One process's hold on a run's data folder, which is made if it is not there."""
+    """Ledger of one process, which makes a run's data folder if it is missing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,11 +261,11 @@ class Ledger(LedgerView):
         self._claims.close()
 
     def finished_ids(self) -> set[str]:
-        """Conversations that nothing is to be done about any more."""
+        """Return the ids of conversations that are kept or have failed."""
         return {*self._kept, *self._failed}
 
     def claim(self, ids: Iterable[str]) -> Claim:
-        """Take those conversations that nobody has finished and no living process works on.
+        """Claim the conversations that are not finished and that no living process works on.
 
         Raises:
             UserError: The file system has no locks.
@@ -352,5 +349,5 @@ class Ledger(LedgerView):
 
 
 def _byte_of(key: str) -> int:
-    """Where in `claims.lock` a conversation's lock is: 62 bits of a hash, which no two conversations share."""
+    """Return the place of a conversation's lock in `claims.lock`: 62 bits of a hash, which no two ids share."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 2

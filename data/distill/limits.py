@@ -1,4 +1,4 @@
-"""What the target can read, by its config: checked before distillation and before training.
+"""Limits of the target, by its config: checked before distillation and before training.
 
 Without these checks an id beyond the embedding ends in an error of the device, and rows beyond learned positions too,
 both after the expensive part; rows beyond rotary positions are trained without a word.
@@ -16,21 +16,21 @@ import pyarrow.compute
 
 from draftsmith.data.distill.token_dataset import row_lengths
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import PROBE, TemplateProblem, prompt_token_ids
+from draftsmith.data.sources.mixture import SourceCounts
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.templates import PROBE, TemplateProblem, thoughts_field
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 SAMPLE_PROMPTS = 64
 EXTENDED_ROPE = ("linear", "dynamic", "yarn")  # read `factor` times as many positions as they were trained on
 ITS_TOKENIZER = "take the tokenizer that belongs to the target, or resize the target's embeddings and save it"
+OUTSIDE = "tokens beyond the target's embedding"
 
 
 @dataclass(frozen=True)
 class TargetLimits:
-    """Sizes of a target, as far as its config says them.
-
-    vocabulary_size: rows of the embedding; positions: tokens of the longest sequence it reads.
-    """
+    """Sizes of a target, where its config has them: rows of the embedding, tokens of the longest sequence."""
 
     vocabulary_size: int | None = None
     positions: int | None = None
@@ -90,25 +90,16 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
         )
 
 
-def outside_sentence(conversation: Conversation, tokens: list[str], limits: TargetLimits) -> str:
-    """Return the sentence for a conversation with tokens beyond the embedding: what is wrong, and the way out."""
-    return (
-        f"conversation {conversation.id} holds {', '.join(tokens[:3])}, and the target's embedding has "
-        f"{limits.vocabulary_size:,} rows: {ITS_TOKENIZER}; or set data.conversations.skip_invalid=true to leave such "
-        "conversations out"
-    )
-
-
 def room_for_answers(
     recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
 ) -> tuple[int, int]:
-    """Return how many of a sample of first prompts leave room for an answer, and the size of the sample.
+    """Count the first prompts of a sample that leave room for an answer, and all that the template does not refuse.
 
     Prompt and `data.distill.max_new_tokens` together must be within the target's positions, and the prompt alone within
-    `data.max_length_tokens`. Prompts that the template refuses are not counted.
+    `data.max_length_tokens`.
     """
-    of_all = list(conversations)
-    sample = random.Random(recipe.seed).sample(of_all, min(SAMPLE_PROMPTS, len(of_all)))
+    all_conversations = list(conversations)
+    sample = random.Random(recipe.seed).sample(all_conversations, min(SAMPLE_PROMPTS, len(all_conversations)))
     fitting = looked_at = 0
     for conversation in sample:
         first = next(number for number, turn in enumerate(conversation.turns, start=1) if turn.role == "user")
@@ -123,7 +114,7 @@ def room_for_answers(
 
 
 def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> str:
-    """Return the sentence for prompts that leave no room for answers: what is wrong, and the way out."""
+    """Return the error message for prompts that leave no room for answers."""
     new, length = recipe.data.distill.max_new_tokens, recipe.data.max_length_tokens
     within = f"data.max_length_tokens={length}"
     if limits.positions is not None:
@@ -135,12 +126,7 @@ def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> st
 
 
 def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -> None:
-    """Check the rows to train on against the target.
-
-    Args:
-        tokens: Of `load_tokens`.
-        limits: Of the target.
-        folder: Where the rows are, for the message.
+    """Check the dataset of a folder against the target.
 
     Raises:
         UserError: A token is beyond the embedding, or a row beyond the positions.
@@ -159,3 +145,43 @@ def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -
             f"{folder} has a row of {longest:,} tokens, and the target has {limits.positions:,} positions: set "
             f"data.max_length_tokens to {limits.positions} at most and run `draftsmith distill` again"
         )
+
+
+def check_conversations(
+    recipe: Recipe,
+    tokenizer: Any,
+    conversations: dict[str, Conversation],
+    limits: TargetLimits,
+    sources: SourceCounts,
+) -> None:
+    """Check the conversations against the target's limits, before any request.
+
+    Where invalid ones are skipped, those that it cannot read are removed from `conversations` and counted.
+
+    Raises:
+        UserError: A token is beyond the target's embedding, no prompt leaves room for an answer, or the template does
+            not write the thoughts of answers that are kept.
+    """
+    keeps_answers = recipe.data.distill.engine == "none"
+    check_template_tokens(tokenizer, limits)
+    for key, conversation in list(conversations.items()):
+        if tokens := outside_tokens(tokenizer, conversation, limits, keeps_answers):
+            if not recipe.data.conversations.skip_invalid:
+                raise UserError(
+                    f"conversation {key} holds {', '.join(tokens[:3])}, and the target's embedding has "
+                    f"{limits.vocabulary_size:,} rows: {ITS_TOKENIZER}; or set data.conversations.skip_invalid=true to "
+                    "leave such conversations out"
+                )
+            tally = sources.by_source[conversation.source]
+            tally.invalid[OUTSIDE] += 1
+            tally.kept -= 1
+            del conversations[key]
+    if not conversations:
+        raise UserError(f"every conversation holds tokens beyond the target's embedding: {ITS_TOKENIZER}")
+    is_checked = keeps_answers and not recipe.data.conversations.skip_invalid
+    if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
+        thoughts_field(tokenizer)
+    if not keeps_answers:
+        fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
+        if looked_at and not fitting:
+            raise UserError(no_room_sentence(recipe, looked_at, limits))

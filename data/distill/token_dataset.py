@@ -28,15 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import (
-    AnswerIds,
-    TemplateProblem,
-    TokenizedConversation,
-    reasoning_ids,
-    tokenize_conversation,
-    tokenize_shortened,
-    up_to_turn,
-)
+from draftsmith.data.tokens.chat_tokens import AnswerIds, tokenize_conversation, tokenize_shortened, up_to_turn
+from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
 from draftsmith.files import read_json
 from draftsmith.parent import end_with_parent
@@ -64,12 +58,12 @@ Chunk = tuple[Counter[str], list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Work:
-    """How conversations are made tokens.
+    """Settings of the tokenisation.
 
-    max_length_tokens: longer ones are shortened, by whole turns.
-    cut_answers: keep of a first exchange that is too long what fits, if it ends in the answer.
+    max_length_tokens: longer conversations are shortened, by whole turns.
+    cut_answers: cut a first exchange that is too long, if the cut is within its answer.
     mask_copies: tokens that an answer copies from itself carry no loss.
-    reasoning: between which ids an answer's tokens carry no loss.
+    reasoning: an answer's tokens between these two ids carry no loss.
     """
 
     tokenizer: Any
@@ -146,8 +140,8 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
         # Rows of one conversation that do not say so would be on both sides of training and evaluation.
-        told = recorded is not None and (recorded.numbered or not recorded.extra_rows)
-        if recorded is not None and told and recorded.fingerprint == fingerprint:
+        is_numbered = recorded is not None and (recorded.numbered or not recorded.extra_rows)
+        if recorded is not None and is_numbered and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
         is_replaced = final.exists()
         if is_replaced:
@@ -191,7 +185,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
 
 
 def _first_refusal(view: LedgerView, work: Work) -> UserError:
-    """Return the error that the template's first conversation ends in, where it takes none."""
+    """Return the error of the first conversation, for a template that takes none."""
     for made in view.distilled():
         try:
             tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)
@@ -236,13 +230,13 @@ def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> It
         return
     # Spawned, not forked as by `datasets.map`: this process may have threads and a GPU. The tokenizer is too large to
     # go with every chunk.
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_process, (work,))
     try:
-        under_way = deque(pool.submit(_tokenize, chunk) for chunk in ahead)
+        submitted = deque(pool.submit(_tokenize, chunk) for chunk in ahead)
         del ahead
-        while under_way:
-            yield under_way.popleft().result()
-            under_way.extend(pool.submit(_tokenize, chunk) for chunk in islice(chunks, 1))
+        while submitted:
+            yield submitted.popleft().result()
+            submitted.extend(pool.submit(_tokenize, chunk) for chunk in islice(chunks, 1))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -250,7 +244,7 @@ def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> It
 _work: list[Work] = []  # of a process of the pool
 
 
-def _begin(work: Work) -> None:
+def _start_process(work: Work) -> None:
     end_with_parent()
     _work.append(work)
 
@@ -307,10 +301,10 @@ def _loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
 def tokenize_rows(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
 ) -> tuple[list[TokenizedConversation], bool]:
-    """The rows of one conversation, and whether it was shortened; none if it does not fit at all.
+    """Return the rows of one conversation, none if it does not fit, and whether it was shortened.
 
     One row, unless the template rewrites answers: each of these then has a further row, which ends with it and in which
-    it alone carries loss. So every answer is learned after exactly what the target read.
+    it alone carries loss. So every answer is learned after exactly the prompt that the target read.
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
@@ -336,7 +330,7 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
 
 
 def recorded_report(tokens: Path) -> TokenReport | None:
-    """The report of the dataset in this folder; None if it cannot be read."""
+    """Read the report of the dataset in this folder; None if it cannot be read."""
     try:
         values = read_json(tokens / REPORT_NAME, dict[str, Any], "")
         # In earlier versions `shortened` was called `cut`.
@@ -360,7 +354,7 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
     """Load the dataset that `draftsmith distill` wrote.
 
     Raises:
-        UserError: It is not there, damaged or empty.
+        UserError: The dataset is missing, damaged or empty.
     """
     folder = run.data / "tokens"
     if not folder.is_dir():
@@ -369,8 +363,9 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
         tokens = datasets.load_from_disk(str(folder))
         lists = {field.name for field in tokens.data.schema if str(field.type).startswith("list<")}
     except Exception as error:  # of any kind: it is whatever the damage leads to in datasets and Arrow
-        said = reason(error)
-        raise UserError(f"{folder} cannot be read ({said}): delete it and run `draftsmith distill` again") from None
+        raise UserError(
+            f"{folder} cannot be read ({reason(error)}): delete it and run `draftsmith distill` again"
+        ) from None
     missing = {"input_ids", "loss_mask"} - lists
     if missing or len(tokens) == 0:
         what = f"has no column {', '.join(sorted(missing))}" if missing else "is empty"

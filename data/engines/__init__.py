@@ -1,6 +1,6 @@
-"""Who answers prompts: the target in this process, vLLM, or any number of OpenAI-compatible servers.
+"""Engines that answer prompts: the target in this process, vLLM, or any number of OpenAI-compatible servers.
 
-Read `engine` (the seam: submit, collect), then one of the `*_engine` files; an engine is one of these. `openai_engine`
-says what happens when a server dies; `vllm_engine` starts a server and asks it the same way. May import `data.tokens`
-and what is before it.
+Read `engine` (the interface: submit, collect), then one of the `*_engine` files. `openai_engine` handles servers that
+die, `openai_answers` checks their responses; `vllm_engine` starts such a server. May import `data.tokens`, the folders
+before it, and `models`.
 """

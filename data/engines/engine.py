@@ -1,21 +1,23 @@
 """Interface between self-distillation and the engines that generate answers: requests in, outcomes out.
 
 An engine is one file, `data/engines/<name>_engine.py`, named by `data.distill.engine`, with a module attribute
-`ENGINE`: a class with `Options` and `make`. Requests are independent of each other; the caller decides their order, so
-that a conversation's next turn can be submitted as soon as its previous answer is complete.
+`ENGINE`: a class with `Options` and `make`. Requests are independent of each other; the caller decides their order.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
+from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.loading import load_generation_config
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import Recipe
 
@@ -23,23 +25,20 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
-    """How an answer is drawn and where it ends. Temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+class GenerationSettings(Sampling):
+    """Sampling of an answer, and its largest number of tokens."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     max_new_tokens: int = 512
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted.
+    """Request for one answer.
 
-    key: of the conversation; no other request in flight has it.
+    key: id of the conversation, unique among the requests in flight.
     prompt_ids: the prompt through the target's chat template; messages: the same as OpenAI messages.
-    seed: for temperatures above 0, this answer's own, 63 bits.
-    tools: that the prompt offers.
+    seed: of this answer alone, for temperatures above 0; 63 bits.
+    tools: offered by the prompt.
     """
 
     key: str
@@ -52,11 +51,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer. `length` means that it was cut short.
+    """An answer; finish reason `length`: it was cut short.
 
-    token_ids: they end with the end token if `finish_reason` is `stop`. None: the engine gave `text` alone.
+    token_ids: with the end token if `finish_reason` is `stop`. None: the engine returned only `text`.
     text: without special tokens. None: to be decoded from `token_ids`.
-    thoughts: of an answer without ids, which a server gave apart from its text.
+    thoughts: of an answer without ids, if a server returned them in a separate field.
     """
 
     token_ids: list[int] | None
@@ -67,7 +66,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """No answer, for good; what could be retried was. `reason` is short and countable: `HTTP 400`."""
+    """No answer, after all retries. `reason` is short and countable: `HTTP 400`."""
 
     reason: str
 
@@ -89,7 +88,7 @@ class Engine(Protocol):
         """Queue a request; returns immediately."""
 
     def collect(self) -> list[tuple[str, Outcome]]:
-        """Wait until at least one request in flight has its outcome; all that have, by key.
+        """Wait for an outcome, and return all (key, outcome) pairs that have arrived.
 
         Raises:
             UserError: Nothing can be generated any more (every server is gone, memory does not hold a batch).
@@ -101,49 +100,31 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalTarget:
-    """The target, loaded in this process.
-
-    model: a causal language model in eval mode.
-    most_tokens: longest sequence that its positions allow; None if there is no limit.
-    draw: function that draws a token from logits [V].
-    masks: function that builds the attention mask of a forward of one token per row, from the visible tokens of each
-        row [A, S] and the tokens' positions [A]; None: [A, S] is the mask.
-    """
-
-    model: Any
-    most_tokens: int | None
-    draw: Callable[[Any, GenerationSettings, Any], int]
-    masks: Callable[[Any, Any], Any] | None = None
-
-
-@dataclass(frozen=True)
 class EngineSetting:
-    """The recipe and target that an engine is built for.
-
-    tokenizer: the target's tokenizer.
-    location: the target's folder or Hub id.
-    end_ids: all tokens that end an answer.
-    load_target: loads the target; called only by the engine that runs it in this process.
-    """
+    """The recipe whose target answers, the target's tokenizer, and all tokens that end an answer."""
 
     recipe: Recipe
     tokenizer: Any
-    location: str
     end_ids: tuple[int, ...]
-    load_target: Callable[[], LocalTarget] | None = None
+
+    @staticmethod
+    def of(recipe: Recipe, tokenizer: Any) -> EngineSetting:
+        """Return the setting of the model that answers for a recipe: `data.distill.model`, by default the target."""
+        answering = recipe.model_copy(update={"target": recipe.answering})
+        end_ids = answer_end_ids(load_generation_config(answering.target), tokenizer)
+        return EngineSetting(answering, tokenizer, tuple(end_ids))
 
 
 def engine_class(name: str) -> Any:
-    """The class of the engine of that name, with `Options` and `make`."""
+    """Return the class of an engine, with `Options` and `make`."""
     return importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
 
 
 def check_engine(recipe: Recipe) -> Any:
-    """Check what can be known of the recipe's engine before it is made, and return its options.
+    """Check the options of the recipe's engine, and return them.
 
     Raises:
-        UserError: `data.distill.options` are not that engine's, or a package that it needs is not installed.
+        UserError: An option is unknown or invalid, or a package that the engine needs is not installed.
     """
     chosen = recipe.data.distill
     kind = engine_class(chosen.engine)
@@ -158,10 +139,10 @@ def check_engine(recipe: Recipe) -> Any:
 
 @contextmanager
 def open_engine(setting: EngineSetting) -> Iterator[Engine]:
-    """The engine that `data.distill.engine` names, closed at the end.
+    """Build the recipe's engine, and close it at the end.
 
     Raises:
-        UserError: As `check_engine`, or it cannot be made.
+        UserError: As `check_engine`, or the engine cannot be built.
     """
     options = check_engine(setting.recipe)
     engine = engine_class(setting.recipe.data.distill.engine).make(options, setting)

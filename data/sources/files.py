@@ -1,4 +1,4 @@
-"""Records of a local file: JSON, Parquet or CSV.
+"""Records of a local file (JSON, Parquet or CSV), a Hub dataset, or the conversations that ship with the package.
 
 A JSON file has one record a line, an array of them, or one after the other over several lines; plain or compressed
 (.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a
@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
-from draftsmith.errors import UserError, reason
+from draftsmith.errors import UserError, did_you_mean, reason
+from draftsmith.recipes.schema import SourceRecipe
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".csv", ".tsv")
@@ -40,6 +41,10 @@ DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_D
 CONVERT = "convert it to UTF-8, or give a .gz, .xz or .zst its suffix"
 
 Records = Iterator[tuple[str, Any]]
+STDLIB = "stdlib"
+STDLIB_FILE = Path(__file__).parents[1] / "embedded" / "conversations.jsonl.zst"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+Split = Literal["train", "heldout", "all"]
 
 
 class InvalidConversation(UserError):
@@ -172,7 +177,7 @@ def read_json_records(file: Path) -> Records:
             head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
             while head and not head.strip():
                 head = stream.readline(HEAD_BYTES)
-        if _goes_on_over_lines(head):
+        if _spans_lines(head):
             with _open_bytes(file) as stream:
                 text = stream.read().decode("utf-8-sig")
             if not text.lstrip().startswith("{") or _first_value_ends(text):
@@ -217,8 +222,8 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
         raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
 
 
-def _goes_on_over_lines(head: bytes) -> bool:
-    """Whether the first line is an array or `{"data": [`, or JSON of which nothing but the rest is missing."""
+def _spans_lines(head: bytes) -> bool:
+    """Return True if the first line is an array, `{"data": [`, or the beginning of a JSON object."""
     text = head.decode("utf-8", errors="replace").strip()
     if text.startswith("[") or CONTAINER.match(text):
         return True
@@ -240,7 +245,7 @@ def _first_value_ends(text: str) -> bool:
 
 
 def _spread_records(file: Path, text: str) -> Records:
-    """The records of an array, of `{"data": [...]}`, or of values one after the other."""
+    """Read the records of an array, of `{"data": [...]}`, or of values one after the other."""
     at, number = _after_blanks(text, 0), 0
     container = CONTAINER.match(text, at)
     in_list = container is not None or text[at] == "["
@@ -278,3 +283,62 @@ def _spread_records(file: Path, text: str) -> Records:
 
 def _after_blanks(text: str, at: int) -> int:
     return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+
+
+def open_records(recipe: SourceRecipe, split: Split) -> Records:
+    """Read (place, record) pairs of a source; a line that is not JSON comes as an `InvalidConversation`.
+
+    Args:
+        recipe: The source.
+        split: Used by `stdlib`, whose split is by module.
+
+    Raises:
+        UserError: The file or dataset does not exist, or cannot be read.
+    """
+    if recipe.source == STDLIB:
+        records = (record for _, record in read_json_records(STDLIB_FILE))
+        of_split = (record for record in records if split in ("all", record["split"]))
+        return ((f"stdlib conversation {number}", record) for number, record in enumerate(of_split, start=1))
+    file = Path(recipe.source).expanduser()
+    if file.is_file():
+        return read_records(file)
+    if file.is_dir():
+        raise UserError(
+            f"data.conversations.source {file} is a folder: name one .json, .jsonl, .parquet or .csv file in it"
+        )
+    looks_like_a_file = recipe.source.startswith((".", "/", "~")) or recipe.source.endswith(FILE_SUFFIXES)
+    if looks_like_a_file or not HUB_ID.fullmatch(recipe.source):
+        hint = f"its folder {file.parent} does not exist either"
+        if file.parent.is_dir():
+            names = [entry.name for entry in file.parent.iterdir() if entry.is_file()]
+            hint = did_you_mean(file.name, names, "correct data.conversations.source")
+        raise UserError(f"conversations file {file} does not exist: {hint}")
+    return _hub_records(recipe)
+
+
+def _hub_records(recipe: SourceRecipe) -> Records:
+    """Read a dataset of the Hugging Face Hub, or one JSON file of it.
+
+    A JSON file is read by our own reader: `datasets` infers one schema for all rows, which mixed ShareGPT dumps break.
+    """
+    try:
+        if recipe.file is not None and recipe.file.endswith(FILE_SUFFIXES):
+            import huggingface_hub
+
+            downloaded = huggingface_hub.hf_hub_download(
+                recipe.source, recipe.file, repo_type="dataset", revision=recipe.revision
+            )
+            return read_records(Path(downloaded))
+        import datasets
+
+        config = {} if recipe.hub_config is None else {"name": recipe.hub_config}
+        rows = datasets.load_dataset(
+            recipe.source, data_files=recipe.file, revision=recipe.revision, split=recipe.hub_split, **config
+        )
+    except Exception as error:  # the Hub's libraries raise dozens of unrelated classes (HTTP, offline, parsing, split)
+        part = f"split {recipe.hub_split}" + (f", file {recipe.file}" if recipe.file else "")
+        raise UserError(
+            f"Hub dataset {recipe.source} ({part}) cannot be loaded: {reason(error)}; check the name and the network, "
+            "or set data.conversations.source to a local file (of a mixture: the `source` of that entry)"
+        ) from None
+    return ((f"{recipe.source} row {number}", table_record(row)) for number, row in enumerate(rows, start=1))

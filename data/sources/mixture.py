@@ -1,4 +1,4 @@
-"""The recipe's conversations: the records of all sources, each validated, new, clean and wanted, in their shares.
+"""The recipe's conversations: the records of all sources, validated, deduplicated and filtered, in their shares.
 
 A record is left out for the first reason that applies, in this order: it is invalid; its prompts, but for case and
 white space, came before, from whatever source (with `engine: none`, prompts and answers: several answers to one prompt
@@ -16,17 +16,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from draftsmith.data.sources.conversation import (
-    MOST_NAMES,
-    STDLIB,
-    Conversation,
-    conversation_id,
-    listed,
-    open_records,
-    parse_conversation,
-)
-from draftsmith.data.sources.files import InvalidConversation
+from draftsmith.data.sources.conversation import Conversation, conversation_id
+from draftsmith.data.sources.files import STDLIB, InvalidConversation, open_records
 from draftsmith.data.sources.questions import Contamination
+from draftsmith.data.sources.record_reader import parse_conversation
+from draftsmith.data.sources.turn_checks import MOST_NAMES, listed
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 
@@ -42,7 +36,7 @@ T = TypeVar("T")
 
 
 def counted_reasons(counts: Counter[str]) -> str:
-    """Counts by reason for reports: `3 (2 empty turn, 1 not JSON)`."""
+    """Write counts by reason for reports: `3 (2 empty turn, 1 not JSON)`."""
     details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     return f"{counts.total()} ({details})" if counts else "0"
 
@@ -77,7 +71,7 @@ class Tally:
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """The counts for `card.json`."""
+        """Return the counts for `card.json`."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
 
@@ -93,7 +87,7 @@ class SourceCounts:
 
     @property
     def total(self) -> Tally:
-        """The counts of all sources together."""
+        """Add up the counts of all sources."""
         total = Tally()
         for tally in self.by_source.values():
             for name, value in vars(tally).items():
@@ -310,6 +304,6 @@ def _check_answers(conversation: Conversation, where: str) -> None:
 
 
 def question_sources(recipe: Recipe) -> list[str]:
-    """The question files that conversations are kept apart from."""
+    """Return the question files whose questions no conversation may repeat."""
     named = recipe.data.conversations.decontaminate
     return [recipe.eval.questions] if named is None else named

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.sources.conversation import Conversation, json_kind, text_of
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.files import InvalidConversation, json_of
+from draftsmith.data.sources.turn_checks import json_kind, text_of
 from draftsmith.errors import UserError, reason
 from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
 
@@ -59,7 +60,7 @@ class Question:
 
     @property
     def task_name(self) -> str:
-        """The task that the question counts under."""
+        """Return the task that the question counts under."""
         return self.task or self.category
 
 
@@ -69,10 +70,10 @@ def task_of(category: str) -> str:
 
 
 def questions_file(source: str) -> Path:
-    """The file that the recipe's `eval.questions` names.
+    """Return the file that the recipe's `eval.questions` names; Spec-Bench's is downloaded the first time.
 
     Raises:
-        UserError: It is Spec-Bench's own, which is fetched the first time, and cannot be or is another file.
+        UserError: Spec-Bench's file cannot be downloaded, or has another hash.
     """
     if source != SPEC_BENCH:
         return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()

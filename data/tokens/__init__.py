@@ -1,5 +1,5 @@
 """From conversations to token ids, and the mask that says which of them carry loss.
 
-Read `chat_tokens`: one conversation, whole or shortened to fit; what ends an answer; where in a rendered template the
-answers are. May import `data.sources`.
+Read `chat_tokens` (one conversation, whole or shortened to fit), with `templates` (rendering), `spans` (where the
+answers are in it) and `loss_mask`. May import `data.sources`.
 """

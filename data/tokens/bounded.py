@@ -22,7 +22,7 @@ WITHIN_S = 20.0  # of its thread's processor; the longest conversation that is r
 MOST_GROWTH_BYTES = 2 << 30  # of this process meanwhile
 MOST_CHARACTERS = 32 << 20  # of what it writes: four of the longest conversations
 LOOKS_EVERY_S = 0.05
-TOLD_AGAIN_AFTER_S = 1.0  # that something in between caught it
+RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
 WATCHES_ON_S = 2.0  # after the last run
 STATUS = Path("/proc/self/statm")  # of Linux; elsewhere nothing says how large this process is
 PAGE_BYTES = 4096
@@ -44,13 +44,13 @@ class _Run:
 
     began_s: CPU seconds of the thread at the first check.
     began_bytes: size of the process at the last check before the start.
-    told_s: time at which the exception was raised in the thread.
+    raised_s: time at which the exception was raised in the thread.
     """
 
     thread: int
     began_bytes: int
     began_s: float | None = None
-    told_s: float = 0.0
+    raised_s: float = 0.0
 
 
 class _Watch:
@@ -88,8 +88,8 @@ class _Watch:
             with self._lock:
                 self._size_bytes = _size_bytes()
                 for run in self._runs.values():
-                    if self._has_had_its_share(run) and time.monotonic() > run.told_s + TOLD_AGAIN_AFTER_S:
-                        run.told_s = time.monotonic()
+                    if self._exceeds_limits(run) and time.monotonic() > run.raised_s + RAISE_AGAIN_AFTER_S:
+                        run.raised_s = time.monotonic()
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(
                             ctypes.c_ulong(run.thread), ctypes.py_object(EndlessTemplate)
                         )
@@ -99,14 +99,14 @@ class _Watch:
                     self._thread = None
                     return
 
-    def _has_had_its_share(self, run: _Run) -> bool:
+    def _exceeds_limits(self, run: _Run) -> bool:
         spent_s = _spent_s(run.thread)
         run.began_s = spent_s if run.began_s is None else run.began_s
         return spent_s - run.began_s > WITHIN_S or self._size_bytes - run.began_bytes > MOST_GROWTH_BYTES
 
 
 def _spent_s(thread: int) -> float:
-    """Seconds of a thread on the processor, so that no sleeping machine counts; by the clock where none tells them."""
+    """Return a thread's seconds on the processor, without those of a sleeping machine; else the clock's."""
     with suppress(AttributeError, OSError):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
@@ -133,7 +133,7 @@ def bounded(write: Callable[[], str]) -> str:
             text = write()
         finally:
             _watch.end(number)
-            for _ in range(2):  # what was raised just before comes out here, and nowhere behind
+            for _ in range(2):  # an exception that was raised just before surfaces here, not after
                 pass
     except EndlessTemplate:
         _watch.end(number)  # if it came in the middle of that

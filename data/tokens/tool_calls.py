@@ -42,7 +42,7 @@ class CallForm:
         return [found["name"] for found in self.before.finditer(text)]
 
     def turn(self, text: str, call_ids: list[str]) -> Turn:
-        """An answer as a turn: with its calls, or as the text that it is if it has none or they cannot be read.
+        """Return an answer as a turn: with its calls, or as text if it has none or they cannot be read.
 
         Args:
             text: Of the answer, special tokens included, without its end token.
@@ -107,11 +107,11 @@ def call_form(render: Render) -> CallForm | None:
 
 
 def common_end(left: str, right: str) -> str:
-    """The longest text with which both end."""
+    """Return the longest text with which both end."""
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(left), reversed(right), strict=False))
     return left[len(left) - sum(1 for _ in alike) :]
 
 
 def _loosely(text: str) -> str:
-    """A pattern for the text, whatever its white space."""
+    """Return a pattern for the text, whatever its white space."""
     return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text))) + r"\s*" * text[-1:].isspace()

@@ -167,7 +167,7 @@ def _trees(target: PreTrainedModel) -> str:
 
 def _drafter(target: PreTrainedModel) -> str:
     """Check train = decode of an EAGLE-3 drafter, and that its RoPE is the target's."""
-    from draftsmith.data.tokens.chat_tokens import TokenizedConversation
+    from draftsmith.data.tokens.loss_mask import TokenizedConversation
     from draftsmith.models.base.registry import load_drafter_class
     from draftsmith.models.formats.exporting import refusal
     from draftsmith.train.drafter.parity import TOLERANCE, check_parity

@@ -36,16 +36,14 @@ from draftsmith.data.distill.token_dataset import load_tokens, recorded_report, 
 from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
-from draftsmith.data.tokens.chat_tokens import (
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, tokenize_conversation
+from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
+from draftsmith.data.tokens.templates import (
     PROBE,
     TemplateProblem,
     TemplateRefusal,
-    TokenizedConversation,
-    answer_end_ids,
     missing_header_sentence,
-    reasoning_ids,
     special_ids,
-    tokenize_conversation,
 )
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.console import console

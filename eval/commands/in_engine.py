@@ -161,7 +161,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     tokenizer = loading.load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
-    of_engine = EngineSetting(recipe, tokenizer, loading.target_location(recipe.target), end_ids)
+    of_engine = EngineSetting(recipe, tokenizer, end_ids)
     setting = _Setting(recipe, options, questions, of_engine)
     notes: list[str] = []
     with ExitStack() as stack:

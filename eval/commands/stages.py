@@ -8,9 +8,8 @@ Each imports its modules when it runs, so that `--help` and a mistyped recipe re
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.prompt import Confirm
 
@@ -22,9 +21,6 @@ from draftsmith.recipes.loading import first_stage
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 
-if TYPE_CHECKING:
-    from draftsmith.data.engines.engine import Engine, GenerationSettings, LocalTarget
-
 # Keys of the data section that do not change the distilled conversations.
 NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features", "loops"}
 
@@ -35,18 +31,10 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.limits import target_limits
     from draftsmith.data.distill.token_dataset import build_token_dataset
-    from draftsmith.data.engines.engine import EngineSetting, check_engine, open_engine
-    from draftsmith.data.tokens.chat_tokens import answer_end_ids, missing_header_sentence
+    from draftsmith.data.engines.engine import check_engine
+    from draftsmith.data.tokens.templates import missing_header_sentence
     from draftsmith.models.base.registry import load_drafter_class
-    from draftsmith.models.cpu_kernels import pack_linears
-    from draftsmith.models.target.loading import (
-        load_generation_config,
-        load_target,
-        load_target_config,
-        load_tokenizer,
-        target_location,
-        weights_hash,
-    )
+    from draftsmith.models.target.loading import load_target_config, load_tokenizer, weights_hash
 
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
@@ -66,25 +54,11 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
                 f"data.distill.model {answering.model} has another tokenizer than target.model {recipe.target.model}: "
                 "name a copy of the target"
             )
-
     if without_header := missing_header_sentence(tokenizer):
         console.print(f"warning: {without_header}", markup=False)
 
-    def opened() -> "AbstractContextManager[Engine]":
-        end_ids = tuple(answer_end_ids(load_generation_config(answering), tokenizer))
-
-        def loaded() -> "LocalTarget":
-            target, _ = load_target(answering)
-            pack_linears(target)
-            return local_target(target)
-
-        teacher = recipe.model_copy(update={"target": answering})
-        return open_engine(EngineSetting(teacher, tokenizer, target_location(answering), end_ids, loaded))
-
-    open_or_none = None if recipe.data.distill.engine == "none" else opened
-    weights = weights_hash(answering)
-    limits = target_limits(load_target_config(answering))
-    report = distill(recipe, tokenizer, folder, open_or_none, weights, retry_failed, limits=limits)
+    weights, limits = weights_hash(answering), target_limits(load_target_config(answering))
+    report = distill(recipe, tokenizer, folder, weights, retry_failed, limits=limits)
     console.print(report.sentence(), markup=False)
     tokens = build_token_dataset(recipe, tokenizer, folder)
     console.print(tokens.sentence(), markup=False)
@@ -92,33 +66,6 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
         write_data_card(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
     return {"conversations": report.as_json(), "tokens": asdict(tokens)}
-
-
-def local_target(target: Any) -> "LocalTarget":
-    """Wrap the loaded target for `engine: transformers`.
-
-    Raises:
-        UserError: The target has recurrent layers, which cannot batch sequences of several lengths here.
-    """
-    from draftsmith.data.engines.engine import LocalTarget
-    from draftsmith.eval.trees.verify import Sampling, first_token
-    from draftsmith.models.target.loading import longest_sequence_tokens
-    from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
-
-    if has_recurrent_layers(target):
-        raise UserError(
-            f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with another "
-            "recurrent state, which transformers cannot batch over several lengths here: set data.distill.engine=vllm"
-        )
-    windows = windows_of(target)
-
-    def masks(seen_as: Any, position_a: Any) -> Any:
-        return windows.row_masks(seen_as, position_a, target.dtype)
-
-    def draw(logits_v: Any, settings: "GenerationSettings", generator: Any) -> int:
-        return first_token(logits_v, Sampling(settings.temperature, settings.top_k, settings.top_p), generator)
-
-    return LocalTarget(target, longest_sequence_tokens(target), draw, masks if takes_masks(target) else None)
 
 
 def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftsmith.errors import UserError, reason
 from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
 from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, first_token, root_only, verify
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict, root_only, verify
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
@@ -40,6 +40,7 @@ from draftsmith.models.decoding.decoders import (
     open_mask,
     to_device,
 )
+from draftsmith.models.sampling import Sampling, first_token
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.models.target.loading import longest_sequence_tokens

@@ -26,7 +26,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, draw, drawn, race
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models import cpu_kernels
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.decoders import (
@@ -39,6 +39,7 @@ from draftsmith.models.decoding.decoders import (
     TokenColumns,
     to_device,
 )
+from draftsmith.models.sampling import Sampling, draw, drawn, race
 from draftsmith.recipes.schema import MethodRecipe
 
 

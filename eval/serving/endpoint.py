@@ -25,7 +25,8 @@ import openai
 from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
-from draftsmith.data.engines.openai_engine import OTHER_ANSWER, OpenAIEngine, OpenAIOptions, Refused, ServerFails
+from draftsmith.data.engines.openai_answers import OTHER_ANSWER, Refused, ServerFails
+from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError, masked
 
 COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent

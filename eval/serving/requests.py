@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.data.sources.conversation import Turn
-from draftsmith.data.tokens.chat_tokens import longest_token_characters, render, token_ids
+from draftsmith.data.tokens.templates import longest_token_characters, render, token_ids
 from draftsmith.errors import UserError
 
 MOST_STOPS, LONGEST_STOP = 4, 128

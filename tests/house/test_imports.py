@@ -12,9 +12,9 @@ from support.places import PACKAGES, ROOT, import_links
 # A folder may import itself and the folders before it.
 ORDER = [
     *["core", "recipes"],
-    *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["models", "models/target", "models/groups", "models/decoding", "models/base", "models/drafters"],
     *["models/formats"],
+    *["data/sources", "data/tokens", "data/engines", "data/distill", "data/card", "data"],
     *["train/processes", "train/features", "train/drafter", "train/plan"],
     *["train"],
     *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/page"],

@@ -60,7 +60,7 @@ def engines_to_start() -> Iterator[StartEngine]:
 def setting(target: dict[str, Any] | None = None, **distill: Any) -> EngineSetting:
     values = {"name": "x", "target": target or {}, "data": {"distill": {"engine": "openai", **distill}}}
     recipe = Recipe.model_validate(values)
-    return EngineSetting(recipe, TOKENIZER, "nowhere", (END_ID,))
+    return EngineSetting(recipe, TOKENIZER, (END_ID,))
 
 
 def requests(count: int, **sampling: Any) -> list[Request]:

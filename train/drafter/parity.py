@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.data.tokens.chat_tokens import TokenizedConversation
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder

@@ -189,7 +189,7 @@ def test_a_card_of_the_conversations_that_ship(tmp_path: Path) -> None:
     data = {"conversations": {"limit": 20}, "distill": {"engine": "none"}}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
-    report = distill(recipe, TOKENIZER, run, None, progress=False)
+    report = distill(recipe, TOKENIZER, run, progress=False)
     with Ledger(run.data) as ledger:
         ledger.commit([], [Finished("x", DONE, None, {"messages": messages("a", "b")})])
     build_token_dataset(recipe, TOKENIZER, run, progress=False)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support import tiny_tokenizers as templates
@@ -14,9 +15,10 @@ from support.chat_families import FAMILIES, TOOL_FAMILIES
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
-from draftsmith.data.distill.distill import DistillReport, distill, distill_settings
+from draftsmith.data.distill.distill import DistillReport, distill
 from draftsmith.data.distill.ledger import Distilled, LedgerView
 from draftsmith.data.distill.limits import TargetLimits
+from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
@@ -102,8 +104,8 @@ def run_folder(recipe: Recipe, data: Path) -> RunFolder:
 
 
 def run(recipe: Recipe, data: Path, engine: Any, **options: Any) -> DistillReport:
-    folder = run_folder(recipe, data)
-    return distill(recipe, engine.tokenizer, folder, lambda: closing(engine), progress=False, **options)
+    with mock.patch.object(distill_module, "open_engine", return_value=closing(engine)):
+        return distill(recipe, engine.tokenizer, run_folder(recipe, data), progress=False, **options)
 
 
 def read_distilled(data: Path) -> Iterator[Distilled]:
@@ -301,7 +303,7 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, answers[0], asked, answers[1]]}))
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
-    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), None, progress=False)
+    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), progress=False)
     (made,) = read_distilled(tmp_path / "out")
     assert [turn.weight for turn in made.conversation.turns] == [1, 0, 1, 1]
     ((row,), _) = tokenize_rows(tokenizer, made.conversation, 1000, made.answer_ids)
@@ -315,10 +317,10 @@ def test_thoughts_that_the_template_does_not_write(tmp_path: Path) -> None:
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
     folder = run_folder(recipe, tmp_path / "out")
     with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        distill(recipe, tokenizer, folder, None, progress=False)
+        distill(recipe, tokenizer, folder, progress=False)
     assert not folder.data.exists()
     recipe.data.conversations.skip_invalid = True
-    assert distill(recipe, tokenizer, folder, None, progress=False).kept == 1
+    assert distill(recipe, tokenizer, folder, progress=False).kept == 1
     with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
         build_token_dataset(recipe, tokenizer, folder, progress=False)
 
@@ -328,7 +330,7 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
     folder = run_folder(recipe, tmp_path / "out")
-    assert distill(recipe, tiny_tokenizer(templates.CHATML), folder, None, progress=False).kept == 1
+    assert distill(recipe, tiny_tokenizer(templates.CHATML), folder, progress=False).kept == 1
     assert next(read_distilled(tmp_path / "out")).conversation.messages == messages[:3]
 
 
@@ -425,7 +427,7 @@ def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": answered}))
     given = make_recipe(tmp_path / "a.jsonl", engine="none")
     with pytest.raises(UserError, match=sentence):
-        distill(given, tokenizer, run_folder(given, tmp_path / "none"), None, progress=False, limits=limits)
+        distill(given, tokenizer, run_folder(given, tmp_path / "none"), progress=False, limits=limits)
     run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "anew", engine, limits=limits)  # the target answers otherwise
     with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
         run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
@@ -589,7 +591,7 @@ def test_tools_without_an_engine(tmp_path: Path) -> None:
     file = tmp_path / "tools.jsonl"
     file.write_text(json.dumps({"messages": ASKED[:4], "tools": json.dumps([TOOLS[0]["function"]])}))
     engine = HashEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer())
-    distill(make_recipe(file, engine="none"), engine.tokenizer, run_folder(make_recipe(file), tmp_path), None)
+    distill(make_recipe(file, engine="none"), engine.tokenizer, run_folder(make_recipe(file), tmp_path))
     (found,) = read_distilled(tmp_path)
     assert [turn.role for turn in found.conversation.turns] == ["user", "assistant"]
     assert found.conversation.tools == (TOOLS[0],)

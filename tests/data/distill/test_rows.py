@@ -17,12 +17,9 @@ from tqdm import tqdm
 from draftsmith.data.distill import token_dataset as token_rows
 from draftsmith.data.distill.token_dataset import Answered, Work, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import (
-    TemplateProblem,
-    prompt_token_ids,
-    reasoning_ids,
-    tokenize_conversation,
-)
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.loss_mask import reasoning_ids
+from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import DataRecipe
 

@@ -25,7 +25,7 @@ from support.openai_setup import (
 
 from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
-from draftsmith.data.engines.openai_engine import CONTROL_TOKENS, CUT_EARLY
+from draftsmith.data.engines.openai_answers import CONTROL_TOKENS, CUT_EARLY
 from draftsmith.errors import UserError
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.errors import UserError
-from draftsmith.eval.commands.stages import local_target
 from draftsmith.recipes.schema import Recipe
 
 
@@ -29,7 +28,7 @@ GREEDY, SAMPLED = GenerationSettings(max_new_tokens=24), GenerationSettings(1.2,
 
 
 def engine_of(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS) -> TransformersEngine:
-    return TransformersEngine(local_target(target), batch_size, 84, tuple(end_ids))
+    return TransformersEngine(target, batch_size, 84, tuple(end_ids))
 
 
 def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
@@ -162,7 +161,7 @@ def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausa
 
 
 def test_what_does_not_fit_is_refused_alone(tiny_llama: LlamaForCausalLM) -> None:
-    assert TransformersEngine(local_target(tiny_llama), 1, 1024, END_IDS).max_length_tokens == 128  # its positions
+    assert TransformersEngine(tiny_llama, 1, 1024, END_IDS).max_length_tokens == 128  # its positions
     engine = engine_of(tiny_llama, 1)
     assert engine.max_length_tokens == 84
     for prompt_tokens, answer_tokens in ((80, 4), (80, 5), (3, 82), (3, 81)):
@@ -193,6 +192,6 @@ def test_engine_options() -> None:
         ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
     ):
         recipe = Recipe.model_validate({"name": "test", "data": {"distill": {"options": options}}})
-        setting = EngineSetting(recipe, None, "", (1,))
+        setting = EngineSetting(recipe, None, (1,))
         with pytest.raises(UserError, match=sentence), open_engine(setting):
             pass

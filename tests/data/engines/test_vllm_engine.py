@@ -23,8 +23,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.commands.stages import local_target
-from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer, target_location
+from draftsmith.models.target.loading import load_generation_config, load_target, load_tokenizer
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 __all__ = ["vllm_environment"]  # fixture
@@ -67,9 +66,7 @@ def setting(engine: str, **options: Any) -> EngineSetting:
         }
     )
 
-    return EngineSetting(
-        recipe, TOKENIZER, target_location(TARGET), END_IDS, lambda: local_target(load_target(TARGET)[0])
-    )
+    return EngineSetting(recipe, TOKENIZER, END_IDS)
 
 
 def questions(count: int, **sampling: Any) -> list[Request]:

@@ -45,8 +45,10 @@ def _another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(**options: Any) -> VllmEngine:
-    recipe = Recipe.model_validate({"name": "x", "data": {"distill": {"engine": "vllm"}}})
-    return VllmEngine.make(VllmOptions(**options), EngineSetting(recipe, TOKENIZER, "a/folder", (2,)))
+    recipe = Recipe.model_validate(
+        {"name": "x", "target": {"model": "a/model"}, "data": {"distill": {"engine": "vllm"}}}
+    )
+    return VllmEngine.make(VllmOptions(**options), EngineSetting(recipe, TOKENIZER, (2,)))
 
 
 @pytest.mark.usefixtures("_another_vllm")
@@ -56,7 +58,7 @@ def test_it_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
         assert engine.concurrency == 20
         engine.submit(requests(1)[0])
         assert engine.collect() == [("c0", Completion(answer_ids([5, 6, 0]), "stop"))]
-        assert "--model a/folder" in engine.server.log.read_text()
+        assert "--model a/model" in engine.server.log.read_text()
     finally:
         engine.close()
     assert engine.server._process.returncode is not None
@@ -86,10 +88,10 @@ def test_its_death_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.Monk
 
 def setting(**options: object) -> EngineSetting:
     values = {
-        "name": "x", "seed": 3, "target": {"model": "m", "dtype": "bfloat16", "revision": "abc"},
+        "name": "x", "seed": 3, "target": {"model": "a/model", "dtype": "bfloat16", "revision": "abc"},
         "data": {"distill": {"engine": "vllm", "options": options}},
     }  # fmt: skip
-    return EngineSetting(Recipe.model_validate(values), None, "a/folder", (2,))
+    return EngineSetting(Recipe.model_validate(values), None, (2,))
 
 
 def test_every_gpu_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +109,12 @@ def test_the_server_s_arguments() -> None:
     )
     arguments = server_arguments(options, setting())
     assert arguments == {
-        "model": "a/folder", "dtype": "half", "trust_remote_code": False, "tensor_parallel_size": 2,
+        "model": "a/model", "dtype": "half", "trust_remote_code": False, "tensor_parallel_size": 2,
         "data_parallel_size": 4, "enforce_eager": False, "max_num_seqs": 99, "seed": 3, "enable_prefix_caching": True,
         "max_model_len": 512, "revision": "abc", "x": [1],
     }  # fmt: skip
     assert " ".join(command_line(arguments)) == (
-        "--model a/folder --dtype half --no-trust-remote-code --tensor-parallel-size 2 --data-parallel-size 4 "
+        "--model a/model --dtype half --no-trust-remote-code --tensor-parallel-size 2 --data-parallel-size 4 "
         "--no-enforce-eager --max-num-seqs 99 --seed 3 --enable-prefix-caching --max-model-len 512 --revision abc "
         "--x [1]"
     )

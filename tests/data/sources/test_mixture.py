@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from draftsmith.data.sources.conversation import open_records
+from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.mixture import SourceCounts, interleave, load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError

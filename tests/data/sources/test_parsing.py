@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.sources.conversation import Conversation, Turn, parse_conversation
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.files import InvalidConversation
+from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.recipes.schema import ColumnsRecipe
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}

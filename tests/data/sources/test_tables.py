@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from draftsmith.data.sources.conversation import open_records, parse_conversation
-from draftsmith.data.sources.files import InvalidConversation, read_records
+from draftsmith.data.sources.files import InvalidConversation, open_records, read_records
+from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import SourceRecipe
 

@@ -5,12 +5,8 @@ from support.chat_families import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import (
-    prompt_token_ids,
-    template_answer_lead,
-    tokenize_conversation,
-    tokenize_shortened,
-)
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation, tokenize_shortened
+from draftsmith.data.tokens.templates import template_answer_lead
 from draftsmith.errors import UserError
 
 TALK = Conversation(

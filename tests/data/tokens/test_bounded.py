@@ -12,7 +12,8 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens import bounded
 from draftsmith.data.tokens.bounded import EndlessTemplate
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_calls
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
+from draftsmith.data.tokens.templates import template_calls
 from draftsmith.errors import UserError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

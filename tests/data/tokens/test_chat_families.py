@@ -7,13 +7,8 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import GenerationConfig
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import (
-    TemplateProblem,
-    TemplateRefusal,
-    answer_end_ids,
-    prompt_token_ids,
-    tokenize_conversation,
-)
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.templates import TemplateProblem, TemplateRefusal
 from draftsmith.errors import UserError
 
 TALK = (

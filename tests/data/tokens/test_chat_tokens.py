@@ -6,15 +6,9 @@ from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, QWEN3, Family
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens.chat_tokens import (
-    TokenizedConversation,
-    copies_in,
-    joined_thoughts,
-    missing_header_sentence,
-    prompt_token_ids,
-    tokenize_conversation,
-    tokenize_shortened,
-)
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation, tokenize_shortened
+from draftsmith.data.tokens.loss_mask import TokenizedConversation, copies_in
+from draftsmith.data.tokens.templates import joined_thoughts, missing_header_sentence
 from draftsmith.errors import UserError
 
 TWO_ROUNDS = Conversation(

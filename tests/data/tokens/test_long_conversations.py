@@ -11,15 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.tokens import chat_tokens
-from draftsmith.data.tokens.chat_tokens import (
-    AnswerIds,
-    TemplateProblem,
-    TokenizedConversation,
-    tokenize_conversation,
-    tokenize_shortened,
-    up_to_turn,
-)
+from draftsmith.data.tokens import chat_tokens, spans
+from draftsmith.data.tokens.chat_tokens import AnswerIds, tokenize_conversation, tokenize_shortened, up_to_turn
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
+from draftsmith.data.tokens.templates import TemplateProblem
 
 WORDS = ["Say hi", "Hello there", "you are", "a", " ok"]
 PIECES = [*WORDS, "\n", "  ", "👋", "ünï", "User: ", "Bot:", "<|im_end|>", "[INST]"]
@@ -79,7 +74,7 @@ def cut_by_trying_every_end(
 ) -> tuple[TokenizedConversation, int] | None:
     """The rule. Each answer is found by renderings of its own, and each piece tokenised after all that precedes it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_tokens, "AT_EACH_END", 10**6)
+        patch.setattr(spans, "AT_EACH_END", 10**6)
         patch.setattr(chat_tokens, "LOOK_BACK_CHARACTERS", 10**9)
         turns = conversation.turns
         for end in range(len(turns), 0, -1):
@@ -165,6 +160,6 @@ def test_a_template_that_writes_its_turns_unalike(monkeypatch: pytest.MonkeyPatc
     expected = cut_by_trying_every_end(tokenizer, conversation, 10**9, None)
     assert expected is not None
     assert tokenize_conversation(tokenizer, conversation) == expected[0]
-    monkeypatch.setattr(chat_tokens, "MOST_RENDERED_ONE_BY_ONE", 8)
+    monkeypatch.setattr(spans, "MOST_RENDERED_ONE_BY_ONE", 8)
     with pytest.raises(TemplateProblem, match="does not write all 9 answers of a conversation in the same way"):
         tokenize_conversation(tokenizer, conversation)

@@ -8,12 +8,8 @@ from support.chat_families import TOOL_FAMILIES
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
-from draftsmith.data.tokens.chat_tokens import (
-    TemplateRefusal,
-    prompt_token_ids,
-    template_calls,
-    tokenize_conversation,
-)
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
+from draftsmith.data.tokens.templates import TemplateRefusal, template_calls
 
 WEATHER = {"name": "get_weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = ({"type": "function", "function": WEATHER},)

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
 from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.engines import vllm_engine
-from draftsmith.data.sources.conversation import parse_conversation
-from draftsmith.data.tokens.chat_tokens import TokenizedConversation, tokenize_conversation
+from draftsmith.data.sources.record_reader import parse_conversation
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.eval.commands import cli, doctor
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import ParallelDecoder

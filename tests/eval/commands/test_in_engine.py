@@ -166,8 +166,8 @@ CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    recipe = Recipe.model_validate({"name": "x", "target": {"dtype": "float32"}})
-    setting = EngineSetting(recipe, None, "TARGET", (2,))
+    recipe = Recipe.model_validate({"name": "x", "target": {"model": "a/model", "dtype": "float32"}})
+    setting = EngineSetting(recipe, None, (2,))
     return measured_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
 
 
@@ -175,7 +175,7 @@ def test_a_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyP
     """Keys and values of 3 layers, 2 heads of 16, in fp32: 768 bytes a token, as much for a drafter; four blocks."""
     monkeypatch.setattr(in_engine.torch.cuda, "is_available", lambda: False)
     found = arguments()
-    assert (found["model"], found["dtype"]) == ("TARGET", "float32")
+    assert (found["model"], found["dtype"]) == ("a/model", "float32")
     assert (found["max_model_len"], found["max_num_seqs"], found["enforce_eager"]) == (300, 16, True)
     assert found["kv_cache_memory_bytes"] == 16 * 2 * 768 * 4 * 128
     given = arguments(max_model_len=512, concurrency=4, enforce_eager=False, kv_cache_memory_bytes=5, llm={"a": 1})

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny_runs import recipe_file, recipe_in
 from typer.testing import CliRunner
 
-from draftsmith.data.sources.conversation import Turn, open_records, parse_conversation
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.files import open_records
+from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli, learning

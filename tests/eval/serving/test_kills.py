@@ -20,7 +20,9 @@ import pytest
 import torch
 from support.tiny_runs import recipe_file, recipe_in
 
-from draftsmith.data.sources.conversation import Turn, open_records, parse_conversation
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.files import open_records
+from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.learning import Learned
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder

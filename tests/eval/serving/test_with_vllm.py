@@ -157,7 +157,7 @@ def test_sampling_on_a_cpu_is_right_with_the_correction(setup: Setup, tmp_path: 
     if torch.cuda.is_available():
         pytest.skip("of vLLM on a CPU")
     end_ids = tuple(answer_end_ids(setup.target.generation_config, setup.tokenizer))
-    setting = EngineSetting(setup.recipe, setup.tokenizer, str(EMBEDDED_TARGET), end_ids)
+    setting = EngineSetting(setup.recipe, setup.tokenizer, end_ids)
     settings = GenerationSettings(TEMPERATURE, max_new_tokens=SAMPLED_TOKENS)
     questions = load_questions(setup.recipe.eval.questions)[: QUESTIONS // 2]
     with (

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from draftsmith.data.engines.engine import GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.errors import UserError
-from draftsmith.eval.commands.stages import local_target
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.shared_session import SharedSession
@@ -136,9 +135,8 @@ def test_several_at_once(name: str) -> None:
 def test_distillation_is_not_limited_by_the_window(name: str) -> None:
     """Greedy answers of rows of several lengths are those of plain recomputation, far beyond the window."""
     target = windowed(name)
-    local = local_target(target)
-    assert local.most_tokens == 128
-    engine = TransformersEngine(local, 3, 60, ())
+    assert TransformersEngine(target, 3, 200, ()).max_length_tokens == 128
+    engine = TransformersEngine(target, 3, 60, ())
     prompts = [[5, 9, 30], list(range(3, 25)), [8], [11, 12, 13, 14, 15, 16, 17]]
     for key, prompt in enumerate(prompts):
         engine.submit(Request(str(key), prompt, [], GenerationSettings(max_new_tokens=14), key))
@@ -192,7 +190,7 @@ def test_hybrids_are_told_what_they_can_do() -> None:
     ):
         TargetSession(target, 64)
     with pytest.raises(UserError, match=r"linear attention .* set data\.distill\.engine=vllm"):
-        local_target(target)
+        TransformersEngine(target, 1, 64, ())
 
 
 def test_vocabulary_is_large_enough() -> None:

@@ -1,0 +1,104 @@
+"""Settings that a folder's answers depend on, in `distill_settings.json`; a folder never mixes two of them."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
+from draftsmith.data.sources.mixture import question_sources
+from draftsmith.data.sources.questions import questions_file
+from draftsmith.files import sha256_of
+from draftsmith.recipes.run_folder import check_settings, write_settings
+from draftsmith.recipes.schema import Recipe
+
+
+def has_answers(data: Path) -> bool:
+    """Return whether a run's data folder holds an answer or a whole conversation; failures alone are neither."""
+    if any(file.stat().st_size for file in (data / SHARDS).glob("*.jsonl")):
+        return True
+    for file in (data / UNFINISHED).glob("*.jsonl"):
+        with file.open("rb") as stream:
+            if any(b'"answer": ' in line for line in stream):
+                return True
+    return False
+
+
+class FolderSettings:
+    """Settings that a folder's answers depend on, fixed by the first answer that is stored (`are_fixed`)."""
+
+    def __init__(self, data: Path, values: dict[str, Any]) -> None:
+        self._data, self._file, self._values = data, data / "distill_settings.json", values
+        self.are_fixed = False
+
+    def check(self) -> None:
+        """Compare with the settings of the stored answers, and replace these.
+
+        A smaller length shortens more conversations later; a larger one would need answers that were not generated.
+
+        Raises:
+            UserError: The settings differ.
+        """
+        if has_answers(self._data):
+            check_settings(self._file, self._values, "distil again", may_fall=["data.max_length_tokens"])
+            write_settings(self._file, self._values)
+            self.are_fixed = True
+
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Fix the settings while the first answers are stored, so that only one of two processes is the first.
+
+        Raises:
+            UserError: Another process has meanwhile stored answers with other settings.
+        """
+        if self.are_fixed:
+            yield
+            return
+        with FileLock(self._data / "distill_settings.lock"):
+            self.check()
+            if not self.are_fixed:
+                write_settings(self._file, self._values)
+            yield
+            self.are_fixed = True
+
+
+def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dict[str, Any]:
+    """Return the settings that the answers depend on, by recipe key; a folder never mixes two of them.
+
+    Args:
+        weights: Hash of the weights of the model that answers.
+        tokenizer: The target's tokenizer.
+    """
+    settings, conversations = recipe.data.distill, recipe.data.conversations
+    # Limits are left out: conversations may be added later, as may lines of a file.
+    chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
+    chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
+    # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
+    chosen["decontaminate (hashes of the question files)"] = sorted(
+        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
+    )
+    values = {f"data.conversations.{key}": value for key, value in chosen.items()}
+    values["data.distill.engine"] = settings.engine
+    if settings.engine == "none":
+        return values
+    if settings.model is not None:
+        values["data.distill.model"] = settings.model
+    if settings.cut_answers != "drop":  # as it always was before there was a choice
+        values["data.distill.cut_answers"] = settings.cut_answers
+    return values | {
+        "target.model": recipe.target.model,
+        "target.revision": recipe.target.revision,
+        "target.gguf_file": recipe.target.gguf_file,
+        "target.dtype": recipe.target.dtype,
+        "the target's weights (hash)": weights,
+        "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+        "data.distill.temperature": settings.temperature,
+        "data.distill.top_k": settings.top_k,
+        "data.distill.top_p": settings.top_p,
+        "data.distill.max_new_tokens": settings.max_new_tokens,
+        "data.max_length_tokens": recipe.data.max_length_tokens,
+        "seed": recipe.seed,
+    }

@@ -1,0 +1,222 @@
+"""Responses of servers, which are not trusted: limits of size and time, refusals, and checks of answers.
+
+An answer to another prompt, longer than its limit, cut before it, or with control tokens in its text is rejected.
+Redirects to other servers are not followed.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx2
+import openai
+from pydantic import BaseModel, Field, StrictInt, ValidationError
+
+from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
+from draftsmith.data.tokens.templates import special_ids, token_ids
+from draftsmith.errors import MASK
+
+Api = Literal["completions", "chat"]
+REASON_CHARACTERS = 80
+OF_PACKED_BODIES = ("content-encoding", "content-length", "transfer-encoding")
+MOST_ANSWER_BYTES = 16 << 20  # unpacked: 100,000 tokens with their text are a tenth of it
+# An answer's text, tokenised here, may have a few more tokens than the server generated, and rarely far fewer.
+MOST_TEXT_TOKENS, SPARE_TEXT_TOKENS, FEWEST_TEXT_TOKENS = 1.25, 8, 0.5
+OTHER_PROMPT = "the server's chat template made another prompt"
+OTHER_ANSWER = "answer of another prompt"
+CUT_EARLY = "answer ended by the server before max_new_tokens"
+CONTROL_TOKENS = "answer with control tokens in its text"
+
+
+class ServerFails(Exception):
+    """Failure of a server that may pass; the request is kept. `is_throttled`: HTTP 429."""
+
+    def __init__(self, reason: str, is_gone: bool = False, is_throttled: bool = False) -> None:
+        super().__init__(reason)
+        self.is_gone, self.is_throttled = is_gone, is_throttled
+
+
+class Refused(Exception):
+    """Refusal of a request, which the server will never answer."""
+
+
+class BoundedClient(httpx2.AsyncClient):
+    """An HTTP client that limits the size and the total time of its responses, except of streamed ones.
+
+    Args:
+        timeout_s: From the request's first byte to the response's last.
+        most_bytes: Largest unpacked body.
+    """
+
+    def __init__(self, timeout_s: float, most_bytes: int = MOST_ANSWER_BYTES) -> None:
+        super().__init__(limits=openai.DEFAULT_CONNECTION_LIMITS, follow_redirects=False)
+        self._timeout_s, self._most_bytes = timeout_s, most_bytes
+
+    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
+        """Send a request and read its response.
+
+        Raises:
+            ServerFails: The body is too large.
+            httpx2.ReadTimeout: The response took too long.
+        """
+        if stream:
+            return await super().send(request, stream=True, **options)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await super().send(request, stream=True, **options)
+                try:
+                    body = bytearray()
+                    async for part in response.aiter_bytes():
+                        body += part
+                        if len(body) > self._most_bytes:
+                            raise ServerFails(f"answer of more than {self._most_bytes >> 20} MiB")
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx2.ReadTimeout("the answer took too long", request=request) from None
+        headers = {name: value for name, value in response.headers.items() if name not in OF_PACKED_BODIES}
+        return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=request)
+
+
+class _ChatMessage(BaseModel):
+    """An answer; its thoughts may be separate, as `reasoning_content` or, from newer vLLM, `reasoning`."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def thoughts(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+
+class _Choice(BaseModel):
+    """Token ids are an extension; vLLM's end with the stop token, and `stop_reason` names it."""
+
+    index: Literal[0] = 0  # requests have n = 1
+    finish_reason: str
+    text: str | None = None
+    message: _ChatMessage | None = None
+    token_ids: list[StrictInt] | None = None
+    prompt_token_ids: list[StrictInt] | None = None  # vLLM's completions have them here
+    stop_reason: int | str | None = None
+
+
+class _ResponseBody(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+    prompt_token_ids: list[StrictInt] | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Facts about the target's tokens for checking answers.
+
+    size: token ids must be below it.
+    control: control tokens, which no answer's text may contain; ending: those that end answers.
+    count: function that counts the tokens of a text.
+    """
+
+    end_ids: tuple[int, ...]
+    size: int
+    control: frozenset[str]
+    ending: frozenset[str]
+    count: Callable[[str], int]
+
+    @staticmethod
+    def of(setting: EngineSetting) -> "Vocabulary":
+        """Read the tokenizer. The two tokens around thoughts are allowed in a text."""
+        tokenizer, ids = setting.tokenizer, special_ids(setting.tokenizer)
+        names = {token_id: name for name, token_id in tokenizer.get_vocab().items() if token_id in ids}
+        return Vocabulary(
+            setting.end_ids,
+            max(tokenizer.get_vocab().values()) + 1,
+            frozenset(names.values()) - set(setting.recipe.data.reasoning_tokens),
+            frozenset(names[token_id] for token_id in setting.end_ids if token_id in names),
+            lambda text: len(token_ids(tokenizer, text)),
+        )
+
+
+def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabulary) -> Outcome:
+    """Parse and check the body of a response.
+
+    Token ids are cut after the first end token. If a stopped answer's ids contain no end token, its text is used
+    instead.
+
+    Raises:
+        ServerFails: The body violates the API or answers another prompt, or the server aborted the request.
+    """
+    try:
+        answer = _ResponseBody.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        what = "no JSON" if first["type"] == "json_invalid" else ".".join(map(str, first["loc"])) or "body"
+        raise ServerFails(f"malformed answer: {what}") from None
+    choice = answer.choices[0]
+    if any(ids not in (None, request.prompt_ids) for ids in (answer.prompt_token_ids, choice.prompt_token_ids)):
+        if api == "chat":
+            return Failure(OTHER_PROMPT)
+        raise ServerFails(OTHER_ANSWER)  # of a proxy that mixes connections up: the next try may be right
+    if choice.finish_reason == "abort":
+        raise ServerFails("aborted by the server")
+    if choice.finish_reason not in ("stop", "length"):
+        return Failure(f"finish reason {one_line(choice.finish_reason)[:REASON_CHARACTERS]}")
+    limit, ids, end_ids = request.settings.max_new_tokens, choice.token_ids, vocabulary.end_ids
+    if ids is not None:
+        if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
+            ids = [*ids, choice.stop_reason]  # cut again below where the server has it already
+        end = next((position for position, token_id in enumerate(ids) if token_id in end_ids), None)
+        if end is not None:
+            ids = ids[: end + 1]
+        if len(ids) > limit + 1:  # some servers do not count the end token
+            raise ServerFails("malformed answer: longer than max_new_tokens")
+        if not all(0 <= token_id < vocabulary.size for token_id in ids):
+            raise ServerFails("malformed answer: token ids outside the target's vocabulary")
+        if end is not None:
+            return Completion(ids, "stop")
+        if choice.finish_reason == "length":
+            return Completion(ids, "length") if len(ids) >= limit else Failure(CUT_EARLY)
+    # Servers leave the content out of an empty answer.
+    text = choice.text if choice.message is None else choice.message.content or ""
+    if text is None:
+        raise ServerFails("malformed answer: no text")
+    thoughts = choice.message.thoughts if choice.message is not None else ""
+    return _read_text(text, thoughts, choice.finish_reason == "length", request, vocabulary)
+
+
+def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
+    """Read an answer without token ids; its tokens are counted with the target's tokenizer."""
+    # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
+    if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
+        return Failure(CONTROL_TOKENS)
+    limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
+    if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
+        raise ServerFails("malformed answer: longer than max_new_tokens")
+    if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:
+        return Failure(CUT_EARLY)
+    return Completion(None, "length" if is_cut else "stop", text, thoughts)
+
+
+def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
+    """Return a short reason, equal for similar errors: without numbers, and without a quoted API key."""
+    body = error.body if isinstance(error.body, dict) else {}
+    code, message = body.get("code"), body.get("message") or body.get("detail")
+    text = code if isinstance(code, str) else message if isinstance(message, str) else ""
+    text = re.sub(r"\d+", "N", text.replace(api_key or MASK, MASK))
+    text = one_line(re.split(r"\.\s|[\r\n]", text, maxsplit=1)[0]).strip(" .")
+    return f"HTTP {error.status_code}: {text[:REASON_CHARACTERS]}" if text else f"HTTP {error.status_code}"
+
+
+def one_line(text: str) -> str:
+    """Return the text of a server on one line, without characters that a terminal would obey."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+def redirected_to(response: httpx2.Response) -> str:
+    """Return scheme and host of a redirection, which may hold secrets elsewhere."""
+    try:
+        place = response.url.join(response.headers.get("location", ""))
+        return f"{place.scheme}://{place.netloc.decode('ascii', 'replace')}"
+    except httpx2.InvalidURL:
+        return "another address"

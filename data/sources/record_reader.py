@@ -1,0 +1,428 @@
+"""Reading of a record as a conversation.
+
+Records are in one of these forms:
+
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}         ShareGPT
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     OpenAI
+    {"prompt": "..."}                                              a prompt that the target is to answer
+    {"instruction": "...", "input": "...", "output": "..."}        Alpaca; Dolly with `context` and `response`
+    {"question": "...", "answer": "..."}                           question answering
+    {"turns": ["...", "..."]}                                      Spec-Bench: user turns, one after the other
+
+A list of turns may also be `conversation` (LMSYS, WildChat), the record itself, or JSON text; its turns may have the
+keys of either format (SpecForge: `conversations` with `role` and `content`). `data.conversations.columns` names other
+columns. A valid conversation is: at most one system turn, first; then user and assistant by turns, beginning with the
+user; no turn is empty. A user turn at the end is kept: self-distillation answers it. Between user turns that came
+without answers there are empty assistant turns, which the target fills.
+
+Tools are OpenAI's: `tools` next to the turns, `tool_calls` in an assistant's turn, and after it a turn of the role
+`tool` for each result. `tools` may be JSON text; ShareGPT's `function_call` and `observation` are the same two turns,
+and so are `functions`, `function_call` and the role `function` of OpenAI's older API.
+
+A key that changes what a record says is obeyed or refused. Obeyed: `system` and `system_prompt` next to the turns;
+`history` (LlamaFactory); of a turn its thoughts (`REASONING_KEYS`) and whether it is learned (`LOSS_KEYS`: OpenAI's
+`weight`, Axolotl's `train`). Refused: images and other media, `documents`, `chat_template_kwargs`, a refusal, and
+where the record's own answers are used also Axolotl's `train_detail` and answers that are marked as bad (`kto_tag`).
+All other keys are not read, and counted by name.
+"""
+
+import json
+import re
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+from draftsmith.data.sources.conversation import Conversation, Role, Turn, conversation_id
+from draftsmith.data.sources.files import (
+    InvalidConversation,
+)
+from draftsmith.data.sources.turn_checks import (
+    BAD_CALL,
+    LONGEST_NAME,
+    check_turns,
+    checked_call,
+    checked_tools,
+    in_order_of_calls,
+    is_nothing,
+    json_kind,
+    listed,
+    read_json_text,
+    text_and_thoughts,
+    text_of,
+)
+from draftsmith.recipes.schema import ColumnsRecipe
+
+LISTS = ("conversations", "messages", "conversation")  # keys of a list of turns
+ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")  # of a turn
+ROLES: dict[str, Role] = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function": "tool",
+    "system": "system",
+    "developer": "system",
+}
+CALL_AS_TEXT = "function_call"  # the role of a turn whose text is a call, as JSON
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+LOSS_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+COLUMNS = {
+    "prompt": ("prompt", "instruction", "question", "turns"),
+    "input": ("input", "context"),
+    "answer": ("response", "output", "answer", "completion"),
+    "system": ("system_prompt", "system"),
+}
+# What a prompt that holds its own answer has before it: "### Response:", "<|assistant|>", "[/INST]".
+ANSWER_HEADER = re.compile(
+    r"(?:(?:^|\n)[^\w\n]*(?:response|output|answer|assistant|completion|solution)[^\w\n]*"
+    r"|\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<\|end_header_id\|>)\s*$",
+    re.IGNORECASE,
+)
+HEADER_CHARACTERS = 200
+TURN_KEYS = {*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, *LOSS_KEYS, "tool_calls", "function_call", "tool_call_id"}
+MOST_KEYS_COUNTED = 64  # of one record
+
+
+def parse_conversation(
+    record: Any,
+    where: str,
+    columns: ColumnsRecipe | None = None,
+    keeps_answers: bool = True,
+    unread: Counter[str] | None = None,
+) -> Conversation:
+    """Read one record of any of the formats.
+
+    Args:
+        record: What JSON gave: a mapping with a list of turns or a prompt column, or the list of turns itself.
+        where: File and line, for the error message.
+        columns: The recipe's names of columns. If it names that of prompts, a list of turns is not read.
+        keeps_answers: The record's own answers are used. If not, keys that are about them alone are not looked at.
+        unread: Receives the keys that were not read; those of a turn as `turns.key`.
+
+    Raises:
+        InvalidConversation: The record is not a usable conversation; the sentence names `where` and the turn.
+    """
+    if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
+        record = {LISTS[1]: record}
+    if not isinstance(record, dict):
+        what = f"a conversation must be a JSON object, not {json_kind(record)}"
+        raise InvalidConversation(where, "not a mapping", what)
+    return _Reader(record, where, columns or ColumnsRecipe(), keeps_answers).conversation(unread)
+
+
+class _Reader:
+    """Reader of one record, which remembers the keys that it has read."""
+
+    def __init__(self, record: dict[str, Any], where: str, columns: ColumnsRecipe, keeps_answers: bool) -> None:
+        self._record, self._where, self._columns, self._keeps_answers = record, where, columns, keeps_answers
+        self._read: set[str] = set()
+        self._unread_of_turns: dict[str, None] = {}
+
+    def conversation(self, unread: Counter[str] | None) -> Conversation:
+        """Read the whole record: see `parse_conversation`."""
+        self._check_unsupported()
+        turns = self._listed_turns() if self._columns.prompt is None else None
+        if turns is None:
+            turns = self._turns_of_columns()
+        if turns is None:
+            raise self._invalid("no conversation key", self._missing_sentence())
+        turns = in_order_of_calls(turns, self._where)
+        check_turns(turns, self._where)
+        tools = next((key for key in ("tools", "functions") if not is_nothing(self._record.get(key))), "tools")
+        self._read.add(tools)
+        offered = checked_tools(self._record.get(tools), self._where)
+        if unread is not None:
+            own = (key for key, value in self._record.items() if key not in self._read and not is_nothing(value))
+            names = [*(str(key)[:LONGEST_NAME] for key in islice(own, MOST_KEYS_COUNTED)), *self._unread_of_turns]
+            unread.update(dict.fromkeys(names, 1))
+        return Conversation(conversation_id(turns, offered), turns, tools=offered)
+
+    def _invalid(self, reason: str, sentence: str) -> InvalidConversation:
+        return InvalidConversation(self._where, reason, sentence)
+
+    def _missing_sentence(self) -> str:
+        """Return the sentence for a record without turns: keys it needs, keys it has, the likely way out."""
+        record, hint = self._record, ""
+        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
+        holders = {key: value for key, value in lists.items() if isinstance(value[0], dict)}
+        of_turns = [key for key, value in holders.items() if any(each in value[0] for each in ROLE_KEYS)]
+        if of_turns:
+            hint = f": if {listed(of_turns[:1])} holds the turns, set data.conversations.columns.messages to it"
+        elif holders:
+            hint = f": if {listed(list(holders)[:1])} holds the conversations, write that list alone into the file"
+        elif any(key in record for key in ROLE_KEYS) and any(key in record for key in TEXT_KEYS):
+            hint = ': this is one turn: a line must hold a whole conversation, {"messages": [...]}'
+        return (
+            "a conversation needs the key `conversations` (ShareGPT), `messages` (OpenAI) or a prompt column "
+            f"(data.conversations.columns.prompt names it), this one has {listed(record)}{hint}"
+        )
+
+    def _check_unsupported(self) -> None:
+        """Raise InvalidConversation for media, documents, template variables, and answers marked as bad."""
+        for key in MEDIA:
+            if not is_nothing(self._record.get(key)):
+                raise self._invalid("comes with media", f"`{key}` belongs to the turns, and only text can be shown")
+        if not is_nothing(self._record.get("documents")):
+            raise self._invalid("comes with documents", "`documents` cannot be shown: write them into a turn")
+        if not is_nothing(self._record.get("chat_template_kwargs")):
+            what = "`chat_template_kwargs` cannot differ by record: remove it, and set target.chat_template_kwargs"
+            raise self._invalid("sets variables of the template", what)
+        if not self._keeps_answers:
+            return
+        bad = [key for key in ("kto_tag", "label") if self._record.get(key) is False]
+        if bad:
+            raise self._invalid("answer marked as bad", f"`{bad[0]}` is false: its answer is one not to learn")
+        self._read.add("kto_tag")
+
+    # ---- lists of turns ----
+
+    def _listed_turns(self) -> tuple[Turn, ...] | None:
+        """Return the turns of a list; None if the record has no list, or null, as a table's rows may have."""
+        named = self._columns.messages
+        if named is not None and named not in self._record:
+            raise self._no_column("messages", named)
+        keys = [named] if named is not None else [key for key in LISTS if self._record.get(key) is not None]
+        if not keys:
+            prompt = self._record.get("prompt")
+            if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+                return None
+            answer = next((key for key in COLUMNS["answer"] if isinstance(self._record.get(key), list)), None)
+            turns = self._turns_in("prompt") + (() if answer is None else self._turns_in(answer))
+        else:
+            lists = [self._turns_in(key) for key in keys]
+            if any(other != lists[0] for other in lists[1:]):
+                what = f"{listed(keys)} hold different turns: name one in data.conversations.columns.messages"
+                raise self._invalid("two lists of turns", what)
+            turns = lists[0]
+        system = self._text_in("system")
+        if not system.strip():
+            return turns
+        if turns and turns[0].role == "system":
+            if turns[0].content.strip() != system.strip():
+                what = "the system turn and the system prompt next to the turns differ: remove one of them"
+                raise self._invalid("two system prompts", what)
+            return turns
+        return (Turn("system", system), *turns)
+
+    def _turns_in(self, key: str) -> tuple[Turn, ...]:
+        """Return the turns of the list, or of its JSON text, in one column."""
+        self._read.add(key)
+        messages = self._record[key]
+        if isinstance(messages, str) and messages.lstrip().startswith("["):
+            messages = read_json_text(messages, f"`{key}`", self._where, "not a list of turns")
+        if not isinstance(messages, list):
+            what = f"`{key}` must be a list of turns, not {json_kind(messages)}"
+            raise self._invalid("not a list of turns", what)
+        return tuple(
+            self._turn(message, f"{self._where}, turn {number}") for number, message in enumerate(messages, start=1)
+        )
+
+    def _turn(self, message: Any, here: str) -> Turn:
+        """Read one turn of a list."""
+        name, content, calls = self._parts(message, here)
+        role = ROLES[name]
+        if name == CALL_AS_TEXT:
+            text, _ = text_and_thoughts(content, here)
+            calls, content = read_json_text(text, f"the {CALL_AS_TEXT}", here), ""
+            calls = calls if isinstance(calls, list) else [calls]
+        if calls and role != "assistant":
+            raise InvalidConversation(here, BAD_CALL, f"a {role} turn calls tools, which only the assistant does")
+        if calls is not None and not isinstance(calls, list):
+            raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
+        said = "" if content is None and (calls or role == "tool") else content
+        text, thoughts = text_and_thoughts(said, here)
+        reasoning = [
+            text_of(message[key], f"{here}, `{key}`") for key in REASONING_KEYS if message.get(key) is not None
+        ]
+        reasoning = list(dict.fromkeys(each for each in (*reasoning, thoughts) if each.strip()))
+        if len(reasoning) > 1 or (reasoning and role != "assistant"):
+            what = "two fields hold different thoughts" if role == "assistant" else f"a {role} turn has thoughts"
+            raise InvalidConversation(here, "malformed thoughts", what)
+        if not text.strip() and not calls and role != "tool":  # a tool may well have nothing to say
+            raise InvalidConversation(here, f"empty {role} turn", f"the {name} turn is empty")
+        keys = ("name", "tool_call_id") if role == "tool" else ()
+        of_tool = {key: value for key in keys if isinstance(value := message.get(key), str)}
+        known = {*TURN_KEYS, *keys}
+        for key in islice(message, MOST_KEYS_COUNTED):
+            is_counted = len(self._unread_of_turns) < MOST_KEYS_COUNTED
+            if is_counted and key not in known and not is_nothing(message[key]):
+                self._unread_of_turns[f"turns.{str(key)[:LONGEST_NAME]}"] = None
+        return Turn(
+            role,
+            text,
+            tuple(checked_call(call, here) for call in calls or ()),
+            **of_tool,
+            reasoning_content="".join(reasoning),
+            weight=self._weight(message, role, here),
+        )
+
+    def _parts(self, message: Any, here: str) -> tuple[str, Any, Any]:
+        """Return the name of a turn's role, its content and its calls, whichever keys they have."""
+        if not isinstance(message, dict):
+            message = {}
+        calls = message.get("tool_calls")
+        if not calls and message.get("function_call") is not None:
+            calls = [message["function_call"]]
+        roles = [key for key in ROLE_KEYS if message.get(key) is not None]
+        texts = [key for key in TEXT_KEYS if message.get(key) is not None] or [
+            key for key in TEXT_KEYS if key in message
+        ]
+        if not roles or (not texts and not calls):
+            pairs = " or ".join(f"`{role}` and `{text}`" for role, text in zip(ROLE_KEYS, TEXT_KEYS, strict=True))
+            what = f"a turn must be an object with {pairs}; this one has {listed(message)}"
+            raise InvalidConversation(here, "malformed turn", what)
+        for key in (*MEDIA, "refusal"):
+            if not is_nothing(message.get(key)):
+                what = f"the turn has `{key}`, and only the text of `content` can be read"
+                raise InvalidConversation(here, "turn is not text", what)
+        name = message[roles[0]]
+        if not isinstance(name, str) or name not in ROLES:
+            shown = json.dumps(name[:LONGEST_NAME]) if isinstance(name, str) else json_kind(name)
+            raise InvalidConversation(here, "unknown role", f"unknown role {shown}, known ones are {', '.join(ROLES)}")
+        contents = [message[key] for key in texts]
+        others = [message[key] for key in roles[1:]]
+        same_role = all(isinstance(other, str) and ROLES.get(other) == ROLES[name] for other in others)
+        if not same_role or any(other != contents[0] for other in contents):
+            what = f"{listed([*roles, *texts])} of a turn contradict each other: remove the wrong ones"
+            raise InvalidConversation(here, "malformed turn", what)
+        return name, contents[0] if contents else None, calls
+
+    def _weight(self, message: dict[str, Any], role: Role, here: str) -> int:
+        """Return the weight of a turn by any of `LOSS_KEYS`: 0, or 1, which is the default."""
+        if not self._keeps_answers:
+            return 1
+        if not is_nothing(message.get("train_detail")):
+            what = "`train_detail` says which parts of a turn are learned, and turns are learned whole or not at all"
+            raise InvalidConversation(here, "parts of a turn are learned", what)
+        said = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
+        for key, value in said.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                shown = json.dumps(value, default=str)[:LONGEST_NAME]
+                what = f"`{key}` of a turn must be 0 or 1, true or false, not {shown}"
+                raise InvalidConversation(here, "weight other than 0 or 1", what)
+            if value and role != "assistant":
+                what = f"`{key}` asks to learn a {role} turn, and a drafter learns the assistant's alone: remove it"
+                raise InvalidConversation(here, f"learns a {role} turn", what)
+        if len({int(value) for value in said.values()}) > 1:
+            what = f"{listed(said)} of a turn contradict each other: remove the wrong ones"
+            raise InvalidConversation(here, "malformed turn", what)
+        return min((int(value) for value in said.values()), default=1) if role == "assistant" else 1
+
+    # ---- prompts in columns ----
+
+    def _turns_of_columns(self) -> tuple[Turn, ...] | None:
+        """Return the turns of a record with a prompt column; None if it has none.
+
+        A missing answer is an empty assistant turn, or none at the end.
+        """
+        prompt_column = self._column("prompt")
+        if prompt_column is None:
+            return None
+        prompts = self._texts_in(prompt_column)
+        answers = self._answers(len(prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self._check_prompt_is_no_answer(prompt_column, prompt.rstrip(), answer.strip())
+        if prompts and (below := self._text_in("input")).strip():
+            prompts[0] += f"\n\n{below}"
+        system = self._text_in("system")
+        turns = [Turn("system", system)] if system.strip() else []
+        turns += self._history()
+        thoughts = ""
+        if len(prompts) == 1 and answers[0].strip() and isinstance(self._record.get(REASONING_KEYS[0]), str):
+            self._read.add(REASONING_KEYS[0])
+            thoughts = text_of(self._record[REASONING_KEYS[0]], self._where)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if not prompt.strip():
+                raise self._invalid("empty user turn", f"`{prompt_column}` is empty")
+            said = Turn("assistant", answer if answer.strip() else "", reasoning_content=thoughts)
+            turns += [Turn("user", prompt), said]
+        while turns and turns[-1] == Turn("assistant", ""):
+            turns.pop()
+        return tuple(turns)
+
+    def _answers(self, prompts: int) -> list[str]:
+        """Return an answer for each prompt, empty where the record has none."""
+        column = self._column("answer")
+        if column is None:
+            return [""] * prompts
+        value = self._record[column]
+        given = value if isinstance(value, list) else [value]
+        if len(given) == prompts and all(isinstance(text, str) for text in given):
+            return self._texts_in(column)
+        # Only if the recipe names the column: otherwise it may hold something else, as the number of a choice.
+        if self._columns.answer is not None:
+            what = f"`{column}` must hold one text for each of the {prompts} prompts"
+            raise self._invalid("answers do not fit the prompts", what)
+        self._read.discard(column)
+        return [""] * prompts
+
+    def _check_prompt_is_no_answer(self, column: str, prompt: str, answer: str) -> None:
+        """Raise InvalidConversation for a prompt that ends with its own answer, under a header of answers."""
+        before = prompt[: len(prompt) - len(answer)][-HEADER_CHARACTERS:]
+        if answer and prompt.endswith(answer) and ANSWER_HEADER.search(before):
+            others = [each for each in COLUMNS["prompt"] if each != column and each in self._record]
+            way_out = f": set data.conversations.columns.prompt={others[0]}" if others else ""
+            raise self._invalid("the prompt holds the answer", f"`{column}` ends with the record's answer{way_out}")
+
+    def _history(self) -> list[Turn]:
+        """Return earlier exchanges, in LlamaFactory's Alpaca format pairs of a question and its answer."""
+        history = self._record.get("history")
+        if is_nothing(history):
+            return []
+        self._read.add("history")
+        pairs = (
+            read_json_text(history, "`history`", self._where, "malformed history")
+            if isinstance(history, str)
+            else history
+        )
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) and text.strip() for text in pair)
+            for pair in pairs
+        ):
+            raise self._invalid("malformed history", "`history` must be a list of pairs of a question and its answer")
+        texts = [text_of(text, self._where) for pair in pairs for text in pair]
+        return [Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
+
+    def _texts_in(self, column: str) -> list[str]:
+        value = self._record[column]
+        if column == "turns" and isinstance(value, str) and value.lstrip().startswith("["):
+            value = read_json_text(value, "`turns`", self._where, "not a list of turns")
+        values = value if isinstance(value, list) else [value]
+        return [text_of(text, f"{self._where}, `{column}`") for text in values]
+
+    def _text_in(self, key: str) -> str:
+        column = self._column(key)
+        return "" if column is None else text_of(self._record[column], f"{self._where}, `{column}`")
+
+    def _column(self, key: str) -> str | None:
+        """Return the column that the recipe names, else the usual one; a column that is null counts as absent.
+
+        Raises:
+            InvalidConversation: The record has no column of the recipe's name, or several usual ones that differ.
+        """
+        named = getattr(self._columns, key)
+        if named is not None:
+            if named not in self._record:
+                raise self._no_column(key, named)
+            self._read.add(named)
+            return named if self._record[named] is not None or key == "prompt" else None
+        present = [column for column in COLUMNS[key] if self._record.get(column) is not None]
+        texts = [column for column in present if isinstance(self._record[column], str | list)]
+        filled = [column for column in texts if not is_nothing(self._record[column])]
+        different = len({json.dumps(self._record[column], default=str) for column in filled}) > 1
+        if different and (key != "answer" or self._keeps_answers):
+            what = f"{listed(filled)} could each be the {key}: name one in data.conversations.columns.{key}"
+            raise self._invalid(f"several {key} columns", what)
+        column = next(iter([*filled, *present]), None)
+        self._read.update(filled if column in filled else [column] if column is not None else [])
+        return column
+
+    def _no_column(self, key: str, named: str) -> InvalidConversation:
+        what = (
+            f"there is no column `{named}`, which data.conversations.columns.{key} names, only {listed(self._record)}"
+        )
+        return self._invalid(f"no {key} column", what)

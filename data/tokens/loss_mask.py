@@ -1,0 +1,128 @@
+"""Token ids of a conversation with their loss mask, and what takes tokens out of the loss: copies and thoughts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.recipes.schema import DataRecipe
+
+COPIED_TOKENS = 12  # a run of this many tokens that occurred before in the answer is a copy
+OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer begin with thoughts
+
+
+@dataclass(frozen=True)
+class TokenizedConversation:
+    """A tokenised conversation.
+
+    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. unsaid_turns: assistant turns
+    that the template rewrites in the history, which carry no loss. answer_ends_tokens: number of tokens up to the end
+    of each answer.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    unsaid_turns: tuple[int, ...] = ()
+    answer_ends_tokens: tuple[int, ...] = ()
+
+    def answers(self) -> list[list[int]]:
+        """Return the ids of each assistant turn: the runs of ones."""
+        runs = groupby(zip(self.loss_mask, self.input_ids, strict=True), key=itemgetter(0))
+        return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        """Yield the begin and end of each run of ones."""
+        end = 0
+        for carries_loss, run in groupby(self.loss_mask):
+            start, end = end, end + len(list(run))
+            if carries_loss:
+                yield start, end
+
+    def cut_to(self, length_tokens: int) -> "TokenizedConversation":
+        """Keep the first tokens; there is no label after them."""
+        ends = tuple(end for end in self.answer_ends_tokens if end <= length_tokens)
+        return TokenizedConversation(self.input_ids[:length_tokens], self.loss_mask[:length_tokens], (), ends)
+
+    def without_copies(self) -> "TokenizedConversation":
+        """Return the conversation without loss on tokens that an answer copies from itself, see `copies_in`."""
+        mask = list(self.loss_mask)
+        for start, end in self._bounds():
+            mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
+        return replace(self, loss_mask=mask)
+
+    def with_copies(self) -> "TokenizedConversation":
+        """Undo `without_copies`: put loss back on copies between two parts of an answer.
+
+        A copy at the end of an answer cannot be recognised and stays without loss.
+        """
+        mask = list(self.loss_mask)
+        places = [place for place, carries_loss in enumerate(mask) if carries_loss]
+        begin = places[0] if places else 0
+        for end, after in pairwise(places):
+            if after == end + 1:
+                continue
+            if all(copies_in(self.input_ids[begin : after + COPIED_TOKENS])[end + 1 - begin : after - begin]):
+                mask[end + 1 : after] = [1] * (after - end - 1)
+            else:
+                begin = after
+        return replace(self, loss_mask=mask)
+
+    def without_reasoning(self, opening: int, closing: int) -> "TokenizedConversation":
+        """Return the same tokens without loss on thoughts, and on the tokens around them.
+
+        Args:
+            opening: The id of the token with which thoughts begin, in an answer or at the end of its prompt.
+            closing: The one with which they end. Thoughts that were cut short reach to the end of their answer.
+        """
+        mask = list(self.loss_mask)
+        for start, end in self._bounds():
+            before = self.input_ids[max(0, start - OPENED_WITHIN_TOKENS) : start]
+            thinks = opening in before and closing not in before
+            for place in range(start, end):
+                token_id = self.input_ids[place]
+                thinks = thinks or token_id == opening
+                mask[place] = int(not thinks)
+                thinks = thinks and token_id != closing
+        return replace(self, loss_mask=mask)
+
+    def with_last_answer_only(self) -> "TokenizedConversation":
+        """Return the same tokens with loss on the last run of ones alone."""
+        end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
+        start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
+        mask = [0] * start + self.loss_mask[start:]
+        return replace(self, loss_mask=mask)
+
+
+def copies_in(answer: list[int]) -> list[bool]:
+    """Return for each token whether it is in a copy: a run of `COPIED_TOKENS` that also occurs earlier in the answer.
+
+    Both runs may overlap, so that of a short loop only the first pass is no copy. The first tokens never are a copy.
+    """
+    copied = [False] * len(answer)
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(answer) - COPIED_TOKENS + 1):
+        run = tuple(answer[start : start + COPIED_TOKENS])
+        if run in seen:
+            copied[start : start + COPIED_TOKENS] = [True] * COPIED_TOKENS
+        seen.add(run)
+    return copied
+
+
+def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
+    """Return the ids of the tokens that begin and end thoughts; None if thoughts are learned.
+
+    Raises:
+        UserError: One of them is not a token of this vocabulary.
+    """
+    if data.reasoning == "learn":
+        return None
+    opening, closing = (tokenizer.get_vocab().get(token) for token in data.reasoning_tokens)
+    if opening is None or closing is None:
+        missing = data.reasoning_tokens[opening is not None]
+        raise UserError(
+            f"the target's tokenizer has no token {missing}, so that thoughts cannot be separated from answers: set "
+            "data.reasoning_tokens to the two that it thinks between, or data.reasoning=learn if it does not think"
+        )
+    return opening, closing
