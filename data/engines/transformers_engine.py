@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, Outcome, Request
 from draftsmith.errors import UserError
 from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.sampling import first_token
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
@@ -134,11 +135,12 @@ class TransformersEngine:
         while self._ended:
             self._leave(self._ended[-1])
         if not any(self._has_ended(row) for row in self._rows):
-            self._cache.lengths = lengths = [len(row.held_ids) for row in self._rows]
-            seen = torch.arange(max(lengths) + 1) <= torch.tensor(lengths)[:, None]
-            mask: Any = None if min(lengths) == max(lengths) else seen.to(self._target.device)
+            lengths = [len(row.held_ids) for row in self._rows]
+            lengths_a = self._cache.begin_rows(lengths, self._target.device)
+            seen = torch.arange(max(lengths) + 1, device=lengths_a.device) <= lengths_a[:, None]
+            mask: Any = None if min(lengths) == max(lengths) else seen
             if mask is not None and self._windows is not None:
-                mask = self._windows.row_masks(mask, torch.tensor(lengths, device=mask.device), self._target.dtype)
+                mask = self._windows.row_masks(mask, lengths_a, self._target.dtype)
             logits = self._forward([row.ids[-1:] for row in self._rows], [[length] for length in lengths], mask)[:, 0]
             greedy_ids = logits.max(-1).indices.tolist()  # for all rows, so that the device is waited for once
             for row, logits_v, greedy_id in zip(self._rows, logits, greedy_ids, strict=True):
@@ -200,9 +202,15 @@ class RowCache(Cache):
 
     def __init__(self, num_layers: int, rows: int, capacity_tokens: int) -> None:
         self.rows, self.capacity_tokens = rows, capacity_tokens
-        self.lengths: list[int] = []  # of the rows that the next forward adds a token to
+        self.lengths: list[int] = []  # of the A rows that the next forward adds a token to
+        self.lengths_a: Tensor | None = None  # the same on the device: copied once a forward, not in each layer
         self.only: tuple[int, int] | None = None  # a row, and how many of its tokens are read on from
         super().__init__(layers=[_RowCacheLayer(self) for _ in range(num_layers)])
+
+    def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
+        """Prepare a forward that adds one token to each of the first rows; return their lengths [A] on the device."""
+        self.lengths, self.lengths_a = lengths, torch.tensor(lengths, device=device)
+        return self.lengths_a
 
     @contextmanager
     def one_row(self, row: int, start: int) -> Iterator[None]:
@@ -253,7 +261,8 @@ class _RowCacheLayer(CacheLayerMixin):
                 held[row, :, start : start + new] = states[0]
                 seen.append(held[row : row + 1, :, : start + new])
             else:
-                at = torch.tensor(cache.lengths, device=held.device)
+                assert cache.lengths_a is not None
+                at = cache.lengths_a
                 held[self._every_row[:count], :, at] = states[:, :, 0]
                 seen.append(held[:count, :, : max(cache.lengths) + 1])
         return seen[0], seen[1]
@@ -270,21 +279,15 @@ class _RowCacheLayer(CacheLayerMixin):
 
 @contextmanager
 def _on_the_gpu(batch_size: int) -> Iterator[None]:
-    """Report a lack of GPU memory as a UserError, and disable cuDNN's attention, torch's choice on Hopper.
-
-    cuDNN plans again for every length, so for every step.
-    """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    """Report a lack of GPU memory as a UserError, and disable cuDNN's attention."""
     try:
-        yield
+        with without_cudnn_attention():
+            yield
     except torch.cuda.OutOfMemoryError:
         raise UserError(
             f"the GPU's memory is too small for {batch_size} concurrent answers: lower "
             f"data.distill.options.batch_size (now {batch_size}) and run the same command again"
         ) from None
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 ENGINE = TransformersEngine
