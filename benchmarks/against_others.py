@@ -36,15 +36,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, exit_with_one_sentence
-from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
@@ -52,7 +52,7 @@ from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import MethodConfig, Recipe
 
 GREEDY = Sampling()
 BASELINE = "transformers: generate"
@@ -137,7 +137,7 @@ def llama_side(complete: Complete, dtype: str, workload: Asked) -> Side:
     return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)
 
 
-def our_side(session: TargetSession, measured: MeasuredMethod, workload: Asked) -> Side:
+def our_side(session: TargetSession, measured: Arm, workload: Asked) -> Side:
     def answer(prompt: list[int]) -> Answer:
         session.read_layers(measured.feature_layers)
         out = generate(session, measured.method, prompt, GREEDY, workload.tokens, workload.end_ids)
@@ -238,23 +238,21 @@ def transformers_sides(
     return sides | {"transformers: prompt lookup": transformers_side(target, workload, **lookup)}
 
 
-def same_draft_methods(
-    draft: PreTrainedModel | None, gamma: int, workload: Asked, vocab_size: int
-) -> Iterator[MeasuredMethod]:
+def same_draft_methods(draft: PreTrainedModel | None, gamma: int, workload: Asked, vocab_size: int) -> Iterator[Arm]:
     """Build our versions of transformers' methods: the draft model with gamma tokens per round, and prompt lookup."""
     if draft is not None:
         decoder = DraftModelDecoder(draft, gamma, workload.longest_tokens, vocab_size)
-        chain = tree_builder(MethodRecipe(name="chain"), decoder)
-        yield MeasuredMethod(DrafterMethod("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
+        chain = tree_builder(MethodConfig(name="chain"), decoder)
+        yield Arm(TreeDrafter("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
     lookup = PromptLookup("prompt lookup", max_ngram=3, num_tokens=10, match="earliest", partial=True)
-    yield MeasuredMethod(lookup, GREEDY, torch.Generator())
+    yield Arm(lookup, GREEDY, torch.Generator())
 
 
-def get_ready(session: TargetSession, methods: list[MeasuredMethod], workload: Asked) -> None:
+def get_ready(session: TargetSession, methods: list[Arm], workload: Asked) -> None:
     """Compile everything and measure the costs of rounds before anything is timed."""
     for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
-    give_costs(session, methods, workload.prompts[0])
+    measure_round_costs(session, methods, workload.prompts[0])
     if isinstance(session, CompiledSession):
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)

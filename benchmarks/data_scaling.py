@@ -31,7 +31,7 @@ from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
@@ -83,7 +83,7 @@ def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
         UserError: Its methods have no chain, or no other tree.
     """
     own = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.lenience == 1]
-    methods: list[MethodRecipe] = []
+    methods: list[MethodConfig] = []
     for shape in SHAPES:
         found = next((method for method in own if (method.tree == "chain") == (shape == "chain")), None)
         if found is None:

@@ -27,7 +27,7 @@ from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.demo import shipped_recipe
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.loading import load_recipe
 
@@ -64,8 +64,9 @@ def measured(recipe: Any, options: Any) -> dict[str, Any]:
     end_ids = answer_end_ids(target.generation_config, tokenizer)
     with open_session(target, LENGTH, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)
-        method = drafter_method(recipe.eval.methods[0], compile_decoder(recipe, drafter.decoder(LENGTH)), Sampling())
-        MeasuredCosts(session, prompts[0]).give(method)
+        decoder = compile_decoder(recipe, drafter.decoder(LENGTH))
+        method = build_tree_drafter(recipe.eval.methods[0], decoder, Sampling())
+        MeasuredCosts(session, prompts[0]).set_costs(method)
 
         def loop() -> list[str]:
             answers = [generate(session, method, ids, Sampling(), options.new_tokens, end_ids).ids for ids in prompts]

@@ -328,7 +328,7 @@ MOST_DEPTHS, MOST_LAYERS = 256, 512
 MOST_NODES = 256  # drafted, as many as sessions have room for
 
 
-class MethodRecipe(Section):
+class MethodConfig(Section):
     """One row of the table. The autoregressive baseline always runs beside it.
 
     By default a tree shape for the run's drafter; `kind` names another way of drafting, a file in `eval/methods/`.
@@ -379,7 +379,7 @@ class MethodRecipe(Section):
         return self.tree in ("best_first", "adaptive")
 
     @model_validator(mode="after")
-    def _static_needs_paths(self) -> "MethodRecipe":
+    def _check_tree_keys(self) -> "MethodConfig":
         if (self.tree == "static") != (self.paths is not None):
             raise ValueError("`paths` goes with `tree: static` and with no other tree")
         if self.lookup and (self.kind != DRAFTER_KIND or not self.best_first):
@@ -426,7 +426,7 @@ class EvalRecipe(Section):
         "where there is a C++ compiler, which it needs, and DRAFTSMITH_COMPILE is not 0. On a CPU Llama's, Mistral's "
         "and Qwen's layers run in one call instead",
     )
-    methods: list[MethodRecipe] = [MethodRecipe(name="parallel-chain", tree="chain")]
+    methods: list[MethodConfig] = [MethodConfig(name="parallel-chain", tree="chain")]
 
     @model_validator(mode="after")
     def _one_limit(self) -> "EvalRecipe":

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
+from draftsmith.eval.bench.measured_methods import Arm
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -171,7 +171,7 @@ def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) 
     Args:
         kinds: Kind of each method's drafter, by method.
     """
-    answers: dict[str, list[MethodRecord]] = {}
+    answers: dict[str, list[MethodResult]] = {}
     for record in records:
         for key, answer in record.answers.items():
             if answer.method != AUTOREGRESSIVE:
@@ -191,7 +191,7 @@ def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) 
 
 
 def trace_answers(
-    bench: SpecBench, methods: list[MeasuredMethod], records: Iterable[QuestionRecord], kinds: dict[str, str]
+    bench: SpecBench, methods: list[Arm], records: Iterable[QuestionRecord], kinds: dict[str, str]
 ) -> list[TracedAnswer]:
     """Trace the best method of each kind on the first and the middle question.
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import give_costs
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.costs import measure_round_costs
+from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.demo import end_texts, round_text
@@ -60,7 +60,7 @@ class Chat:
 
     session: Any
     tokenizer: Any
-    methods: list[MeasuredMethod]
+    methods: list[Arm]
     end_ids: frozenset[int]
     new_tokens: int
     history: list[Turn] = field(default_factory=list)
@@ -141,7 +141,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     said: list[Said] = []
     with open_session(model, length, recipe.eval.compile) as session:
         hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
-        give_costs(session, methods, hello)
+        measure_round_costs(session, methods, hello)
         for measured in methods[:2]:  # compile now: in the first answer it would lower the tokens/s
             measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)

@@ -25,7 +25,7 @@ from draftsmith.eval.commands.stages import (
 from draftsmith.provenance import versions
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.run_folder import RunFolder, run_lock
-from draftsmith.recipes.schema import MethodRecipe, Recipe, check_name
+from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
@@ -310,12 +310,12 @@ def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | No
     from draftsmith.eval.commands.demo import shipped_recipe
 
     loaded = shipped_recipe() if recipe is None else load_recipe(recipe, overrides)
-    method = loaded.eval.methods[0] if recipe is None else MethodRecipe(name="drafter", tree="tuned")
+    method = loaded.eval.methods[0] if recipe is None else MethodConfig(name="drafter", tree="tuned")
     method = method.model_copy(update={} if drafter is None else {"drafter": drafter})
     return with_tuned_trees(_with_method(loaded, method))
 
 
-def _with_method(recipe: Recipe, method: MethodRecipe) -> Recipe:
+def _with_method(recipe: Recipe, method: MethodConfig) -> Recipe:
     """Return the recipe with this method alone."""
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": [method]})})
 

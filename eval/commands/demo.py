@@ -16,7 +16,7 @@ from rich.text import Text
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
@@ -26,7 +26,7 @@ from draftsmith.eval.decoding.loop import Round
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
 from draftsmith.progress import progress_bar
-from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRecipe
 
 NAME = "shipped"
 DRAFTED = "bold green"
@@ -106,7 +106,7 @@ def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_D
         UserError: The download fails.
     """
     target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
-    method = MethodRecipe(name=NAME, drafter=str(drafter), tree="tuned")
+    method = MethodConfig(name=NAME, drafter=str(drafter), tree="tuned")
     return Recipe(name="shipped", target=target, eval=EvalRecipe(methods=[method]))
 
 
@@ -136,7 +136,7 @@ def demonstrate(
 
     with open_session(model, length, recipe.eval.compile) as session:
         with progress_bar(2, "warm up", "method") as progress:  # compiles the kernels of a round
-            give_costs(session, methods, prompts[0])
+            measure_round_costs(session, methods, prompts[0])
             for measured in methods:
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()

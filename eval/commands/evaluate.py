@@ -17,7 +17,7 @@ from draftsmith.data.sources.questions import Question, load_questions, question
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
-    MeasuredMethod,
+    Arm,
     drafter_folders,
     load_models,
     measured_methods,
@@ -111,7 +111,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     return summary
 
 
-def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[MeasuredMethod], dict[Path, Drafter]]:
+def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[Arm], dict[Path, Drafter]]:
     """Load the models. Returns the bench, the methods to measure, and the drafters by their folders."""
     choices = recipe.eval
     target, tokenizer, drafters = load_models(recipe)

@@ -24,7 +24,7 @@ from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, masked
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
 from draftsmith.eval.commands.console import console, print_table
@@ -55,7 +55,7 @@ from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
-from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Recipe
 from draftsmith.results import write_result
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
@@ -477,7 +477,7 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
     chain = chain_of(recorded.eval, depth)
     if chain is None:
         return [], [f"Our own decoder is not compared: eval.methods has no lossless chain of {depth} draft tokens."]
-    of_this_run = recipe.eval.model_copy(update={"methods": [MethodRecipe(name="x")]})
+    of_this_run = recipe.eval.model_copy(update={"methods": [MethodConfig(name="x")]})
     weights = drafter_weights(recipe.model_copy(update={"eval": of_this_run}))
     if recorded.target != recipe.target or weights[0] not in recorded.drafter_weights:
         return [], ["Our own decoder is not compared: its records belong to another target or drafter."]
@@ -488,7 +488,7 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
     return with_speedups(rows), [] if rows else ["Our own decoder is not compared: its records lack these prompts."]
 
 
-def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodRecipe | None:
+def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodConfig | None:
     """Find the method that drafts as an engine does: the whole chain of the run's own drafter, without lenience."""
     own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
     chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
@@ -504,7 +504,7 @@ def own_figures(
         chain: Name of the method that drafts chains.
     """
     temperature = sampling.temperature
-    arms: dict[str, list[tuple[QuestionRecord, MethodRecord]]] = {PLAIN: [], DRAFTING: []}
+    arms: dict[str, list[tuple[QuestionRecord, MethodResult]]] = {PLAIN: [], DRAFTING: []}
     for record in records:
         if record.question_id not in prompts:
             continue

@@ -37,7 +37,7 @@ from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
@@ -45,7 +45,7 @@ from draftsmith.models.base.registry import is_published
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
 GREEDY = Sampling()
 TRACED_NODES, TRACED_BRANCH = 48, 8
@@ -61,7 +61,7 @@ Trace = list[Rounds]  # one for every task
 class Candidate:
     """A tree with its tau estimated from the trace and its estimated costs in seconds per round."""
 
-    method: MethodRecipe
+    method: MethodConfig
     tau: float
     t_draft_s: float
     t_verify_s: float
@@ -117,12 +117,12 @@ def candidates(
     shapes = []
     for depth in depths:
         cut = None if depth == depths[-1] else depth
-        chain = MethodRecipe(name="chain", tree="chain", max_depth=cut)
+        chain = MethodConfig(name="chain", tree="chain", max_depth=cut)
         trees = [(chain, depth, expected_tau(chain_trace, depth, depth))]
         for nodes in SIZES:
             branch = min(nodes, TRACED_BRANCH)
             name = f"best-first-{nodes}"
-            tree = MethodRecipe(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
+            tree = MethodConfig(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
             if nodes > depth:
                 trees.append((tree, nodes, expected_tau(trace, depth, nodes)))
             if cut is None:
@@ -143,9 +143,9 @@ class Tuned:
     kept: the chosen tree was written to the drafter's config.
     """
 
-    default: MethodRecipe
-    chosen: MethodRecipe
-    measured: list[tuple[MethodRecipe, float, float]]
+    default: MethodConfig
+    chosen: MethodConfig
+    measured: list[tuple[MethodConfig, float, float]]
     tasks: int
     promised: list[Candidate]
     verify_curve: Curve
@@ -184,7 +184,7 @@ class Tuned:
         console.print(json.dumps(shape), markup=False)
 
 
-def describe(method: MethodRecipe) -> str:
+def describe(method: MethodConfig) -> str:
     """Describe a method's tree in words."""
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
     size = f" of {method.nodes} nodes" if method.best_first else ""
@@ -206,7 +206,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     Raises:
         UserError: There is no trained drafter, no draft was accepted, or no question fits the target's context.
     """
-    drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodRecipe(name="chain")]
+    drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodConfig(name="chain")]
     default = next((method for method in drafted if method.drafter is None), drafted[0])
     folder = drafter_folder(recipe, default)
     default = resolve_tuned(default, folder)
@@ -224,7 +224,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     # The models are loaded outside inference mode: packed layers need their weights' version counters.
     with torch.inference_mode(), open_session(target, length, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)
-        large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
+        large = MethodConfig(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
 
         def answer(
@@ -232,8 +232,8 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         ) -> AnswerRecord:
             return generate(session, drafting, prompt, GREEDY, new_tokens, end_ids, on_round=on_round)
 
-        def traced(method: MethodRecipe) -> Trace:
-            drafting = drafter_method(method, decoder, GREEDY)
+        def traced(method: MethodConfig) -> Trace:
+            drafting = build_tree_drafter(method, decoder, GREEDY)
             by_task: dict[str, Rounds] = {name: [] for name in tasks}
             with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
                 for name, prompt in zip(tasks, prompts, strict=True):
@@ -243,7 +243,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
                     progress.update()
             return list(by_task.values())
 
-        trace, chain_trace, lookup_trace = map(traced, (large, MethodRecipe(name="chain"), looking))
+        trace, chain_trace, lookup_trace = map(traced, (large, MethodConfig(name="chain"), looking))
         if not any(map(any, trace)):
             raise UserError(f"no draft token of the drafter in {folder} was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
@@ -252,15 +252,15 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         draft_s = {depth: draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
         promised = candidates(trace, chain_trace, lookup_trace, depths, costs.curve, draft_s)
         finalists = [default]
-        adaptive = MethodRecipe(name="adaptive", tree="adaptive", nodes=ADAPTIVE_NODES, branch=TRACED_BRANCH)
+        adaptive = MethodConfig(name="adaptive", tree="adaptive", nodes=ADAPTIVE_NODES, branch=TRACED_BRANCH)
         adaptive = adaptive.model_copy(update={"lookup": promised[0].method.lookup})
         for method in [*(candidate.method for candidate in promised), adaptive]:
             is_new = shape_of(method) not in map(shape_of, finalists)
             if is_new and (len(finalists) <= FINALISTS or method is adaptive):
                 finalists.append(method)
-        methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
+        methods = [build_tree_drafter(finalist, decoder, GREEDY) for finalist in finalists]
         for drafting in methods:
-            costs.give(drafting)
+            costs.set_costs(drafting)
         speeds = _speeds(answer, methods, list(zip(tasks, prompts, strict=True)), turns)
     measured = [(method, *found) for method, found in zip(finalists, speeds, strict=True)]
     chosen = max(measured, key=lambda each: each[2])[0]

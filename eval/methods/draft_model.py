@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TreeCache, cached_logits
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.models.cpu_kernels import MOST_ROWS, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
@@ -56,7 +56,7 @@ class DraftModelDecoder:
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 after the committed ones. Node 0 is the newest committed token.
         self._tree = GrowingTree(self._device)
-        self._node_of: dict[tuple[int, int], int] = {}  # by parent and token
+        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._cache.reset()
@@ -65,14 +65,14 @@ class DraftModelDecoder:
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         ids, node = committed_ids.tolist(), 0
-        kept: list[int] = []  # rows of the drafted path that was committed
+        accepted_rows: list[int] = []  # rows of the drafted path that was committed
         for token in ids:
-            if (node, token) not in self._node_of:
+            if (node, token) not in self._nodes:
                 break
-            node = self._node_of[node, token]
-            kept.append(node - 1)
-        self._cache.keep(kept)
-        self._pending += ids[len(kept) :]
+            node = self._nodes[node, token]
+            accepted_rows.append(node - 1)
+        self._cache.keep(accepted_rows)
+        self._pending += ids[len(accepted_rows) :]
         self._forget_tree()
 
     def begin(self) -> Tensor:
@@ -95,7 +95,7 @@ class DraftModelDecoder:
         ids, _, depths = self._tree.add(tokens, parents)
         self._cache.ahead = first - 1
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
-            self._node_of.setdefault(below, node)
+            self._nodes.setdefault(below, node)
         # A single row that sees all others needs no mask, and fast kernels apply.
         mask = None if is_chain and self._tree.depths[-1] == first else self._mask(self._tree.seen_by_last(len(tokens)))
         logits = self._forward(ids, depths + (self._cache.committed - 1), mask)
@@ -106,24 +106,24 @@ class DraftModelDecoder:
         """fp32 logits [R, V]."""
         cache, few_rows = self._cache, self._few_rows
         if few_rows is not None and cache.all_keys is not None and len(ids) <= MOST_ROWS:
-            tokens, places, seen = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
+            tokens, places, visible = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
             start = cache.get_seq_length()
-            _, logits = few_rows.forward(tokens, places, cache.all_keys, cache.all_values, start, (), seen)
+            _, logits = few_rows.forward(tokens, places, cache.all_keys, cache.all_values, start, (), visible)
         else:
             logits = cached_logits(self._model, cache, ids[None], positions[None], mask)[0]
         logits = logits[:, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _mask(self, seen: Tensor) -> Tensor:
+    def _mask(self, visible: Tensor) -> Tensor:
         """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
         committed = self._cache.committed
-        mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._model.dtype, device=self._device)
-        mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        mask = open_mask(len(visible), committed + visible.shape[1], dtype=self._model.dtype, device=self._device)
+        mask[:, committed:].masked_fill_(~visible, torch.finfo(mask.dtype).min)
         return mask[None, None]
 
     def _forget_tree(self) -> None:
-        self._node_of.clear()
+        self._nodes.clear()
         self._tree.forget()
 
 
@@ -137,12 +137,12 @@ class DraftModelMethod:
         num_tokens: int = Field(4, ge=1, description="gamma, the longest path that is drafted")
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
+    def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:
         decoder = draft_model_decoder(options.model, options.num_tokens, setting)
-        return drafter_method(setting.recipe, decoder, setting.sampling, setting.generator)
+        return build_tree_drafter(setting.recipe, decoder, setting.sampling, setting.generator)
 
 
-def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) -> DraftModelDecoder:
+def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting) -> DraftModelDecoder:
     """The draft model at a folder or Hub id, ready to draft paths of `num_tokens`.
 
     Raises:

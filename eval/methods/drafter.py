@@ -8,7 +8,7 @@ drafted how, by temperature:
     chain       most likely token          sampled from q
     static      ranks of each path         siblings sampled from their parent's q without replacement
     best_first  the N most likely paths    the same, deterministic: verified as point masses, lossless too
-    adaptive    as many of them as pay     the same; `DrafterMethod` cuts the tree, see `adaptive.py`
+    adaptive    as many of them as pay     the same; `TreeDrafter` cuts the tree, see `adaptive.py`
 
 Shapes: G drafted depths, R rows, W nodes of a level, V vocabulary, V' columns of the drafter's logits, N tree nodes, P
 prompt, n newly committed tokens, F features.
@@ -39,12 +39,12 @@ from draftsmith.models.decoding.decoders import (
     TokenColumns,
     to_device,
 )
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 
-def drafter_method(
-    recipe: MethodRecipe, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
-) -> DrafterMethod:
+def build_tree_drafter(
+    recipe: MethodConfig, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
+) -> TreeDrafter:
     """A drafter's method with the tree that a recipe asks for.
 
     Raises:
@@ -53,10 +53,10 @@ def drafter_method(
     adaptive = AdaptiveTree() if recipe.tree == "adaptive" else None
     builder = tree_builder(recipe, decoder, adaptive)
     lookup_nodes = recipe.nodes if recipe.lookup else 0
-    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
+    return TreeDrafter(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
 
 
-class DrafterMethod:
+class TreeDrafter:
     """See the module's docstring.
 
     Args:
@@ -89,10 +89,10 @@ class DrafterMethod:
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
 
-    def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
+    def with_decoder(self, decoder: SequenceDecoder) -> TreeDrafter:
         """The same method over another decoder of the same kind."""
         settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive)
-        return DrafterMethod(self.name, decoder, *settings)
+        return TreeDrafter(self.name, decoder, *settings)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
@@ -103,7 +103,7 @@ class DrafterMethod:
         tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
         if self._lookup is not None:
             tree = with_lookups(tree, self._lookup, self._lookup_nodes)
-        return tree if self.adaptive is None else self.adaptive.fitting(tree)
+        return tree if self.adaptive is None else self.adaptive.cut(tree)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
@@ -129,7 +129,7 @@ class TreeBuilder(Protocol):
         """`decoder` is of the one kind that the builder works with."""
 
 
-def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
+def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
     """Choose what makes the tree that a recipe's method asks for, with a decoder of this kind.
 
     Args:
@@ -282,7 +282,7 @@ class StaticGrower:
         shape, columns = self._paths.shape, decoder.columns
         places = self._paths.ranks if sampling.greedy else self._paths.siblings
         tokens = [root_token] + [-1] * (len(shape) - 1)
-        number_of: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
+        decoder_index: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
         q_rows: list[Tensor] = []
         for depth, level in enumerate(self._levels):
             # What was not drawn has no children.
@@ -293,7 +293,7 @@ class StaticGrower:
                 logits = decoder.begin()
                 self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
             else:
-                above = [number_of[shape.parents[node]] for node in grown]
+                above = [decoder_index[shape.parents[node]] for node in grown]
                 logits = decoder.expand([tokens[node] for node in grown], above)
             width = 1 + max(places[child] for node in grown for child in shape.children[node])
             if sampling.greedy:
@@ -302,13 +302,13 @@ class StaticGrower:
                 q_rows.append(sampling.probabilities(logits))
                 candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
             for node, row in zip(grown, candidates, strict=True):
-                number_of[node] = len(number_of)
+                decoder_index[node] = len(decoder_index)
                 for child in shape.children[node]:
                     tokens[child] = row[places[child]]
         if sampling.greedy:
             return without_blanks(DraftTree(tokens, shape))
         # Nobody reads the rows of leaves.
-        rows = to_device([number_of.get(node, 0) for node in range(len(shape))], q_rows[0].device)
+        rows = to_device([decoder_index.get(node, 0) for node in range(len(shape))], q_rows[0].device)
         q = columns.widened(torch.cat(q_rows), 0.0)
         return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
 
@@ -388,16 +388,16 @@ class BestFirstGrower:
     ) -> DraftTree:
         # Candidates in the order of arrival, the root being 0; cost = -log of the confidence.
         tokens, parents, costs = [root_token], [-1], [0.0]
-        number_of = {0: 0}  # the decoder's number of a candidate
+        decoder_index = {0: 0}  # the decoder's number of a candidate
         best: list[int] = []
         frontier = [0]
         logits = decoder.begin()
         for depth in range(min(decoder.num_depths, self._max_depth or decoder.num_depths)):
             if depth > 0:
-                above = [number_of[parents[node]] for node in frontier]
+                above = [decoder_index[parents[node]] for node in frontier]
                 logits = decoder.expand([tokens[node] for node in frontier], above)
                 for node in frontier:
-                    number_of[node] = len(number_of)
+                    decoder_index[node] = len(decoder_index)
             # 1. Expansion.
             first_new = len(tokens)
             drafted = most_likely(logits, self._branch, sampling, decoder.columns)
@@ -411,17 +411,17 @@ class BestFirstGrower:
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
             if self._adaptive is not None:
-                best = best[: self._adaptive.of_level([-costs[node] for node in best])]
+                best = best[: self._adaptive.num_worth_keeping([-costs[node] for node in best])]
             # Nothing can enter below the last of a full list.
             frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
             if not frontier:
                 break
-            if self._adaptive is not None and not self._adaptive.worth_a_level([-costs[node] for node in frontier]):
+            if self._adaptive is not None and not self._adaptive.level_pays_off([-costs[node] for node in frontier]):
                 break
         # In the order of arrival: level by level, so that shapes recur.
-        kept = [0, *sorted(best)]
-        shape = TreeShape.of_nodes(kept, parents)
-        return DraftTree([tokens[node] for node in kept], shape, log_confidence=[-costs[node] for node in kept])
+        nodes = [0, *sorted(best)]
+        shape = TreeShape.from_nodes(nodes, parents)
+        return DraftTree([tokens[node] for node in nodes], shape, log_confidence=[-costs[node] for node in nodes])
 
 
 # ---- what a level is filled with: of logits or q of a drafter's columns, the target's tokens ----
@@ -467,11 +467,11 @@ def without_blanks(tree: DraftTree) -> DraftTree:
     """The tree without the nodes whose token is -1 (there were fewer tokens than siblings), and all below them."""
     if -1 not in tree.tokens:
         return tree
-    kept = {-1}
+    remaining = {-1}
     for node, token in enumerate(tree.tokens):
-        if token >= 0 and tree.parents[node] in kept:
-            kept.add(node)
-    return tree.cut_to(sorted(kept - {-1}))
+        if token >= 0 and tree.parents[node] in remaining:
+            remaining.add(node)
+    return tree.cut_to(sorted(remaining - {-1}))
 
 
 def _q_of_children(q_gv: Tensor, shape: TreeShape) -> Tensor:

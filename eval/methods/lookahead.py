@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.recipes.schema import Section
@@ -63,7 +63,7 @@ class Lookahead:
         self._proposed = 0
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> Lookahead:
+    def make(cls, options: Options, setting: DecodingSetting) -> Lookahead:
         return cls(setting.recipe.name, **options.model_dump())
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:

@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.schema import Section
 
@@ -49,7 +49,7 @@ class NgramModel:
                 for offset in range(size + 1):
                     key = key * vocab_size + ids[offset : len(ids) - size + offset]
                 keys[size].append(key[mask[size:].astype(bool)])
-        self._tables = [self._table(np.concatenate(found) if found else np.zeros(0, np.int64)) for found in keys]
+        self._tables = [self._table(np.concatenate(numbers) if numbers else np.zeros(0, np.int64)) for numbers in keys]
         if not len(self._tables[0]):
             raise ValueError("no token to count")
 
@@ -58,11 +58,11 @@ class NgramModel:
         pairs, counts = np.unique(keys, return_counts=True)
         contexts, followers = pairs // self.vocab_size, torch.from_numpy(pairs % self.vocab_size)
         log_counts = torch.from_numpy(np.log(counts)).float()
-        found, first = np.unique(contexts, return_index=True)
+        known_contexts, first = np.unique(contexts, return_index=True)
         bounds = [*first.tolist(), len(pairs)]
         return {
             context: (followers[begin:end], log_counts[begin:end])
-            for context, begin, end in zip(found.tolist(), bounds, bounds[1:], strict=False)
+            for context, begin, end in zip(known_contexts.tolist(), bounds, bounds[1:], strict=False)
         }
 
     def logits(self, context: list[int]) -> Tensor:
@@ -121,11 +121,11 @@ class Ngram:
         num_tokens: int = Field(4, ge=1, description="the longest path that is drafted")
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
+    def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:
         vocab_size = setting.target.config.get_text_config().vocab_size
         model = _fitted(setting.tokens_folder, options.order, vocab_size)
         decoder = NgramDecoder(model, options.num_tokens, setting.target.device)
-        return drafter_method(setting.recipe, decoder, setting.sampling, setting.generator)
+        return build_tree_drafter(setting.recipe, decoder, setting.sampling, setting.generator)
 
 
 @lru_cache(maxsize=4)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.drafter import draw_independently
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import drafter_config, load_drafter
@@ -84,7 +84,7 @@ class SpecInfer:
         self._newest = -1
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> SpecInfer:
+    def make(cls, options: Options, setting: DecodingSetting) -> SpecInfer:
         decoders = [_decoder(location, options.num_tokens, setting) for location in options.models]
         name = setting.recipe.name
         return cls(name, decoders, options.widths(), options.samples, setting.sampling, setting.generator)
@@ -118,10 +118,10 @@ class _MergedTree:
         self.tokens, self.parents = [root_token], [-1]
         self.draws: list[list[tuple[int, int]]] = [[]]
         self.q_rows: list[Tensor] = []
-        self._node_of: dict[tuple[int, int], int] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
-        node = self._node_of.setdefault((parent, token), len(self.tokens))
+        node = self._nodes.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
@@ -143,7 +143,7 @@ class _Grower:
         self._depth = 0
         # The nodes of the last level, with the samples whose trees hold them.
         self._level: dict[int, set[int]] = {0: set(range(samples))}
-        self._number_of: dict[int, int] = {}  # the decoder's number of a node
+        self._decoder_index: dict[int, int] = {}  # the decoder's number of a node
 
     def grow_level(self, tree: _MergedTree, width: int, sampling: Sampling, generator: torch.Generator | None) -> None:
         """`width` tokens more below every node of the last level, for each sample that holds it."""
@@ -153,10 +153,10 @@ class _Grower:
         if self._depth == 0:
             logits_wv = self._decoder.begin()
         else:
-            above = [self._number_of[tree.parents[node]] for node in nodes]
+            above = [self._decoder_index[tree.parents[node]] for node in nodes]
             logits_wv = self._decoder.expand([tree.tokens[node] for node in nodes], above)
         for node in nodes:
-            self._number_of[node] = len(self._number_of)
+            self._decoder_index[node] = len(self._decoder_index)
         self._depth += 1
         self._level = {}
         columns = self._decoder.columns
@@ -180,7 +180,7 @@ class _Grower:
                     self._level.setdefault(child, set()).add(sample)
 
 
-def _decoder(location: str, num_tokens: int, setting: MethodSetting) -> StepwiseDecoder:
+def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> StepwiseDecoder:
     """Make the decoder of a language model, or of a `draft_model` drafter that was trained here."""
     folder = Path(location).expanduser()
     model_type = str(drafter_config(folder).get("model_type", "")) if folder.is_dir() else ""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draftsmith.eval.report import bootstrap
-from draftsmith.eval.report.bootstrap import QuestionSums, figure_of, interval, paired_ratio, speedup, tau
+from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, interval, paired_ratio, speedup, tau
 
 
 def sums_of(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | None = None) -> QuestionSums:
@@ -17,10 +17,10 @@ def sums_of(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | No
 
 def test_figures_are_pooled_or_a_mean_over_tasks() -> None:
     sums = sums_of([20.0, 40.0, 60.0], [10.0, 5.0, 15.0])
-    assert (figure_of(tau, sums), figure_of(speedup, sums)) == (pytest.approx(4.0), pytest.approx(120 / 30))
+    assert (compute_ratio(tau, sums), compute_ratio(speedup, sums)) == (pytest.approx(4.0), pytest.approx(120 / 30))
     by_task = sums_of([20.0, 40.0, 60.0], [10.0, 5.0, 15.0], ("rag", "rag", "qa"))
-    assert figure_of(tau, by_task) == pytest.approx((3.0 + 6.0) / 2)
-    assert figure_of(speedup, by_task) == pytest.approx((60 / 15 + 60 / 15) / 2)
+    assert compute_ratio(tau, by_task) == pytest.approx((3.0 + 6.0) / 2)
+    assert compute_ratio(speedup, by_task) == pytest.approx((60 / 15 + 60 / 15) / 2)
 
 
 def test_the_error_is_that_of_the_delta_method() -> None:

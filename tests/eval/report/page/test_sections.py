@@ -10,7 +10,7 @@ from draftsmith.eval.report.page.curves import (
     compared_drafters,
     training_curves,
 )
-from draftsmith.eval.report.page.methods import MOST_DEPTHS, depths_of, mean_rounds, method_tables, timeline
+from draftsmith.eval.report.page.methods import MOST_DEPTHS, acceptance_depths, mean_rounds, method_tables, timeline
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
 from draftsmith.models.base.registry import Training
 from draftsmith.recipes.schema import Recipe
@@ -47,7 +47,7 @@ def test_acceptance_by_depth() -> None:
     """Ten rounds that kept 0 (5 times), 1 (3) and 2 (2): 5 of 10 kept depth 1, 2 of 10 depth 2."""
     lengths = [0] * 5 + [1] * 3 + [2] * 2
     row = TIMING[0] | {"acceptance_by_depth": acceptance_by_depth(lengths)}
-    (found,) = depths_of([row, row | {"method": "autoregressive"}, row | {"acceptance_by_depth": []}])
+    (found,) = acceptance_depths([row, row | {"method": "autoregressive"}, row | {"acceptance_by_depth": []}])
     assert found.shares == [(0.5, 0.5), (pytest.approx(0.2), pytest.approx(0.4))]
     assert (found.tau_without_bonus, found.more) == (pytest.approx(sum(lengths) / len(lengths)), 0)
     rows = [
@@ -55,7 +55,7 @@ def test_acceptance_by_depth() -> None:
         row | {"method": "seldom", "acceptance_by_depth": [0.001, 0.5, 0.5]},
         row | {"method": "hot", "temperature": 1.0, "acceptance_by_depth": [0.95]},
     ]
-    listed = [(each.method, len(each.shares), each.more) for each in depths_of(rows)]
+    listed = [(each.method, len(each.shares), each.more) for each in acceptance_depths(rows)]
     assert listed == [("deep", MOST_DEPTHS, 3), ("seldom", 1, 2), ("hot", 1, 0)]
 
 
