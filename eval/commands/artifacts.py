@@ -288,16 +288,16 @@ def resolve_tuned(method: MethodConfig, drafter_folder: Path) -> MethodConfig:
             f"{drafter_folder / 'config.json'}: key `{TUNED_TREE}` holds no valid tree: delete that key, then run "
             "`draftsmith tune` again"
         ) from None
-    return method.model_copy(update=shape_of(tuned))
+    return method.model_copy(update=tree_settings(tuned))
 
 
 def write_tuned(drafter_folder: Path, method: MethodConfig) -> None:
     """Write the tree into the drafter's config, which is copied and published with the weights."""
-    config = {**drafter_config(drafter_folder), TUNED_TREE: shape_of(method)}
+    config = {**drafter_config(drafter_folder), TUNED_TREE: tree_settings(method)}
     write_atomically(drafter_folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def shape_of(method: MethodConfig) -> dict[str, Any]:
+def tree_settings(method: MethodConfig) -> dict[str, Any]:
     """Return the keys of a method that define its tree; leaves out its name."""
     return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths", "lookup")}
 

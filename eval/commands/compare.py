@@ -166,7 +166,7 @@ def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
             raise UserError(f"{folder}: {error}") from None
     first = runs[folders[0]]
     for folder in folders[1:]:
-        _check_alike(f"{folders[0]} and {folder} cannot be compared", first, runs[folder])
+        _check_same_settings(f"{folders[0]} and {folder} cannot be compared", first, runs[folder])
     order = {question: place for place, question in enumerate(_questions(first))}
     for records in runs.values():
         records.sort(key=lambda record: (record.run, order[record.question_id]))
@@ -200,9 +200,9 @@ def _against(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) ->
     """Compute tau and speedup, and their ratios to the reference's, each with its interval."""
     row: dict[str, Any] = {}
     for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
-        value, of_reference = (bootstrap.compute_ratio(figure, each) for each in (sums, reference))
+        value, reference_value = (bootstrap.compute_ratio(figure, each) for each in (sums, reference))
         row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
-        row[f"{name}_ratio"] = value / of_reference
+        row[f"{name}_ratio"] = value / reference_value
         row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference)
     return row
 
@@ -215,7 +215,7 @@ def _temperatures(records: list[QuestionRecord]) -> list[float]:
     return list(dict.fromkeys(answer.temperature for answer in records[0].answers.values()))
 
 
-def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
+def _check_same_settings(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
     """Raise UserError unless both runs have the same questions, target and settings."""
     differing = set(_questions(first)) ^ set(_questions(other))
     if differing:

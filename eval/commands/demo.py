@@ -45,7 +45,7 @@ QUESTIONS = (
 
 
 @dataclass
-class Shown:
+class DemoAnswer:
     """One question, answered without and with the drafter.
 
     plain_s, drafted_s: seconds of decoding, without the prefill. tokens: tokens decoded in that time, so without the
@@ -75,7 +75,7 @@ class Demo:
 
     target: str
     dtype: str
-    shown: list[Shown]
+    shown: list[DemoAnswer]
 
     @property
     def ratio(self) -> float:
@@ -128,7 +128,7 @@ def demonstrate(
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
-    ends, shown, rounds = end_texts(tokenizer, end_ids), list[Shown](), list[Round]()
+    ends, shown, rounds = end_texts(tokenizer, end_ids), list[DemoAnswer](), list[Round]()
 
     def keep(round_: Round) -> None:
         """Keep the round without its logits, which are as large as the vocabulary for every node."""
@@ -149,7 +149,7 @@ def demonstrate(
             for each in rounds:
                 trace.on_round(each)
             shown.append(
-                Shown(
+                DemoAnswer(
                     question=text,
                     answer=tokenizer.decode(plain.ids, skip_special_tokens=True).strip(),
                     same=plain.ids == drafted.ids,

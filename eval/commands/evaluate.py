@@ -176,7 +176,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     _store(folder.eval / "summary.json", summary)
     _store(folder.eval / "timing.json", timing)
     pictures = draw_charts(summary, folder.eval, recipe.name)
-    of_first_run = (record.answers.values() for record in records if record.run == 0)
+    first_run = (record.answers.values() for record in records if record.run == 0)
     proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
     write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
@@ -191,7 +191,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "baseline": baseline,
         "recipe": recipe.model_dump(),
         "provenance": provenance,
-        "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run),
+        "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in first_run),
         "served": recorded_served(recipe),
         "traced": artifacts.recorded_traced(recipe),
         "records": records,

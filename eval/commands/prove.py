@@ -127,11 +127,11 @@ def compare_answers(
     """
     proof = GreedyProof(method, len(prompts), sum(map(len, answers.values())))
     for question_id, prompt in prompts:
-        expected, found = reference[question_id], answers[question_id]
-        position = first_difference(expected, found)
+        expected, actual = reference[question_id], answers[question_id]
+        position = first_difference(expected, actual)
         if position is not None:
             proof.divergences.append(
-                divergence_at(position, target, session, question_id, prompt, expected, found, blocks_tokens=(1,))
+                divergence_at(position, target, session, question_id, prompt, expected, actual, blocks_tokens=(1,))
             )
     return proof
 

@@ -97,7 +97,7 @@ def push(
         )
     for to in exports:
         console.print(export_run(recipe, to, None).lines()[0], markup=False)
-    licence = {"license": license_id} if license_id else license_of(base_model or recipe.target.model, dry_run)
+    licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
     card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
     if not card.license:
         console.print("The target's card names no licence, so the drafter's has none: --license sets one", markup=False)
@@ -152,11 +152,11 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
             card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
-    for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
-        card.exports[f"export/{noted.parent.name}"] = _stage_export(recipe, card, noted)
+    for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
+        card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
-    _refuse_private(recipe, files)
+    _check_no_private_text(recipe, files)
     return files
 
 
@@ -172,19 +172,19 @@ def _convert(folder: Path, dtype: torch.dtype) -> None:
         ("config.json", "dtype", str(dtype).removeprefix("torch.")),
         (TRAINING_FILE, "weights_sha256", weights_sha256(folder)),
     ):
-        noted = json.loads((folder / name).read_text(encoding="utf-8"))
-        _write(folder / name, {**noted, key: value})
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        _write(folder / name, {**values, key: value})
 
 
-def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
+def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str | None:
     """Add an export to the files to upload. Returns the command that serves it after a download.
 
     Raises:
         UserError: It was made from other weights than the drafter's.
     """
-    export, place = noted.parent, card.folder / "export" / noted.parent.name
+    export, place = export_file.parent, card.folder / "export" / export_file.parent.name
     way_out = f"delete {export}, and export again"
-    made = read_json(noted, Export, way_out)
+    made = read_json(export_file, Export, way_out)
     if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
         again = f"run `draftsmith export --to {made.to}` again"
         raise UserError(f"nothing was pushed: {export} was made from other weights: delete it, or {again}")
@@ -193,24 +193,24 @@ def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
         made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
         made.command = made.command.replace(made.target, target)
     made.target = target
-    for file in sorted(set(export.iterdir()) - {noted}):
+    for file in sorted(set(export.iterdir()) - {export_file}):
         if file.is_file():
             _add(file, place / file.name, way_out)
     _write(place / EXPORT_FILE, asdict(made))
     return made.command
 
 
-def license_of(model: str, from_here: bool = False) -> dict[str, str]:
+def get_license(model: str, local_only: bool = False) -> dict[str, str]:
     """Return the licence keys of the target's model card; empty if it names none or cannot be read.
 
     Args:
-        from_here: Do not use the network.
+        local_only: Do not use the network.
     """
     folder = EMBEDDED_TARGET if model == "embedded" else Path(model)
     try:
         card = folder / CARD_FILE
         if not folder.is_dir():
-            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=from_here))
+            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=local_only))
         data = ModelCard.load(card).data.to_dict()
     except Exception:  # no card, no network, invalid YAML, ...: the drafter is published without a licence
         return {}
@@ -234,7 +234,7 @@ def _write(file: Path, values: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
 
 
-def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
+def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
     """Check that no text file names a local path or the user's token.
 
     Raises:

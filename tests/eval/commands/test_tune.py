@@ -7,7 +7,7 @@ import pytest
 from support.half_right import HalfRightDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
+from draftsmith.eval.commands.artifacts import resolve_tuned, tree_settings, write_tuned
 from draftsmith.eval.commands.tune import (
     Trace,
     candidates,
@@ -89,7 +89,7 @@ def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
     found = MethodConfig(name="x", tree="best_first", nodes=10, branch=8, max_depth=3, lookup=True)
     write_tuned(tmp_path, found)
     resolved = resolve_tuned(row, tmp_path)
-    assert shape_of(resolved) == shape_of(found)
+    assert tree_settings(resolved) == tree_settings(found)
     assert resolved.name == "mine"
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "draftsmith-parallel"
     assert resolve_tuned(found, tmp_path) is found

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.records import QuestionRecord, answer_settings
-from draftsmith.eval.commands.in_engine import chain_of, own_figures
+from draftsmith.eval.commands.in_engine import find_chain, own_figures
 from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ServedRow, ask, with_speedups
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import EvalRecipe, MethodConfig
@@ -123,5 +123,5 @@ def test_which_method_drafts_as_an_engine_does() -> None:
         MethodConfig(name="lookup", kind="prompt_lookup"),
         MethodConfig(name="chain", max_depth=3),
     ]
-    found = [chain_of(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
+    found = [find_chain(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
     assert [method and method.name for method in found] == [None, "chain"]
