@@ -21,8 +21,8 @@ USER_ERROR_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as shells say it
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped"
 # What disks refuse in any file; networks refuse with the others too, so those count with a file's name alone.
-OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
-OF_A_PATH = {
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
+PATH_ERRORS = {
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 }  # fmt: skip
 LONGEST_REASON = 300
@@ -55,8 +55,8 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float 
 
 def reason(error: BaseException) -> str:
     """Return what an error says in one line, not too long; its type's name if it says nothing."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= LONGEST_REASON else said[:LONGEST_REASON] + " ..."
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def exit_with_one_sentence() -> Iterator[None]:
         code = TERMINATED_EXIT_CODE if isinstance(stop, Terminated) else INTERRUPTED_EXIT_CODE
         raise SystemExit(code) from None
     except Exception as error:
-        sentence = what_the_system_refused(error)
+        sentence = os_error_message(error)
         if sentence is None:
             raise
         print(f"error: {sentence}", file=sys.stderr)
@@ -103,16 +103,16 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def what_the_system_refused(error: Exception) -> str | None:
+def os_error_message(error: Exception) -> str | None:
     """A sentence about a disk or a path, if that is what the error is about; libraries wrap it in errors of theirs."""
-    number, file, said = None, getattr(error, "filename", None), str(error)
+    number, file, text = None, getattr(error, "filename", None), str(error)
     if isinstance(error, OSError) and error.errno is not None:
-        number = error.errno if error.errno in OF_THE_DISK or (file and error.errno in OF_A_PATH) else None
-    elif code := re.search(r"\(os error (\d+)\)", said):  # safetensors
+        number = error.errno if error.errno in DISK_ERRORS or (file and error.errno in PATH_ERRORS) else None
+    elif code := re.search(r"\(os error (\d+)\)", text):  # safetensors
         number = int(code[1])
-    elif os.strerror(errno.ENOSPC) in said:
+    elif os.strerror(errno.ENOSPC) in text:
         number = errno.ENOSPC
-    elif any(name in said for name in TORCH_WRITERS):  # which does not say what it was
+    elif any(name in text for name in TORCH_WRITERS):  # which does not say what it was
         number = errno.EIO
     if number is None:
         return None

@@ -64,15 +64,15 @@ def check_writable(folder: Path) -> None:
     Raises:
         OSError: It cannot.
     """
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        is_read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
         number = errno.EROFS if is_read_only else errno.EACCES
-        raise OSError(number, os.strerror(number), str(there))
+        raise OSError(number, os.strerror(number), str(existing))
 
 
 def share_as_usual(folder: Path) -> None:
@@ -83,7 +83,7 @@ def share_as_usual(folder: Path) -> None:
             file.chmod(stat.S_IMODE(config.stat().st_mode))
 
 
-def sha256_of(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import httpx2
 from huggingface_hub import constants, errors
 
-from draftsmith.errors import UserError, reason, what_the_system_refused
+from draftsmith.errors import UserError, os_error_message, reason
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 # What hf_xet, which is written in Rust, says in errors without a type of their own.
@@ -39,16 +39,16 @@ NO_CONNECTION = f"the connection to {{hub}} failed or broke off ({{type}}): {AGA
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
     """`user/repo` or `user/repo@revision` as (repository, revision); None if the name cannot be one."""
-    found = _HUB_ID.fullmatch(name)
-    return None if found is None else (found["repo"], found["revision"])
+    match = _HUB_ID.fullmatch(name)
+    return None if match is None else (match["repo"], match["revision"])
 
 
 @contextmanager
-def told_in_one_sentence(doing: str, repo: str) -> Iterator[None]:
+def hub_errors(action: str, repo: str) -> Iterator[None]:
     """Around calls of huggingface_hub, and nothing else.
 
     Args:
-        doing: How the sentence begins: what was tried.
+        action: How the sentence begins: what was tried.
         repo: The repository that it is about.
 
     Raises:
@@ -62,20 +62,20 @@ def told_in_one_sentence(doing: str, repo: str) -> Iterator[None]:
         chain: list[BaseException] = [error]  # and what it was raised from
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
-        if any(what_the_system_refused(cause) for cause in chain if isinstance(cause, Exception)):
+        if any(os_error_message(cause) for cause in chain if isinstance(cause, Exception)):
             raise
-        said = next(filter(None, (_sentence(cause, repo) for cause in chain)), None)
-        raise UserError(f"{doing}: {said or reason(error)}") from None
+        sentence = next(filter(None, (_sentence(cause, repo) for cause in chain)), None)
+        raise UserError(f"{action}: {sentence or reason(error)}") from None
 
 
 def _sentence(error: BaseException, repo: str) -> str | None:
     """Say what this one error means to a user; None if it says nothing by itself."""
-    sentence, status = next((said for kind, said in BY_TYPE if isinstance(error, kind)), None), None
+    sentence, status = next((text for kind, text in BY_TYPE if isinstance(error, kind)), None), None
     if sentence is None:
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
-        elif found := _XET_STATUS.search(str(error)):
-            status = int(found[1])
+        elif match := _XET_STATUS.search(str(error)):
+            status = int(match[1])
         elif isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
             sentence = NO_CONNECTION
         if status is not None and (sentence := BY_STATUS.get(min(status, 500))) is None:

@@ -44,7 +44,7 @@ def is_quiet() -> bool:
 
 
 @contextmanager
-def bars_where_they_can_be(quiet: bool = False) -> Iterator[None]:
+def configure_progress_bars(quiet: bool = False) -> Iterator[None]:
     """Let all bars be drawn every half minute where stderr is no terminal; with `quiet` none.
 
     To be entered before the libraries are imported, which is when they read these variables.

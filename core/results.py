@@ -33,12 +33,12 @@ def write_result(
         command: What measures them again; by default this process's.
         provenance: Of figures that another process measured; by default of this one, now.
     """
-    found = provenance or Provenance.now()
+    source = provenance or Provenance.now()
     result = {
-        "machine": asdict(found.machine),
-        "date": found.time_utc,
-        "commit": found.commit,
-        "versions": found.versions,
+        "machine": asdict(source.machine),
+        "date": source.time_utc,
+        "commit": source.commit,
+        "versions": source.versions,
         "command": command or _own_command(),
         "figures": figures,
     }

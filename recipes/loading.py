@@ -48,7 +48,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        place = _place_of(error.errors()[0]["loc"], list(files), overrides or [])
+        place = _locate(error.errors()[0]["loc"], list(files), overrides or [])
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias of what it is part of
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
@@ -71,7 +71,7 @@ def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
         files[parent], child, parent = values, parent, None
         if name is None:
             break
-        place = _place_of(("extends",), [child], [])
+        place = _locate(("extends",), [child], [])
         if not isinstance(name, str):
             raise UserError(f"{place}: key `extends` must be the name or the path of one recipe, not {_kind(name)}")
         try:
@@ -89,7 +89,7 @@ def _merged(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
     merged = dict(parent)
     if any(key in parent and key in child and child[key] != parent[key] for key in ("kind", "engine")):
         merged.pop("options", None)
-    order, taken_back = list(merged), set()
+    order, removed = list(merged), set()
     place = 0  # in `order`, of the next new key
     for key, value in child.items():
         if key in merged:
@@ -98,13 +98,13 @@ def _merged(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
             order.insert(place, key)
             place += 1
         if value is None and merged.get(key) is not None:
-            taken_back.add(key)
+            removed.add(key)
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both else value
-    return {key: merged[key] for key in order if key not in taken_back}
+    return {key: merged[key] for key in order if key not in removed}
 
 
-def _place_of(location: tuple[int | str, ...], files: list[Path], overrides: list[str]) -> str:
+def _locate(location: tuple[int | str, ...], files: list[Path], overrides: list[str]) -> str:
     """Return `file, line N` of a key, in the first of the files that holds most of its location.
 
     Of an overridden key it is the first file alone.
@@ -150,14 +150,14 @@ def parse_yaml(text: str) -> Any:
         if node is None:
             return None
         sizes: dict[int, int] = {}
-        if _size_of(node, sizes) > max(MOST_ALIASED_VALUES, len(sizes)):
+        if _count_values(node, sizes) > max(MOST_ALIASED_VALUES, len(sizes)):
             raise yaml.YAMLError(f"its aliases stand for more than {MOST_ALIASED_VALUES:,} values: write them out")
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _size_of(node: yaml.Node, sizes: dict[int, int]) -> int:
+def _count_values(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Count the values that a node stands for, those of its aliases as often as they are named.
 
     Args:
@@ -177,9 +177,9 @@ def _size_of(node: yaml.Node, sizes: dict[int, int]) -> int:
                         problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
                     )
                 keys.add(key.value)
-            size += _size_of(key, sizes) + _size_of(value, sizes)
+            size += _count_values(key, sizes) + _count_values(value, sizes)
     elif isinstance(node, yaml.SequenceNode):
-        size += sum(_size_of(part, sizes) for part in node.value)
+        size += sum(_count_values(part, sizes) for part in node.value)
     sizes[id(node)] = size
     return size
 
@@ -188,8 +188,8 @@ def _unwritable(value: Any, key: str = "") -> str | None:
     """Find the first key under which a text holds NUL, which no path can, or half a surrogate pair, as no UTF-8 can."""
     if isinstance(value, dict | list):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
-        found = (_unwritable(part, f"{key}.{name}".removeprefix(".")) for name, part in parts)
-        return next(filter(None, found), None)
+        keys = (_unwritable(part, f"{key}.{name}".removeprefix(".")) for name, part in parts)
+        return next(filter(None, keys), None)
     return key if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value) else None
 
 
@@ -262,8 +262,8 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
     if first["type"] == "missing":
         return f"key `{key}` is missing: add it"
     message = first["msg"].removeprefix("Value error, ")
-    seen = first["input"]
-    shown = "" if isinstance(seen, dict) else f", not {seen!r}"
+    value = first["input"]
+    shown = "" if isinstance(value, dict) else f", not {value!r}"
     return f"key `{key}`: {message[0].lower()}{message[1:]}{shown if len(shown) <= 100 else shown[:100] + '...'}"
 
 

@@ -98,7 +98,7 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def alone_in_its_run(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:
+def with_run_lock(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:
     """Decorate a stage, a function whose first argument is a recipe: it holds the run's lock while it works.
 
     Args:
@@ -133,8 +133,8 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
     except Timeout:
         owner = "another draftsmith process"  # that has just begun
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
-            owner = f"`draftsmith {found['stage']}` (process {found['process']} on {found['host']})"
+            holder = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
+            owner = f"`draftsmith {holder['stage']}` (process {holder['process']} on {holder['host']})"
         raise UserError(
             f"{root} is in use by {owner}: wait for it, stop it, or give this recipe another `name`"
         ) from None
@@ -153,7 +153,7 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
 # ---- what it was begun with ----
 
 # Of the drafter's folder: before a training's first step, and after its last.
-BEGUN_FILE, FINISHED_FILE = "settings.json", "training.json"
+STARTED_FILE, FINISHED_FILE = "settings.json", "training.json"
 
 
 def check_no_training_reads(data: Path) -> None:
@@ -167,7 +167,7 @@ def check_no_training_reads(data: Path) -> None:
     """
     for root in dict.fromkeys((data.parent, data.resolve().parent)):
         drafter = root / "drafter"
-        if (drafter / BEGUN_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():
+        if (drafter / STARTED_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():
             raise UserError(
                 f"{drafter} holds a training that was begun on the rows of {data} and is not finished, and that could "
                 "not be resumed with other rows: finish it with `draftsmith train`, delete that folder, or give this "
@@ -179,20 +179,20 @@ def write_settings(file: Path, settings: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(settings, indent=2) + "\n")
 
 
-def check_settings(file: Path, settings: dict[str, Any], again: str, may_fall: Collection[str] = ()) -> None:
+def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()) -> None:
     """Compare with what `write_settings` wrote, if anything.
 
     Raises:
-        UserError: The file is damaged, or as `refuse_other_settings`, of the file's folder.
+        UserError: The file is damaged, or as `check_same_settings`, of the file's folder.
     """
     if not file.is_file():
         return
-    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {again}")
-    refuse_other_settings(file.parent, earlier, settings, again, may_fall)
+    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {advice}")
+    check_same_settings(file.parent, earlier, settings, advice, may_decrease)
 
 
-def refuse_other_settings(
-    folder: Path, earlier: dict[str, Any], settings: dict[str, Any], again: str, may_fall: Collection[str] = ()
+def check_same_settings(
+    folder: Path, earlier: dict[str, Any], settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()
 ) -> None:
     """Compare what a folder was begun with and what it is to be continued with.
 
@@ -200,21 +200,21 @@ def refuse_other_settings(
         folder: For the message.
         earlier: As JSON gave it.
         settings: By recipe key, or sections of them.
-        again: What is to be done once the folder is deleted: `train anew`.
-        may_fall: Keys of numbers that may be lower now than they were.
+        advice: What is to be done once the folder is deleted: `train anew`.
+        may_decrease: Keys of numbers that may be lower now than they were.
 
     Raises:
         UserError: They differ; names the first such key with both values, and the other keys.
     """
     old, new = _flat(earlier), _flat(json.loads(json.dumps(settings)))
-    fallen = {key for key in may_fall if key in old and key in new and new[key] < old[key]}
-    other = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in fallen]
+    decreased = {key for key in may_decrease if key in old and key in new and new[key] < old[key]}
+    other = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in decreased]
     if other:
         first, *more = other
         too = f" ({', '.join(more)} changed too)" if more else ""
         raise UserError(
             f"{folder} was begun with {first} = {old.get(first)!r}, now it is {new.get(first)!r}{too}: restore the "
-            f"key, give the recipe another `name`, or delete that folder to {again}"
+            f"key, give the recipe another `name`, or delete that folder to {advice}"
         )
 
 

@@ -38,12 +38,12 @@ def _check_method_name(name: str) -> str:
 MethodName = Annotated[str, AfterValidator(_check_method_name)]
 
 
-def _with_home(value: Any) -> Any:
+def _expand_home(value: Any) -> Any:
     """Every text that begins with `~/`, at any depth, with the home folder's path in its place."""
     if isinstance(value, dict):
-        return {key: inner if key in NOT_PATHS else _with_home(inner) for key, inner in value.items()}
+        return {key: inner if key in NOT_PATHS else _expand_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_home(inner) for inner in value]
+        return [_expand_home(inner) for inner in value]
     if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
         try:
             return str(Path(value).expanduser())
@@ -59,8 +59,8 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _paths_begin_at_home(cls, values: Any) -> Any:
-        return _with_home(values)
+    def _expand_paths(cls, values: Any) -> Any:
+        return _expand_home(values)
 
 
 class TargetRecipe(Section):
@@ -93,7 +93,7 @@ class TargetRecipe(Section):
     )
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Its name for others: a Hub id as it is, of a local folder the last part, which says nothing of a machine."""
         return Path(self.model).name if Path(self.model).expanduser().is_dir() else self.model
 
@@ -176,13 +176,13 @@ class ConversationsRecipe(SourceRecipe):
 
     @field_validator("split", mode="before")
     @classmethod
-    def _split_is_ours(cls, value: Any) -> Any:
+    def _check_split(cls, value: Any) -> Any:
         if value not in ("train", "heldout", "all"):
             raise ValueError("must be train, heldout or all (a Hub dataset's own split is `hub_split`)")
         return value
 
     @model_validator(mode="after")
-    def _sources_fit_together(self) -> "ConversationsRecipe":
+    def _check_sources(self) -> "ConversationsRecipe":
         if self.mixture:
             alone = SourceRecipe(limit=self.limit)
             for key in SourceRecipe.model_fields:
@@ -228,7 +228,7 @@ class DistillRecipe(Section):
     )
 
     @model_validator(mode="after")
-    def _model_is_loaded_here(self) -> "DistillRecipe":
+    def _check_model(self) -> "DistillRecipe":
         if self.model is not None and self.engine not in ("vllm", "transformers"):
             raise ValueError(f"`model` is loaded by the engines vllm and transformers, not by {self.engine}")
         return self
@@ -429,7 +429,7 @@ class EvalRecipe(Section):
     methods: list[MethodConfig] = [MethodConfig(name="parallel-chain", tree="chain")]
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "EvalRecipe":
+    def _check_limits(self) -> "EvalRecipe":
         if self.limit_per_category is not None and self.limit_per_task is not None:
             raise ValueError("`limit_per_category` and `limit_per_task` exclude each other: set one of them to null")
         return self
@@ -459,7 +459,7 @@ class Recipe(Section):
     eval: EvalRecipe = EvalRecipe()
 
     @property
-    def answering(self) -> TargetRecipe:
+    def teacher(self) -> TargetRecipe:
         """Who answers the conversations: the target, or its copy in `data.distill.model`, as that was saved."""
         copy = self.data.distill.model
         as_saved = {"model": copy, "revision": None, "gguf_file": None, "dtype": "auto", "quantization": None}

@@ -59,7 +59,7 @@ from draftsmith.data.tokens.chat_tokens import (
     tokenize_conversation,
 )
 from draftsmith.errors import UserError
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads, check_settings, write_settings
 from draftsmith.recipes.schema import Recipe
@@ -253,7 +253,7 @@ class _Settings:
             UserError: They differ.
         """
         if has_answers(self._data):
-            check_settings(self._file, self._values, "distil again", may_fall=["data.max_length_tokens"])
+            check_settings(self._file, self._values, "distil again", may_decrease=["data.max_length_tokens"])
             write_settings(self._file, self._values)
             self.count = True
 
@@ -288,7 +288,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
     # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
     chosen["decontaminate (hashes of the question files)"] = sorted(
-        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
+        file_sha256(questions_file(source))[:16] for source in question_sources(recipe)
     )
     values = {f"data.conversations.{key}": value for key, value in chosen.items()}
     values["data.distill.engine"] = settings.engine

@@ -24,7 +24,7 @@ from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
-from draftsmith.files import read_json, sha256_of, write_atomically
+from draftsmith.files import file_sha256, read_json, write_atomically
 from draftsmith.models.base.registry import drafter_config
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.run_folder import RunFolder
@@ -114,14 +114,14 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
         "drafter_weights": drafter_weights(recipe),
-        "questions_file": sha256_of(questions_file(recipe.eval.questions)),
+        "questions_file": file_sha256(questions_file(recipe.eval.questions)),
     }
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:
     """Return the SHA-256 of each measured drafter's weights; None where the folder has no weights file."""
     files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
-    return [sha256_of(file) if file.is_file() else None for file in files]
+    return [file_sha256(file) if file.is_file() else None for file in files]
 
 
 def recorded_settings(recipe: Recipe) -> Settings:

@@ -25,7 +25,7 @@ from typer.core import TyperGroup
 
 from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.files import check_writable, write_atomically
-from draftsmith.progress import bars_where_they_can_be
+from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.run_folder import is_first_process
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
@@ -171,7 +171,7 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_output.reset, token)
         stack.callback(write_stdout)
-        stack.enter_context(bars_where_they_can_be(quiet))
+        stack.enter_context(configure_progress_bars(quiet))
         stack.callback(console.look_again)
         if quiet:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))

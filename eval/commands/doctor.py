@@ -555,7 +555,7 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.kind_of(config)}: {refused}")]
-    target_place = target_location(recipe.answering)
+    target_place = target_location(recipe.teacher)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))

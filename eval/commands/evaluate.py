@@ -40,14 +40,14 @@ from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_training
 from draftsmith.parent import end_with_parent
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
+from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.results import write_result
 
 DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
 
-@alone_in_its_run("eval")
+@with_run_lock("eval")
 def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
     """Measure all questions that have no record yet and write the results under `runs/<name>/`. Returns the summary.
 

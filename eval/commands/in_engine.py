@@ -54,7 +54,7 @@ from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Recipe
 from draftsmith.results import write_result
 
@@ -146,7 +146,7 @@ class _Setting:
     engine: EngineSetting
 
 
-@alone_in_its_run("eval")
+@with_run_lock("eval")
 def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
 

@@ -50,7 +50,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
-from draftsmith.errors import UserError, what_the_system_refused
+from draftsmith.errors import UserError, os_error_message
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
@@ -381,7 +381,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
     try:
         weighed = learner.cycle()
     except Exception as error:
-        sentence = what_the_system_refused(error)
+        sentence = os_error_message(error)
         if sentence is None:
             raise
         with suppress(OSError):  # the log is on the same disk

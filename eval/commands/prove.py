@@ -41,14 +41,14 @@ from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 
 BINS = 20  # of a distribution test
 DEFAULT_TEMPERATURE = 1.0  # if the recipe has no temperature above 0
 
 
-@alone_in_its_run("prove")
+@with_run_lock("prove")
 def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int = 48) -> Proof:
     """Collect the evidence and write it to `runs/<name>/eval/proof.json`.
 

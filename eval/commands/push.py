@@ -24,13 +24,13 @@ from draftsmith.errors import UserError, masked
 from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.eval.commands.console import console
 from draftsmith.files import bytes_text, read_json, write_atomically
-from draftsmith.hub import hub_id, told_in_one_sentence
+from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe
@@ -44,7 +44,7 @@ DOWNLOADED = "drafter"  # download folder in the card's commands; a name that vL
 LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
-@alone_in_its_run("push")
+@with_run_lock("push")
 def push(
     recipe: Recipe,
     repo: str | None = None,
@@ -87,7 +87,7 @@ def push(
         raise UserError(f"option --base-model: {base_model} is no Hub id: give owner/name")
     api, user, repo = HfApi(), YOU, repo or default_name(recipe, base_model)
     if not dry_run:
-        with told_in_one_sentence("nothing was pushed", repo):
+        with hub_errors("nothing was pushed", repo):
             user = api.whoami()["name"]
     repo = repo if "/" in repo else f"{user}/{repo}"
     if hub_id(repo) is None or len(repo.rpartition("/")[2]) > LONGEST_NAME:
@@ -256,7 +256,7 @@ def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
 def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:
     """Upload the files as one commit, creating the repository if it is missing. Returns the commit's URL."""
     repo = card.repo
-    with told_in_one_sentence("nothing was pushed", repo):
+    with hub_errors("nothing was pushed", repo):
         exists = _existing(api, repo, public)
         if not exists:
             api.create_repo(repo, private=not public, exist_ok=True)

@@ -44,7 +44,7 @@ from draftsmith.files import write_atomically
 from draftsmith.models.base.registry import is_published
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
 GREEDY = Sampling()
@@ -191,7 +191,7 @@ def describe(method: MethodConfig) -> str:
     return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"
 
 
-@alone_in_its_run("tune")
+@with_run_lock("tune")
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the fastest tree and write it into the drafter's config.
 

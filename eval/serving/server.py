@@ -479,7 +479,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         names: Further host names by which clients may reach it, see `Guard`.
     """
     app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    name = worker.recipe.target.shown
+    name = worker.recipe.target.display_name
     # In one separate thread, so that tokenising a long text does not block the event loop, which sends the pieces.
     tokenising = ThreadPoolExecutor(1, "tokenising")
 

@@ -177,7 +177,7 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
     On as many devices as when it answered. SGLang has no option for variables of the chat template: they go with each
     request. llama.cpp's dtype is its file's.
     """
-    target, distill = recipe.answering, recipe.data.distill
+    target, distill = recipe.teacher, recipe.data.distill
     if to == "gguf":
         kwargs = target.chat_template_kwargs
         return ["--jinja", *(["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else [])]
@@ -259,7 +259,7 @@ def export_run(
     if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target = target_location(recipe.answering) if gguf is None else str(gguf.file)
+    target = target_location(recipe.teacher) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))

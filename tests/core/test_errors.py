@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
-from draftsmith.errors import exit_with_one_sentence, what_the_system_refused
+from draftsmith.errors import exit_with_one_sentence, os_error_message
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.console import write_json
 from draftsmith.files import write_atomically
@@ -65,7 +65,7 @@ def test_no_library_hides_a_full_disk(tiny_disk: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_which_errors_are_the_systems(error: Exception, sentence: str | None) -> None:
-    said = what_the_system_refused(error)
+    said = os_error_message(error)
     assert said is None if sentence is None else said is not None and said.startswith(sentence)
 
 

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from draftsmith.errors import UserError
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import (
     OWNER_FILE,
     RunFolder,
-    alone_in_its_run,
     check_settings,
     run_lock,
+    with_run_lock,
     write_settings,
 )
 from draftsmith.recipes.schema import Recipe
@@ -34,7 +34,7 @@ def test_the_run_folder_records_recipe_and_provenance(tmp_path: Path) -> None:
     assert load_recipe(folder.root / "recipe.yaml") == recipe
     stages = yaml.safe_load((folder.root / "provenance.json").read_text())
     assert list(stages) == ["distill", "train"]
-    assert stages["train"]["inputs_sha256"] == {"recipe": sha256_of(source)}
+    assert stages["train"]["inputs_sha256"] == {"recipe": file_sha256(source)}
     assert {"python", "torch", "transformers"} <= set(stages["train"]["versions"])
 
 
@@ -61,7 +61,7 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     process.wait()
 
 
-@alone_in_its_run("eval")
+@with_run_lock("eval")
 def stage(recipe: Recipe, answer: int) -> int:
     return answer
 

@@ -24,7 +24,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.target.loading import load_target_config
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
+from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
@@ -58,7 +58,7 @@ HARMLESS_TRAIN_KEYS = (
 EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps")
 
 
-@alone_in_its_run("train")
+@with_run_lock("train")
 @told_of_a_lost_process()
 def train_drafter(recipe: Recipe) -> TrainReport:
     """Train the recipe's drafter on `runs/<name>/data/tokens`, resuming from the last checkpoint if there is one.

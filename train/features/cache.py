@@ -28,7 +28,7 @@ from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import weights_hash
-from draftsmith.recipes.run_folder import RunFolder, refuse_other_settings
+from draftsmith.recipes.run_folder import RunFolder, check_same_settings
 from draftsmith.recipes.schema import Recipe
 
 INDEX_NAME = "index.json"
@@ -93,7 +93,7 @@ class FeatureIndex:
         Raises:
             UserError: They do not; the message names the first key that differs.
         """
-        refuse_other_settings(folder, self.settings, settings, "write the features again")
+        check_same_settings(folder, self.settings, settings, "write the features again")
         if not set(layers) <= set(self.layers):
             raise UserError(
                 f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "

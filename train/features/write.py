@@ -28,7 +28,7 @@ from draftsmith.files import bytes_text, free_bytes_at
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_device
 from draftsmith.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import (
     SHARD_BYTES,
@@ -132,7 +132,7 @@ def project_features(recipe: Recipe) -> Projection:
     return Projection(run.features, tokens, index, index.missing(run.features), free_bytes_at(run.features))
 
 
-@alone_in_its_run("features")
+@with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
     """Write the missing shards; of several processes each writes a part.
 
