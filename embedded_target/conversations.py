@@ -75,7 +75,7 @@ def build_conversations(count: int = CONVERSATION_COUNT) -> list[dict[str, Any]]
     }
     conversations: list[dict[str, Any]] = []
     for category, (maker, weight) in MAKERS.items():
-        conversations += _of_category(rng, category, maker, count * weight // 100, items, documented)
+        conversations += _make_category(rng, category, maker, count * weight // 100, items, documented)
     rng.shuffle(conversations)
     return conversations
 
@@ -103,21 +103,21 @@ def choose_questions(conversations: Sequence[dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def _of_category(
+def _make_category(
     rng: random.Random,
     category: str,
     maker: Maker,
-    wanted: int,
+    count: int,
     items: Sequence[StdlibItem],
     documented: dict[bool, list[StdlibItem]],
 ) -> list[dict[str, Any]]:
-    """Walks over the items in a random order, more than once when there are too few, until `wanted` are made."""
+    """Walks over the items in a random order, more than once when there are too few, until `count` are made."""
     made: dict[str, dict[str, Any]] = {}
     order = list(items)
     for _ in range(3):
         rng.shuffle(order)
         for item in order:
-            if len(made) == wanted:
+            if len(made) == count:
                 return list(made.values())
             extra: tuple[Any, ...] = ()
             if category == "retrieval":

@@ -229,9 +229,9 @@ def measure(folder: Path, conversations: list[Record]) -> dict[str, Any]:
         loss_tokens += len(labels)
     lengths, looping, cut, exact = [], [], [], defaultdict(list)
     for conversation in conversations[:MEASURED_PROMPTS]:
-        *asked, answer = conversation["messages"]
+        *turns, answer = conversation["messages"]
         prompt = tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            turns, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         output = model.generate(**prompt, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
         ids = output[0, prompt["input_ids"].shape[1] :].tolist()

@@ -22,7 +22,7 @@ from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")
-OF_TORCH = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
+TARGET_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
 ANSWERS_WITHIN_S = 600.0
 
 
@@ -112,12 +112,12 @@ def llama_server(
     ):
 
         def complete(prompt: list[int], new_tokens: int) -> LlamaAnswer:
-            asked = {
+            request = {
                 "prompt": prompt, "n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "n_probs": 0,
                 "return_tokens": True, "ignore_eos": not ends,
             }  # fmt: skip
             try:
-                response = http.post("/completion", json=asked)
+                response = http.post("/completion", json=request)
             except httpx2.TransportError as problem:
                 raise error(f"does not answer ({type(problem).__name__})") from None
             if response.status_code != 200:

@@ -140,7 +140,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
     if not projection.missing:
         return {**figures, "written_bytes": 0}
-    projection.refuse_what_does_not_fit()
+    projection.check_disk_space()
     if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
             f"nothing was written to {projection.folder}: without a terminal accept the size with `draftsmith features "

@@ -98,10 +98,10 @@ def draw_answer(answers: list[TracedAnswer], file: Path) -> Path:
 
 def pieces(answer: TracedAnswer) -> list[tuple[str, bool]]:
     """Split an answer into (text, whether it was drafted)."""
-    found = [(answer.first, False)]
+    parts = [(answer.first, False)]
     for each in answer.rounds:
-        found += [(each.drafted, True), (each.own or "", False)]
-    return [(text, drafted) for text, drafted in found if text]
+        parts += [(each.drafted, True), (each.own or "", False)]
+    return [(text, drafted) for text, drafted in parts if text]
 
 
 def _block(answer: TracedAnswer, row: int) -> tuple[int, list[str]]:

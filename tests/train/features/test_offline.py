@@ -114,10 +114,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(features, "free_bytes_at", lambda _, spare=spare: 100 * TOKEN_BYTES + margin + spare)
         projection = project_features(recipe)
         if fits:
-            projection.refuse_what_does_not_fit()
+            projection.check_disk_space()
         else:
             with pytest.raises(UserError, match=r"still needs 18\.8 KiB, and 512 MiB to spare, but only 512"):
-                projection.refuse_what_does_not_fit()
+                projection.check_disk_space()
 
 
 # ---- interrupted ----

@@ -33,7 +33,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padde
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
-from draftsmith.train.plan.estimate import StepCost, bytes_of, step_cost, trained_parameters
+from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
 from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, training_batch, ways_out
 from draftsmith.train.processes.frozen_target import sync_models
@@ -366,7 +366,7 @@ def test_what_each_process_holds_by_hand(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4))
     cost = predicted_step(recipe, training_row(32, 32))
-    trained, layer = (bytes_of(part) for part in (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
+    trained, layer = map(tensor_bytes, (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
     size = plan.set_ups
     assert size["DDP"]["replicated"] == plan.peak_bytes + trained  # the buckets
     assert size["DDP"]["replicated"] - size["DDP"]["sharded"] == 3 * layer  # of four one stays
