@@ -17,7 +17,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.files import cache_root
-from draftsmith.models.target.gguf_file import gguf_file_of
+from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -53,7 +53,7 @@ def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path |
     elif device.type != "cpu":
         print(f"no llama.cpp: it runs on the CPU, the target on {device.type}")
     else:
-        file = gguf_file_of(recipe)
+        file = get_gguf_file(recipe)
         return server, {dtype: in_dtype(file, dtype, server) for dtype in DTYPES}
     return Path(), {}
 

@@ -81,9 +81,9 @@ def tried(model_type: str) -> Row | None:
 def built(model_type: str) -> PreTrainedModel | None:
     """Make a tiny random model of this kind, run as `load_target` would run it; None if it is no decoder."""
     from draftsmith.models.target.text_model import (
-        attention_to_load_with,
+        choose_attention,
+        is_bidirectional,
         name_base_model,
-        sees_what_comes_after,
         text_alone,
         use_exact_attention,
     )
@@ -94,9 +94,9 @@ def built(model_type: str) -> PreTrainedModel | None:
         try:
             torch.manual_seed(0)
             config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
-            if config.is_encoder_decoder or sees_what_comes_after(config):
+            if config.is_encoder_decoder or is_bidirectional(config):
                 return None
-            attention = attention_to_load_with(config, "sdpa")
+            attention = choose_attention(config, "sdpa")
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
             if sum(parameter.numel() for parameter in empty.parameters()) > MOST_PARAMETERS:

@@ -209,7 +209,7 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options)
     drafter = exporting.trained_drafter(recipe)
-    exporting.refuse_inexpressible(drafter.config, ENGINE_FORMAT)
+    exporting.check_expressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
     if max(recipe.eval.temperatures) > 0:
         _check_sampling(options)

@@ -103,14 +103,14 @@ def local_target(target: Any) -> "LocalTarget":
     from draftsmith.data.engines.engine import LocalTarget
     from draftsmith.eval.trees.verify import Sampling, first_token
     from draftsmith.models.target.loading import longest_sequence_tokens
-    from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
+    from draftsmith.models.target.windows import get_windows, has_recurrent_layers, takes_masks
 
     if has_recurrent_layers(target):
         raise UserError(
             f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with another "
             "recurrent state, which transformers cannot batch over several lengths here: set data.distill.engine=vllm"
         )
-    windows = windows_of(target)
+    windows = get_windows(target)
 
     def masks(seen_as: Any, position_a: Any) -> Any:
         return windows.row_masks(seen_as, position_a, target.dtype)

@@ -22,8 +22,7 @@ from draftsmith.models.formats.layout import (
     Exporter,
     Parameters,
     Refusal,
-    config_of_speculators,
-    drafted_of_all,
+    drafted_mask,
     dtype_name,
     kind_of_layers,
     llama_config,
@@ -31,31 +30,32 @@ from draftsmith.models.formats.layout import (
     only,
     own_rope,
     renamed,
+    speculators_keys,
     take_borrowed,
 )
 from draftsmith.models.groups.layers import of_kind
 
-OF_BLOCKS = (
+BLOCK_RULES = (
     no_scaled_embeddings("and engines do not for a block"),
     only("mask_residual", False, "engines do not add the newest token to its masks"),
 )
-OF_DFLASH = (
-    *OF_BLOCKS,
+DFLASH_RULES = (
+    *BLOCK_RULES,
     only("markov_rank", 0, "DFlash has no Markov head", "drafter.kind=dspark"),
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row", "drafter.kind=dspark"),
 )
-OF_DSPARK = (*OF_BLOCKS, only("sample_from_anchor", True, "engines draft its first token from the newest one's row"))
-OF_DFLASH2 = (
-    *OF_BLOCKS,
+DSPARK_RULES = (*BLOCK_RULES, only("sample_from_anchor", True, "engines draft token 1 from the newest one's row"))
+DFLASH2_RULES = (
+    *BLOCK_RULES,
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
     only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
 )
 # Of its block, whose values the drafters here have not.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
-OF_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
-OF_CONVOLUTION_AND_SELECTOR = (*OF_CONVOLUTION, "selector_rank", "selector_top_k")
+CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+DFLASH2_KEYS = (*CONVOLUTION_KEYS, "selector_rank", "selector_top_k")
 # Of the lattice, theirs by ours. A width of 0 there is the target's.
-OF_LATTICE = {
+LATTICE_KEYS = {
     "lattice_top_k": "lilicorr_candidate_topk",
     "lattice_hidden_size": "lilicorr_hidden_size",
     "lattice_factor_dim": "lilicorr_factor_dim",
@@ -66,15 +66,15 @@ OF_LATTICE = {
     "lattice_vector_eps": "lilicorr_vector_eps",
 }
 # Names in the first checkpoints, by today's.
-OF_TWO_LAYERS = {
+TWO_LAYER_NAMES = {
     "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
     "lilicorr.feature_mlp.up_proj.": "lilicorr.feature_mlp.1.",
     "lilicorr.feature_mlp.down_proj.": "lilicorr.feature_mlp.3.",
     "lilicorr.layers.#.mlp.up_proj.": "lilicorr.layers.#.mlp.0.",
     "lilicorr.layers.#.mlp.down_proj.": "lilicorr.layers.#.mlp.2.",
 }
-OF_LILICORR = (
-    *OF_DFLASH2,
+LILICORR_RULES = (
+    *DFLASH2_RULES,
     Refusal(
         "`lattice_top_k` that is no power of two up to 16",
         lambda config: config.lattice_top_k not in (1, 2, 4, 8, 16),
@@ -82,8 +82,8 @@ OF_LILICORR = (
         "drafter.options.lattice_top_k=8",
     ),
 )
-OF_SPECULATORS = (only("causal", False, "in the library's blocks every row sees every row"),)
-OF_SGLANG = (
+SPECULATORS_RULES = (only("causal", False, "in the library's blocks every row sees every row"),)
+SGLANG_RULES = (
     only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
 )
@@ -105,15 +105,15 @@ def to_dflash(drafter: Drafter) -> Checkpoint:
 def to_dflash2(drafter: Drafter) -> Checkpoint:
     """Write it for both engines, which look for its keys in `dflash_config`."""
     config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
-    config["dflash_config"] |= {key: getattr(drafter.config, key) for key in OF_CONVOLUTION_AND_SELECTOR}
+    config["dflash_config"] |= {key: getattr(drafter.config, key) for key in DFLASH2_KEYS}
     return Checkpoint(config, _tensors(drafter))
 
 
 def to_lilicorr(drafter: Drafter) -> Checkpoint:
     """Write it for both engines, which look for its keys in `dflash_config`."""
     ours, config = drafter.config, {**_config(drafter), "architectures": ["LiLiCorrDraftModel"]}
-    lattice = {theirs: getattr(ours, key) for key, theirs in OF_LATTICE.items()}
-    convolution = {key: getattr(ours, key) for key in OF_CONVOLUTION} if ours.conv_kernel_size else {}
+    lattice = {theirs: getattr(ours, key) for key, theirs in LATTICE_KEYS.items()}
+    convolution = {key: getattr(ours, key) for key in CONVOLUTION_KEYS} if ours.conv_kernel_size else {}
     config["dflash_config"] |= {"lilicorr_enabled": True, **lattice, **convolution}
     return Checkpoint(config, _tensors(drafter))
 
@@ -128,7 +128,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         del layers[key]
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DFlash2DraftModel"],
-        **config_of_speculators(drafter, kind),
+        **speculators_keys(drafter, kind),
         "transformer_layer_config": layers,
         "draft_vocab_size": layers.pop("draft_vocab_size", layers["vocab_size"]),
         "block_size": ours.block_size,
@@ -138,7 +138,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         "sample_from_anchor": False,
         "tie_word_embeddings": False,
         "dtype": layers["dtype"],
-        **{key: own[key] for key in OF_CONVOLUTION_AND_SELECTOR if key in own},
+        **{key: own[key] for key in DFLASH2_KEYS if key in own},
     }
     return Checkpoint(config, written.tensors)
 
@@ -198,11 +198,11 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """
     kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
     rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
-    found = _of_blocks(checkpoint, target_config)
-    return replace(found, options={**found.options, **rope}, assumed=assumed)
+    result = _read_blocks(checkpoint, target_config)
+    return replace(result, options={**result.options, **rope}, assumed=assumed)
 
 
-def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     config, state = checkpoint.config, dict(checkpoint.tensors)
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
@@ -221,16 +221,14 @@ def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     borrowed = take_borrowed(state)
     if "d2t" in state:
         options["draft_vocab_size"] = len(state["d2t"])
-        state["t2d"] = drafted_of_all(state["d2t"], target_config["vocab_size"])
+        state["t2d"] = drafted_mask(state["d2t"], target_config["vocab_size"])
     if {"candidate_selector.hidden_projection.weight", "lilicorr.out_head.weight"} & state.keys():
         for key, plain in PLAIN_LOGITS.items():
             if (known.get(key) or plain) != plain:
                 raise UserError(f"config.json: {key} is {known[key]}, which drafters here have not: only {plain}")
         if "lilicorr.out_head.weight" in state:
-            return _of_lattice(options, known, state, borrowed, target_config["hidden_size"])
-        return Parameters(
-            "dflash2", options | {key: known[key] for key in OF_CONVOLUTION_AND_SELECTOR}, state, borrowed
-        )
+            return _read_lattice(options, known, state, borrowed, target_config["hidden_size"])
+        return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
     options["markov_rank"] = known["markov_rank"]
@@ -240,19 +238,19 @@ def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("dspark", options, state, borrowed)
 
 
-def _of_lattice(
+def _read_lattice(
     options: dict[str, Any],
     known: Mapping[str, Any],
     state: dict[str, Tensor],
     borrowed: dict[str, Tensor],
     hidden_size: int,
 ) -> Parameters:
-    options |= {key: known[theirs] for key, theirs in OF_LATTICE.items()}
+    options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
     options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
     options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
     if options["conv_kernel_size"]:
         options["conv_group_size"] = known["conv_group_size"]
-    return Parameters("lilicorr", options, renamed(state, OF_TWO_LAYERS, back=True), borrowed)
+    return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
 
 
 def _window(known: Mapping[str, Any]) -> int | None:
@@ -277,26 +275,28 @@ def _window(known: Mapping[str, Any]) -> int | None:
 
 EXPORTERS = {
     ("dflash", "vllm"): Exporter(
-        to_dflash, parameters, OF_DFLASH, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
+        to_dflash, parameters, DFLASH_RULES, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
     ),
-    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True),
-    ("dflash2", "vllm"): Exporter(to_dflash2, parameters, OF_DFLASH2, "dflash", in_blocks=True),
-    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*OF_DFLASH2, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
+    ("dflash2", "vllm"): Exporter(to_dflash2, parameters, DFLASH2_RULES, "dflash", in_blocks=True),
+    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
     ("dflash", "speculators"): Exporter(
         to_speculators,
         parameters,
-        (*OF_DFLASH, *OF_SPECULATORS),
+        (*DFLASH_RULES, *SPECULATORS_RULES),
         "dflash",
         needs_target=has_draft_vocabulary,
         in_blocks=True,
     ),
     ("dflash2", "speculators"): Exporter(
-        to_speculators, parameters, (*OF_DFLASH2, *OF_SPECULATORS), "dflash", in_blocks=True
+        to_speculators, parameters, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash", in_blocks=True
     ),
-    ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, OF_LILICORR, "dflash", in_blocks=True),
-    ("lilicorr", "sglang"): Exporter(to_lilicorr, parameters, (*OF_LILICORR, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, LILICORR_RULES, "dflash", in_blocks=True),
+    ("lilicorr", "sglang"): Exporter(
+        to_lilicorr, parameters, (*LILICORR_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True
+    ),
     ("dspark", "vllm"): Exporter(
-        to_dspark, parameters, OF_DSPARK, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
+        to_dspark, parameters, DSPARK_RULES, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
     ),
-    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), "DSPARK", in_blocks=True),
+    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", in_blocks=True),
 }

@@ -31,8 +31,7 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
-    config_of_speculators,
-    drafted_of_all,
+    drafted_mask,
     dtype_name,
     has_uncapped_logits,
     kind_of_layers,
@@ -43,6 +42,7 @@ from draftsmith.models.formats.layout import (
     only,
     own_rope,
     renamed,
+    speculators_keys,
     take_borrowed,
     with_output_biases,
     without_zero_biases,
@@ -58,14 +58,14 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 # ---- what can be expressed ----
 
-REFUSALS = (
+EAGLE3_RULES = (
     no_scaled_embeddings("and EAGLE-3's classes do not"),
     no_layers_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.layers_of[model_type]}'s layers"),
 )
-OF_PEAGLE = (*REFUSALS, only("markov_rank", 0, "P-EAGLE has no Markov head"))
+PEAGLE_RULES = (*EAGLE3_RULES, only("markov_rank", 0, "P-EAGLE has no Markov head"))
 # SGLang and the authors' code run Llama's layer alone.
 LLAMA_ALONE = (
-    *REFUSALS,
+    *EAGLE3_RULES,
     no_layers("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
     NO_ATTENTION_BIAS,
     only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
@@ -129,7 +129,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         del layers["pard_token"]
     config: dict[str, Any] = {
         "architectures": ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"],
-        **config_of_speculators(drafter, kind),
+        **speculators_keys(drafter, kind),
         "transformer_layer_config": layers,
         "norm_before_residual": layers.pop("norm_before_residual"),
         **{key: layers[key] for key in NORMS},
@@ -190,12 +190,12 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """
     config = checkpoint.config
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
-    layers_of = of_kind(kind, target_config)
-    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layers_of)
-    rope, of_rope = own_rope(checkpoint, layers_of)
-    layers, of_layers = _feature_layers(config, target_config)
+    layer_config = of_kind(kind, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layer_config)
+    rope, rope_assumed = own_rope(checkpoint, layer_config)
+    layers, layers_assumed = _feature_layers(config, target_config)
     options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **rope}
-    assumed = (*of_layers, *of_rope)
+    assumed = (*layers_assumed, *rope_assumed)
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     nested = config.get("eagle_config") or {}
     options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
@@ -204,7 +204,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         options["draft_vocab_size"] = drafted
         head = state.pop("lm_head.weight")
         borrowed = take_borrowed(state)
-        state |= {"t2d": drafted_of_all(state["d2t"], vocabulary), "lm_head.weight": head}
+        state |= {"t2d": drafted_mask(state["d2t"], vocabulary), "lm_head.weight": head}
     else:
         borrowed = take_borrowed(state)
         state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
@@ -217,16 +217,17 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("peagle", options, state, borrowed, assumed=assumed)
 
 
-def with_own_head(found: Parameters) -> Parameters:
+def with_own_head(params: Parameters) -> Parameters:
     """Read a head that has all tokens and is not the target's as that of a draft vocabulary of all tokens."""
-    head = found.borrowed["lm_head"]
+    head = params.borrowed["lm_head"]
     all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
-    others = {name: value for name, value in found.borrowed.items() if name != "lm_head"}
-    options = {**found.options, "draft_vocab_size": len(head)}
-    return replace(found, options=options, state={**found.state, **all_tokens, "lm_head.weight": head}, borrowed=others)
+    others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
+    options = {**params.options, "draft_vocab_size": len(head)}
+    state = {**params.state, **all_tokens, "lm_head.weight": head}
+    return replace(params, options=options, state=state, borrowed=others)
 
 
-def refuse_final_state(config: Mapping[str, Any]) -> None:
+def check_fused_layers(config: Mapping[str, Any]) -> None:
     """
     Raises:
         UserError: An EAGLE-3 checkpoint reads the target's final hidden state, and no fused layers.
@@ -259,8 +260,8 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
                 f"{len(layers)} layers: correct the one that is wrong"
             )
         if ids is not None and nested is not None and layers != [layer + 1 for layer in nested]:
-            said = f"{layers} (after that many layers) and in eagle_config {list(nested)} (counted from 0)"
-            return layers, (f"its config names other layers in two places, {said}: the first were taken",)
+            places = f"{layers} (after that many layers) and in eagle_config {list(nested)} (counted from 0)"
+            return layers, (f"its config names other layers in two places, {places}: the first were taken",)
         return layers, ()
     num_layers = target_config["num_hidden_layers"]
     if 2 < num_layers // 2 < num_layers - 3:
@@ -275,7 +276,7 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
 
 # ---- EAGLE ----
 
-OF_EAGLE = (
+EAGLE_RULES = (
     no_scaled_embeddings("and EAGLE's classes do not"),
     no_layers("qwen3", "its Llama layer has no q/k norms"),
     no_layers_but(LLAMA_LIKE, "its Llama layer does not run {config.layers_of[model_type]}'s layers"),
@@ -312,9 +313,9 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
         UserError: It was made for a target of another shape.
     """
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
-    layers_of = of_kind(kind, target_config)
-    rope, assumed = own_rope(checkpoint, layers_of)
-    state = without_zero_biases(dict(checkpoint.tensors), layers_of)
+    layer_config = of_kind(kind, target_config)
+    rope, assumed = own_rope(checkpoint, layer_config)
+    state = without_zero_biases(dict(checkpoint.tensors), layer_config)
     borrowed = take_borrowed(state)
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
@@ -324,19 +325,19 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
 
 # The first kind of a format is what a kind without a place there is told to train: EAGLE-3.
 EXPORTERS = {
-    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3", has_logits_of=has_uncapped_logits),
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, EAGLE3_RULES, "eagle3", logits_fit=has_uncapped_logits),
     ("peagle", "vllm"): Exporter(
-        to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True, has_logits_of=has_uncapped_logits
+        to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits
     ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
-    ("eagle3", "speculators"): Exporter(to_speculators, parameters, REFUSALS, "eagle3", needs_target=always),
+    ("eagle3", "speculators"): Exporter(to_speculators, parameters, EAGLE3_RULES, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
-        to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
+        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always
     ),
     ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
     ("eagle", "vllm"): Exporter(
-        eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle", has_logits_of=has_uncapped_logits
+        eagle_to_vllm, eagle_parameters, (*EAGLE_RULES, FC_BIAS), "eagle", logits_fit=has_uncapped_logits
     ),
-    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
-    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
+    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*EAGLE_RULES, NO_ATTENTION_BIAS), "EAGLE"),
+    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*EAGLE_RULES, NO_ATTENTION_BIAS)),
 }

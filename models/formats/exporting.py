@@ -26,7 +26,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import OTHER_LOGITS, Checkpoint, Exporter, config_differences, drafted_tokens
-from draftsmith.models.target.gguf_file import gguf_file_of
+from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -93,13 +93,13 @@ class Exported:
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
         if self.made.command is None:
             return [done, *warned]
-        return [done, *warned, f"Serve it ({versions_of(self.made.kind, self.made.to)}):", self.made.command]
+        return [done, *warned, f"Serve it ({version_sentence(self.made.kind, self.made.to)}):", self.made.command]
 
 
 # ---- where a drafter can go ----
 
 
-def kind_of(config: DrafterConfig) -> str:
+def get_kind(config: DrafterConfig) -> str:
     """Return `drafter.kind`."""
     return config.model_type.removeprefix(MODEL_TYPE_PREFIX)
 
@@ -116,10 +116,10 @@ def check_format(to: str) -> None:
 
 def refusal(config: DrafterConfig, to: str) -> str | None:
     """Say why this drafter cannot go into this format, and with which recipe line it could; None if it can."""
-    exporter = EXPORTERS.get((kind_of(config), to))
+    exporter = EXPORTERS.get((get_kind(config), to))
     if exporter is None:
-        return no_place(kind_of(config), to)
-    refusals = exporter.refusals if exporter.has_logits_of(config) else (*exporter.refusals, OTHER_LOGITS)
+        return no_place(get_kind(config), to)
+    refusals = exporter.refusals if exporter.logits_fit(config) else (*exporter.refusals, OTHER_LOGITS)
     return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
 
@@ -130,13 +130,13 @@ def no_place(kind: str, to: str) -> str:
     return f"{why}: train with drafter.kind={other}"
 
 
-def refuse_inexpressible(config: DrafterConfig, to: str) -> None:
+def check_expressible(config: DrafterConfig, to: str) -> None:
     """
     Raises:
         UserError: The format cannot express the drafter.
     """
     if refused := refusal(config, to):
-        raise UserError(f"this {kind_of(config)} drafter cannot go `--to {to}`: {refused}")
+        raise UserError(f"this {get_kind(config)} drafter cannot go `--to {to}`: {refused}")
 
 
 # ---- how it is served there ----
@@ -152,7 +152,7 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
     return None
 
 
-def versions_of(kind: str, to: str) -> str:
+def version_sentence(kind: str, to: str) -> str:
     """Say which version of the engine a folder is for, and which is too old for it, where that is known."""
     exporter = EXPORTERS[kind, to]
     feature = "parallel_drafting" if exporter.parallel else exporter.method
@@ -166,7 +166,7 @@ def versions_of(kind: str, to: str) -> str:
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     """Return vLLM's argument of that name, for this folder."""
-    exporter = EXPORTERS[kind_of(config), "vllm"]
+    exporter = EXPORTERS[get_kind(config), "vllm"]
     values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
@@ -198,7 +198,7 @@ def serving_command(
     Args:
         loading: Of `loading_words`.
     """
-    exporter, tokens = EXPORTERS[kind_of(config), to], drafted_tokens(config)
+    exporter, tokens = EXPORTERS[get_kind(config), to], drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
@@ -250,13 +250,13 @@ def export_run(
     drafter = trained_drafter(recipe)
     folder = run.root / "export" / to if folder is None else folder.expanduser()
     check_writable(folder.parent)
-    refuse_inexpressible(drafter.config, to)
+    check_expressible(drafter.config, to)
     gguf = None
     if to == "gguf":  # before the target is loaded
         if dtype not in (None, *llamacpp.DTYPES):
             raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
-        gguf = GgufTarget(gguf_of_target(recipe.target, target_gguf), dtype or "bf16")
-    if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
+        gguf = GgufTarget(get_target_gguf(recipe.target, target_gguf), dtype or "bf16")
+    if EXPORTERS[get_kind(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     target = target_location(recipe.teacher) if gguf is None else str(gguf.file)
@@ -273,18 +273,18 @@ class GgufTarget:
     dtype: str
 
 
-def gguf_of_target(recipe: TargetRecipe, file: Path | None) -> Path:
+def get_target_gguf(recipe: TargetRecipe, file: Path | None) -> Path:
     """Return the target's GGUF file: the one that is named, or the recipe's.
 
     Raises:
         UserError: There is none.
     """
     if file is None and recipe.gguf_file is not None:
-        return gguf_file_of(recipe)
+        return get_gguf_file(recipe)
     if file is None or not file.expanduser().is_file():
-        given = "" if file is None else f"{file} is no file: "
+        why = "" if file is None else f"{file} is no file: "
         raise UserError(
-            f"{given}--to gguf needs the target as llama.cpp serves it, whose tokenizer goes into the drafter's file: "
+            f"{why}--to gguf needs the target as llama.cpp serves it, whose tokenizer goes into the drafter's file: "
             "--target-gguf FILE"
         )
     return file.expanduser()
@@ -312,19 +312,19 @@ def export_drafter(
         UserError: The format cannot express it, or the folder holds something else.
     """
     config = drafter.config
-    refuse_inexpressible(config, to)
-    exporter = EXPORTERS[kind_of(config), to]
+    check_expressible(config, to)
+    exporter = EXPORTERS[get_kind(config), to]
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no export: name another place with --folder")
-    taken = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
-    if to == "vllm" and exporter.method not in NAMED_METHODS and taken is not None:
+    reserved = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
+    if to == "vllm" and exporter.method not in NAMED_METHODS and reserved is not None:
         raise UserError(
-            f"vLLM takes every folder with `{taken}` in its path for another method: export this drafter to a path "
+            f"vLLM takes every folder with `{reserved}` in its path for another method: export this drafter to a path "
             "without it, with --folder"
         )
     made = Export(
         to=to,
-        kind=kind_of(config),
+        kind=get_kind(config),
         target=target,
         num_speculative_tokens=drafted_tokens(config),
         command=serving_command(config, to, target, str(folder.absolute()), loading),
@@ -342,7 +342,7 @@ def export_drafter(
         if gguf is not None:
             whole = Checkpoint(written.config, tensors)
             llamacpp.write_gguf(
-                partial / llamacpp.FILE, whole, kind_of(config), config.layers_of, tokenizer, gguf.dtype
+                partial / llamacpp.FILE, whole, get_kind(config), config.layers_of, tokenizer, gguf.dtype
             )
         elif exporter.weights_file.endswith(".safetensors"):
             save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
@@ -373,7 +373,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         read = read_checkpoint(folder)
     else:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, kind_of(config), config.layers_of)
+        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, get_kind(config), config.layers_of)
         read = Checkpoint(values, tensors)
     wrong = []
     if "num_attention_heads" in read.config:
@@ -383,7 +383,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         back, state = exporter.read(read, config.target_config), drafter.state_dict()
         if config.draft_vocab_size == config.target_config["vocab_size"]:
             back = eagle.with_own_head(back)
-        wrong += [] if back.kind == kind_of(config) else [f"it would be read as {back.kind}"]
+        wrong += [] if back.kind == get_kind(config) else [f"it would be read as {back.kind}"]
         wrong += [
             f"option {key} would be read as {value!r}"
             for key, value in back.options.items()

@@ -52,7 +52,7 @@ SHARED_HEAD = only("lm_heads", "separate", "each of its heads has an LM head")
 DRAFT_VOCABULARY = only(
     "draft_vocab_size", None, "it has no draft vocabulary (vLLM's token_map for Medusa is read with a shared head only)"
 )
-OF_HYDRA = (
+HYDRA_RULES = (
     only("prefix_attention", False, "our prefix attention has a row that theirs has not"),
     only("embedding_norm", False, "its heads read embeddings as they are"),
     SHARED_HEAD,
@@ -136,7 +136,7 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
     heads, layers = _counts(state, r"blocks\.(\d+)\.layers\.(\d+)\.weight")
     if not heads:
         raise UserError("the checkpoint has no Medusa blocks: give one in vLLM's or FasterDecoding's layout")
-    _refuse_other_size(state["blocks.0.layers.0.weight"], target_config)
+    _check_size(state["blocks.0.layers.0.weight"], target_config)
     for i in range(heads):
         for j in range(layers):
             weight = state[f"blocks.{i}.layers.{j}.weight"]
@@ -152,15 +152,15 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: It is of another kind than ours, or was made for a target of another size.
     """
-    for key, wanted in HYDRA_KEYS.items():
-        said = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
-        if said != wanted:
+    for key, expected in HYDRA_KEYS.items():
+        value = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
+        if value != expected:
             raise UserError(
-                f"the checkpoint's config says {key}: {said}, but of Hydra's heads only those with {key}: {wanted} are "
-                "among the drafters here: import one of these"
+                f"the checkpoint's config says {key}: {value}, and drafters here have Hydra's heads with {key}: "
+                f"{expected} only: import one with these"
             )
     state = renamed(checkpoint.tensors, HYDRA_NAMES, back=True)
-    _refuse_other_size(state["heads.0.0.linear.weight"], target_config)
+    _check_size(state["heads.0.0.linear.weight"], target_config)
     biases = [name for name in state if re.match(r"lm_heads\.\d+\.bias", name)]
     biased = any(state[name].any() for name in biases)
     if not biased:
@@ -176,7 +176,7 @@ def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
     return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
 
 
-def _refuse_other_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
+def _check_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
     if block_weight.shape[0] != target_config["hidden_size"]:
         raise UserError(
             f"the checkpoint's heads have {block_weight.shape[0]} features, but the target "
@@ -192,5 +192,5 @@ EXPORTERS = {
         (SHARED_HEAD, DRAFT_VOCABULARY),
         weights_file="medusa_lm_head.safetensors",
     ),
-    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, OF_HYDRA, weights_file="hydra_lm_head.pt"),
+    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, HYDRA_RULES, weights_file="hydra_lm_head.pt"),
 }

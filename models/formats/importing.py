@@ -177,7 +177,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     """
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
-    eagle.refuse_final_state(config)
+    eagle.check_fused_layers(config)
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
         return "Medusa", heads.medusa_parameters
     if "hydra_mlp.0.0.linear.weight" in names:

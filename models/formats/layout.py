@@ -113,7 +113,7 @@ class Exporter:
         needs_target: Whether writing a drafter of this config takes tensors of the target.
         in_blocks: Whether its config says how many tokens are drafted, always all of them.
         weights_file: Where its reader looks for tensors.
-        has_logits_of: Whether its reader makes of a drafter's head what this config's target does, see
+        logits_fit: Whether its reader makes of a drafter's head what this config's target does, see
             `models/target_logits.py`.
     """
 
@@ -125,7 +125,7 @@ class Exporter:
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
     weights_file: str = "model.safetensors"
-    has_logits_of: Callable[[DrafterConfig], bool] = has_plain_logits
+    logits_fit: Callable[[DrafterConfig], bool] = has_plain_logits
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
@@ -133,7 +133,7 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
-def config_of_speculators(drafter: Drafter, kind: str) -> dict[str, Any]:
+def speculators_keys(drafter: Drafter, kind: str) -> dict[str, Any]:
     """What every config of the speculators library says of its kind, and of the target."""
     return {
         "speculators_model_type": kind,
@@ -162,7 +162,7 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], back: bool 
     """
     pairs = [(theirs, ours) if back else (ours, theirs) for ours, theirs in names.items()]
     patterns = [(re.compile(re.escape(old).replace(r"\#", r"(\d+)")), new) for old, new in pairs]
-    found = {}
+    result = {}
     for name, value in tensors.items():
         for old, new in patterns:
             if match := old.match(name):
@@ -170,8 +170,8 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], back: bool 
                     new = new.replace("#", number, 1)
                 name = new + name[match.end() :]
                 break
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
@@ -180,9 +180,9 @@ def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
     Args:
         otherwise: Another recipe line that would help.
     """
-    wanted = json.dumps(value).strip('"')
-    line = f"drafter.options.{option}={wanted}" + (f", or {otherwise}" if otherwise else "")
-    return Refusal(f"`{option}` other than {wanted}", lambda config: getattr(config, option, value) != value, why, line)
+    text = json.dumps(value).strip('"')
+    line = f"drafter.options.{option}={text}" + (f", or {otherwise}" if otherwise else "")
+    return Refusal(f"`{option}` other than {text}", lambda config: getattr(config, option, value) != value, why, line)
 
 
 def no_scaled_embeddings(why: str, layers: Collection[str] = ("target", *OTHER_KINDS)) -> Refusal:
@@ -218,9 +218,9 @@ NO_ATTENTION_BIAS = Refusal(
 )
 
 
-def _has_biases(layers_of: Mapping[str, Any]) -> bool:
+def _has_biases(layer_config: Mapping[str, Any]) -> bool:
     """Whether queries, keys and values have biases."""
-    return layers_of["model_type"] == "qwen2" or bool(layers_of.get("attention_bias"))
+    return layer_config["model_type"] == "qwen2" or bool(layer_config.get("attention_bias"))
 
 
 def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str, Any]:
@@ -259,9 +259,9 @@ def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) ->
     return {**missing, **tensors}
 
 
-def without_zero_biases(state: dict[str, Tensor], layers_of: Mapping[str, Any]) -> dict[str, Tensor]:
+def without_zero_biases(state: dict[str, Tensor], layer_config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Undo `with_output_biases`."""
-    if layers_of["model_type"] != "qwen2":
+    if layer_config["model_type"] != "qwen2":
         return state
     return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
 
@@ -277,7 +277,7 @@ def drafted_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t))
 
 
-def drafted_of_all(d2t: Tensor, vocabulary: int) -> Tensor:
+def drafted_mask(d2t: Tensor, vocabulary: int) -> Tensor:
     """[V], the `t2d` of offsets [W]."""
     t2d = torch.zeros(vocabulary, dtype=torch.bool)
     t2d[drafted_ids(d2t)] = True
@@ -290,29 +290,29 @@ def dtype_name(drafter: Drafter) -> str:
 
 
 def config_differences(
-    config: Mapping[str, Any], layers_of: Mapping[str, Any], exactly: bool, own_rope: bool = False
+    config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool, own_rope: bool = False
 ) -> list[str]:
     """List where a config, as transformers reads it, says something else of its layers than ours have.
 
     Args:
-        layers_of: What ours are made from.
+        layer_config: What ours are made from.
         exactly: Also compare keys that no output of ours depends on: the number of positions, the initial range.
         own_rope: Whether ours may have another RoPE.
     """
-    ours, theirs = layers_config(layers_of, 1), _as_transformers_reads(config)
-    found = []
+    ours, theirs = layers_config(layer_config, 1), _as_transformers_reads(config)
+    differences = []
     for key in LAYER_KEYS:
         if key == "rope_parameters" and own_rope:
             continue
-        wanted, value = getattr(ours, key, None), getattr(theirs, key, None)
+        expected, value = getattr(ours, key, None), getattr(theirs, key, None)
         if key == "head_dim":
-            wanted = wanted or ours.hidden_size // ours.num_attention_heads
+            expected = expected or ours.hidden_size // ours.num_attention_heads
             value = value or theirs.hidden_size // theirs.num_attention_heads
         if key == "rope_parameters":
-            wanted, value = _known(wanted), _known(value)
-        if value != wanted and (exactly or key not in HARMLESS_KEYS):
-            found.append(f"{key} is {value} where the target's layers have {wanted}")
-    return found
+            expected, value = _known(expected), _known(value)
+        if value != expected and (exactly or key not in HARMLESS_KEYS):
+            differences.append(f"{key} is {value} where the target's layers have {expected}")
+    return differences
 
 
 def _as_transformers_reads(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -326,10 +326,10 @@ def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (rope or {}).items() if value is not None}
 
 
-def own_rope(checkpoint: Checkpoint, layers_of: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def own_rope(checkpoint: Checkpoint, layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the option `rope`, if a foreign checkpoint's layers have another RoPE than ours, and what was assumed."""
     config = checkpoint.config
-    ours = _known(layers_config(layers_of, 1).rope_parameters)
+    ours = _known(layers_config(layer_config, 1).rope_parameters)
     theirs = _known(_as_transformers_reads(config).rope_parameters)
     if theirs == ours:
         return {}, ()
@@ -359,21 +359,21 @@ def kind_of_layers(
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
     # Layers that have the target's RoPE come first.
     for another_rope, kind in itertools.product((False, True) if with_own_rope else (False,), kinds):
-        layers_of = of_kind(kind, target_config)
-        own = layers_of["model_type"]
+        layer_config = of_kind(kind, target_config)
+        own = layer_config["model_type"]
         # Mistral's and Qwen 2's are written as Llama's.
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
         if another_rope and own != model_type and own not in LLAMA_LIKE:
             continue
-        found = config_differences(config, layers_of, exactly=False, own_rope=another_rope)
-        if biased != _has_biases(layers_of):
-            found.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
+        wrong = config_differences(config, layer_config, exactly=False, own_rope=another_rope)
+        if biased != _has_biases(layer_config):
+            wrong.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
         if config.get("vocab_size") != target_config["vocab_size"]:
-            found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
-        if not found:
+            wrong.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
+        if not wrong:
             return kind
-        differences += [each for each in found if not (with_own_rope and each.startswith("rope_parameters"))]
+        differences += [each for each in wrong if not (with_own_rope and each.startswith("rope_parameters"))]
     first = differences[0] if differences else f"layers are {model_type}'s"
     raise UserError(
         f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "

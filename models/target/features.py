@@ -61,7 +61,7 @@ class FeatureTap:
         if residual and (residual[0] < 0 or residual[-1] > len(blocks)):
             raise UserError(f"feature layers {list(layers)} do not exist: the target has layers 0 to {len(blocks)}")
         if FINAL_FEATURES in layers:
-            self._hooks.append(decoder_of(target).register_forward_hook(self._catch_output(FINAL_FEATURES)))
+            self._hooks.append(get_text_decoder(target).register_forward_hook(self._catch_output(FINAL_FEATURES)))
         for layer in residual:
             if layer == 0:
                 self._hooks.append(
@@ -121,11 +121,11 @@ def drop_decoder_layers(target: PreTrainedModel) -> None:
         del decoder_layers(target)[:]
 
 
-def decoder_of(target: PreTrainedModel) -> nn.Module:
+def get_text_decoder(target: PreTrainedModel) -> nn.Module:
     """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
     base = target.base_model
-    found = base.get_decoder() if hasattr(base, "get_decoder") else base
-    return found if isinstance(found, nn.Module) else base
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return decoder if isinstance(decoder, nn.Module) else base
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
@@ -134,7 +134,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     Raises:
         UserError: They are kept under a name that is not known here.
     """
-    decoder, num_layers = decoder_of(target), target_value(target.config, "num_hidden_layers")
+    decoder, num_layers = get_text_decoder(target), target_value(target.config, "num_hidden_layers")
     for name in ("layers", "h", "blocks"):
         blocks = getattr(decoder, name, None)
         if isinstance(blocks, nn.ModuleList) and len(blocks) == num_layers:

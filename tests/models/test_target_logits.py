@@ -196,4 +196,4 @@ def test_exports_where_the_reader_has_other_logits(kind: str, options: dict[str,
 def test_a_capped_head_is_not_exported() -> None:
     config = load_drafter_class("eagle3").from_target(capped_target(), {"feature_layers": [0, 1]}).config
     assert config.target_logits == LogitShape(1.0, 2.0)
-    assert not EXPORTERS["eagle3", "vllm"].has_logits_of(config)
+    assert not EXPORTERS["eagle3", "vllm"].logits_fit(config)

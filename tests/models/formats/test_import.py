@@ -187,7 +187,7 @@ def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: P
 def test_a_lattice_by_the_names_of_its_first_checkpoints(tmp_path: Path) -> None:
     """Its two-layer maps were sequences, norm and activation among them."""
     drafter, tensors = imported(tmp_path, "lilicorr")
-    numbered = renamed(tensors, dflash.OF_TWO_LAYERS)
+    numbered = renamed(tensors, dflash.TWO_LAYER_NAMES)
     names = {"feature_mlp.0.bias", "feature_mlp.3.weight", "layers.1.mlp.0.weight", "layers.0.mlp.2.bias"}
     assert {f"lilicorr.{name}" for name in names} < numbered.keys() - tensors.keys()
     save_file(numbered, tmp_path / "theirs" / "model.safetensors")
