@@ -1,4 +1,4 @@
-"""The Hub: which names are ids there, and what it refuses, each in one sentence."""
+"""The Hugging Face Hub: parsing of ids, and its errors in one sentence each."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from huggingface_hub import constants, errors
 from draftsmith.errors import UserError, os_error_message, reason
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
-# What hf_xet, which is written in Rust, says in errors without a type of their own.
+# Messages of hf_xet, which is written in Rust and raises errors without specific types.
 _XET_STATUS, _XET_NETWORK = re.compile(r"HTTP status \w+ error \((\d{3})\b"), "error sending request"
-AGAIN = "run the same command again to go on"
+AGAIN = "run the same command again to continue"
 # With `{repo}`, `{hub}` for its address and `{tokens}` for the page of tokens.
 BY_TYPE = (
     (
@@ -38,28 +38,28 @@ NO_CONNECTION = f"the connection to {{hub}} failed or broke off ({{type}}): {AGA
 
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
-    """`user/repo` or `user/repo@revision` as (repository, revision); None if the name cannot be one."""
+    """Split `user/repo` or `user/repo@revision` into (repository, revision); None if the name is no Hub id."""
     match = _HUB_ID.fullmatch(name)
     return None if match is None else (match["repo"], match["revision"])
 
 
 @contextmanager
 def hub_errors(action: str, repo: str) -> Iterator[None]:
-    """Around calls of huggingface_hub, and nothing else.
+    """Translate errors of huggingface_hub in this context, which must contain only its calls.
 
     Args:
-        action: How the sentence begins: what was tried.
-        repo: The repository that it is about.
+        action: Start of the sentence, such as "nothing was pushed".
+        repo: Name of the repository.
 
     Raises:
-        UserError: Says what the Hub refused, or that it cannot be reached, and the way out.
+        UserError: The Hub refused a request or cannot be reached.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # of any kind: hf_xet raises its own
-        chain: list[BaseException] = [error]  # and what it was raised from
+    except Exception as error:  # of any type: hf_xet has its own
+        chain: list[BaseException] = [error]  # and its causes
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
         if any(os_error_message(cause) for cause in chain if isinstance(cause, Exception)):
@@ -69,7 +69,7 @@ def hub_errors(action: str, repo: str) -> Iterator[None]:
 
 
 def _sentence(error: BaseException, repo: str) -> str | None:
-    """Say what this one error means to a user; None if it says nothing by itself."""
+    """Return a sentence about this error for the user; None for an error of an unknown type."""
     sentence, status = next((text for kind, text in BY_TYPE if isinstance(error, kind)), None), None
     if sentence is None:
         if isinstance(error, errors.HfHubHTTPError):

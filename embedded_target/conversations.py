@@ -55,14 +55,14 @@ def is_heldout(module: str) -> bool:
 
 
 def has_repeated_run(text: str, run_pieces: int = REPEATED_RUN_PIECES) -> bool:
-    """Whether a run of 8 pieces occurs twice; pieces are about as long as the embedded tokenizer's tokens."""
+    """Return whether a run of 8 pieces occurs twice; pieces are about as long as the embedded tokenizer's tokens."""
     pieces = re.findall(r" ?[A-Za-z]{1,5}|\d| +|\n|[^\w\s]+|_", text)
     runs = [tuple(pieces[start : start + run_pieces]) for start in range(len(pieces) - run_pieces + 1)]
     return len(set(runs)) < len(runs)
 
 
 def build_conversations(count: int = CONVERSATION_COUNT) -> list[dict[str, Any]]:
-    """`count` conversations `{"id", "category", "module", "split", "messages"}` in a shuffled order."""
+    """Build `count` conversations `{"id", "category", "module", "split", "messages"}` in a shuffled order."""
     rng = random.Random(SEED)
     items = stdlib_items()
     documented = {
@@ -81,7 +81,7 @@ def build_conversations(count: int = CONVERSATION_COUNT) -> list[dict[str, Any]]
 
 
 def choose_questions(conversations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out questions `{"question_id", "category", "turns"}`, spread evenly over the categories and over modules."""
+    """Choose held-out questions `{"question_id", "category", "turns"}`, spread evenly over categories and modules."""
     categories = list(MAKERS)
     quota = {
         name: QUESTION_COUNT // len(categories) + (i < QUESTION_COUNT % len(categories))
@@ -111,7 +111,7 @@ def _make_category(
     items: Sequence[StdlibItem],
     documented: dict[bool, list[StdlibItem]],
 ) -> list[dict[str, Any]]:
-    """Walks over the items in a random order, more than once when there are too few, until `count` are made."""
+    """Make `count` conversations of a category, from the items in random order, at most three times each."""
     made: dict[str, dict[str, Any]] = {}
     order = list(items)
     for _ in range(3):
@@ -140,7 +140,7 @@ def _other_snippets(rng: random.Random, item: StdlibItem, documented: Sequence[S
 
 
 def is_suitable(turns: Sequence[str]) -> bool:
-    """Short enough for a row, no trivial only answer, and no answer that repeats itself."""
+    """Return whether a conversation fits a row, and has no trivial single answer and no repetitive answer."""
     answers = turns[1::2]
     return (
         sum(map(len, turns)) <= MAX_CONVERSATION_CHARS

@@ -88,14 +88,10 @@ class StdlibItem:
         return self.source.count("\n") + 1
 
 
-def stdlib_folder() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
 @lru_cache(maxsize=2)
 def stdlib_items(folder: Path | None = None) -> tuple[StdlibItem, ...]:
-    """Every ASCII-only item of the public modules under `folder` (default: this interpreter's library)."""
-    root = folder or stdlib_folder()
+    """Return every ASCII-only item of the public modules under `folder` (default: this interpreter's library)."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
     items: list[StdlibItem] = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

@@ -81,7 +81,7 @@ Record = dict[str, Any]
 
 
 def read_conversations(split: str) -> list[Record]:
-    """The shipped conversations of a split, `train` or `heldout`."""
+    """Read the shipped conversations of a split, `train` or `heldout`."""
     with CONVERSATIONS.open("rb") as stream:
         lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(stream), encoding="utf-8")
         return [record for record in map(json.loads, lines) if record["split"] == split]

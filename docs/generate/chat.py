@@ -88,7 +88,7 @@ def split_runs(pieces: list[list[Any]]) -> list[tuple[int, int, str, bool, float
 
 
 def draw(figures: dict[str, Any], colours: dict[str, str]) -> str:
-    """The SVG, of one question and its answer."""
+    """Return the SVG of one question and its answer."""
     question_runs = split_runs([[figures["question"], 0, 0.0]])
     runs = split_runs(figures["pieces"])
     first = question_runs[-1][0] + 2

@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def formats() -> list[str]:
-    """Where every kind can go, how it is served there, or why not."""
+    """Return the table of export formats by kind: how a drafter is served, or why not."""
     from draftsmith.models.base.registry import drafter_kinds
     from draftsmith.models.formats.exporting import EXPORTERS, FORMATS, no_place
 
@@ -61,7 +61,7 @@ def formats() -> list[str]:
 
 
 def kinds_by_engine() -> list[str]:
-    """The README's table: which kind runs where."""
+    """Return the README's table of kinds by engine."""
     from draftsmith.models.base.registry import drafter_kinds
     from draftsmith.models.formats.exporting import EXPORTERS
 
@@ -107,14 +107,14 @@ def recipes() -> list[str]:
 
 
 def drafters() -> list[str]:
-    """The options of every kind of drafter."""
+    """Return the options of every kind of drafter."""
     from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 
     return _option_tables("Drafter", {kind: load_drafter_class(kind).config_class.Options for kind in drafter_kinds()})
 
 
 def methods() -> list[str]:
-    """The options of every method that needs no training."""
+    """Return the options of every method that needs no training."""
     from draftsmith.eval.methods.registry import method_kinds
 
     classes = {kind: importlib.import_module(f"draftsmith.eval.methods.{kind}").METHOD for kind in method_kinds()}
@@ -122,7 +122,7 @@ def methods() -> list[str]:
 
 
 def engines() -> list[str]:
-    """The options of every engine that answers prompts."""
+    """Return the options of every engine that answers prompts."""
     from draftsmith.data.engines.engine import engine_class
 
     options = {name: engine_class(name).Options for name in ENGINES}
@@ -134,7 +134,7 @@ def _option_tables(what: str, options: dict[str, type[BaseModel]]) -> list[str]:
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section of a recipe by its dotted key, the recipe itself first; entries of lists end with []."""
+    """Yield every section of a recipe with its dotted key, the recipe itself first; entries of lists end with []."""
     from draftsmith.recipes.schema import Recipe
 
     pending: list[tuple[str, type[BaseModel]]] = [("", Recipe)]
@@ -146,7 +146,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def cell(text: str) -> str:
-    """Text from code for a cell of a table: one line, without characters that mean something to Markdown."""
+    """Convert text to a cell of a Markdown table: one line, with special characters escaped."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))  # code is at the odd places
     plain = [part if number % 2 else re.sub(r"([*<_\[\]])", r"\\\1", part) for number, part in enumerate(parts)]
     return "".join(plain).replace("|", "\\|")
@@ -159,7 +159,7 @@ def _own_fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, alone or as a list of such."""
+    """Return the section that a key holds, alone or in a list."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
             return candidate
@@ -184,7 +184,7 @@ def _table(model: type[BaseModel]) -> list[str]:
 
 
 def _type(value: dict[str, Any], schema: dict[str, Any]) -> str:
-    """A JSON Schema in words."""
+    """Describe a JSON Schema in words."""
     if "$ref" in value:
         return _type(schema["$defs"][value["$ref"].rsplit("/", 1)[-1]], schema)
     if "anyOf" in value:

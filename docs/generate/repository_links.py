@@ -54,13 +54,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _repository_path(link: str, uri: str) -> str:
-    """Where a link of the page leads, from the top of the repository."""
+    """Return a link's path from the top of the repository."""
     folder = "" if uri in PAGES.values() else posixpath.join("docs", posixpath.dirname(uri))
     return posixpath.normpath(posixpath.join(folder, link.partition("#")[0]))
 
 
 def _in_repository(link: str, uri: str) -> str | None:
-    """The linked file or folder of the repository that is no part of the site; None for any other link."""
+    """Return the linked file or folder of the repository outside the site; None for any other link."""
     if re.match(ELSEWHERE, link):
         return None
     name = _repository_path(link, uri)

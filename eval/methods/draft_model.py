@@ -1,8 +1,7 @@
-"""Speculative sampling with a draft model that somebody else trained (arXiv 2211.17192, 2302.01318).
+"""Speculative sampling with a published draft model (arXiv 2211.17192, 2302.01318).
 
-Any causal language model with the target's vocabulary. It keeps its own KV cache: drafted tokens that were accepted are
-not read again, the others are overwritten. Any tree, any temperature. (One that we train:
-`models/drafters/draft_model.py`.)
+Any causal language model with the target's vocabulary, any tree, any temperature. In its KV cache accepted draft tokens
+are kept and the others overwritten. `models/drafters/draft_model.py` is the kind that we train.
 
 Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, P prompt, n newly committed tokens.
 """
@@ -36,13 +35,13 @@ from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """A language model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`.
+    """Decoder of a language model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`.
 
     Args:
         model: In eval mode.
         num_depths: gamma, the longest path worth drafting.
         max_length_tokens: Committed tokens that fit, the prompt included.
-        vocab_size: V; what the model has beyond it is never drafted, what it lacks has no probability.
+        vocab_size: V; further tokens of the model are never drafted, missing ones have no probability.
     """
 
     reads_tokens = True
@@ -76,7 +75,7 @@ class DraftModelDecoder:
         self._forget_tree()
 
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """Return fp32 logits [1, V] for the children of the newest committed token."""
         if not self._pending:
             raise ValueError("nothing was observed since the last tree")
         begin, count = self._cache.committed, len(self._pending)
@@ -90,7 +89,7 @@ class DraftModelDecoder:
         return logits
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
         ids, _, depths = self._tree.add(tokens, parents)
         self._cache.ahead = first - 1
@@ -103,7 +102,7 @@ class DraftModelDecoder:
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """fp32 logits [R, V]."""
+        """Return fp32 logits [R, V]."""
         cache, few_rows = self._cache, self._few_rows
         if few_rows is not None and cache.all_keys is not None and len(ids) <= MOST_ROWS:
             tokens, places, visible = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
@@ -116,7 +115,7 @@ class DraftModelDecoder:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _mask(self, visible: Tensor) -> Tensor:
-        """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
+        """Return the additive mask [1, 1, R, committed + columns] of [R, columns] bool and the committed tokens."""
         committed = self._cache.committed
         mask = open_mask(len(visible), committed + visible.shape[1], dtype=self._model.dtype, device=self._device)
         mask[:, committed:].masked_fill_(~visible, torch.finfo(mask.dtype).min)
@@ -128,7 +127,7 @@ class DraftModelDecoder:
 
 
 class DraftModelMethod:
-    """Makes the method from a recipe."""
+    """Method of a draft model, as a recipe names it."""
 
     class Options(Section):
         """Options of a Hugging Face causal LM with the target's vocabulary."""
@@ -143,7 +142,7 @@ class DraftModelMethod:
 
 
 def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting) -> DraftModelDecoder:
-    """The draft model at a folder or Hub id, ready to draft paths of `num_tokens`.
+    """Load the draft model of a folder or Hub id, to draft paths of `num_tokens`.
 
     Raises:
         UserError: It cannot be loaded, or has another vocabulary or too few positions.

@@ -1,4 +1,4 @@
-"""An n-gram model as the drafter: drafting at no cost (Leviathan et al., arXiv 2211.17192, sections 3.6 and 4.1).
+"""N-gram models as drafters: drafting at no cost (Leviathan et al., arXiv 2211.17192, sections 3.6 and 4.1).
 
 Fitted on the target's own answers, which the run has distilled: the counts of the tokens that followed the last
 `order - 1`; where those were never seen, of the last `order - 2`, and so on. Any tree, any temperature.
@@ -66,7 +66,7 @@ class NgramModel:
         }
 
     def logits(self, context: list[int]) -> Tensor:
-        """fp32 [V]: log counts after the longest suffix of `context` that was seen; -inf for what never followed."""
+        """Return log counts, fp32 [V], after the longest known suffix of `context`; -inf for tokens without a count."""
         logits = torch.full((self.vocab_size,), -torch.inf)
         for size in range(min(self.order - 1, len(context)), -1, -1):
             number = 0
@@ -80,7 +80,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """The model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
+    """Decoder of an n-gram model, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
 
     reads_tokens = True
 
@@ -97,12 +97,12 @@ class NgramDecoder:
         self._newest = self._context([*self._newest, *committed_ids.tolist()])
 
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """Return fp32 logits [1, V] for the children of the newest committed token."""
         self._contexts = [self._newest]
         return self._model.logits(self._newest)[None].to(self._device)
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         new = [self._context([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
         self._contexts += new
         return torch.stack([self._model.logits(context) for context in new]).to(self._device)
@@ -112,7 +112,7 @@ class NgramDecoder:
 
 
 class Ngram:
-    """Makes the method from a recipe."""
+    """Method of an n-gram model, as a recipe names it."""
 
     class Options(Section):
         """Options of an n-gram model."""

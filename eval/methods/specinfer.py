@@ -1,6 +1,6 @@
 """SpecInfer: one token tree from several draft models, or from several samples of one (arXiv 2305.09781).
 
-Every model grows a tree of its own, level by level: below a node at depth d-1 come k_d tokens, `<k_1, k_2, ...>` being
+Every model grows a separate tree, level by level: below a node at depth d-1 come k_d tokens, `<k_1, k_2, ...>` being
 the expansion configuration (section 3, expansion-based). At T = 0 these are the most likely ones, at T > 0 independent
 draws from that model's q. The trees are merged: equal paths share their nodes, and a token drawn twice is one node with
 two draws, each verified against the q that it came from (section 4.3, multi-step speculative sampling): lossless.
@@ -19,14 +19,13 @@ from pathlib import Path
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.drafter import draw_independently
 from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import drafter_config, load_drafter
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, ReadsTokens, StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
@@ -66,7 +65,7 @@ class SpecInfer:
             return self
 
         def widths(self) -> list[int]:
-            """k_d of every depth."""
+            """Return k_d of every depth."""
             return [*self.expansion, *[1] * (self.num_tokens - len(self.expansion))]
 
     def __init__(
@@ -112,7 +111,7 @@ class SpecInfer:
 
 
 class _MergedTree:
-    """Equal paths share their nodes; every draw of a node is noted with its row of q."""
+    """Merged tree: equal paths share their nodes, and a node's draws are stored with their rows of q."""
 
     def __init__(self, root_token: int) -> None:
         self.tokens, self.parents = [root_token], [-1]
@@ -136,7 +135,7 @@ class _MergedTree:
 
 
 class _Grower:
-    """One model in one round. Each of its samples has a tree of its own inside the merged one."""
+    """Trees of one model in one round: one per sample, inside the merged tree."""
 
     def __init__(self, decoder: StepwiseDecoder, samples: int) -> None:
         self._decoder = decoder
@@ -146,7 +145,7 @@ class _Grower:
         self._decoder_index: dict[int, int] = {}  # the decoder's number of a node
 
     def grow_level(self, tree: _MergedTree, width: int, sampling: Sampling, generator: torch.Generator | None) -> None:
-        """`width` tokens more below every node of the last level, for each sample that holds it."""
+        """Add `width` tokens below every node of the last level, for each sample whose tree contains it."""
         if not self._level or self._depth == self._decoder.num_depths:
             return
         nodes, holders = list(self._level), list(self._level.values())
@@ -180,6 +179,9 @@ class _Grower:
                     self._level.setdefault(child, set()).add(sample)
 
 
+_load_drafter = lru_cache(maxsize=8)(load_drafter)
+
+
 def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> StepwiseDecoder:
     """Make the decoder of a language model, or of a `draft_model` drafter that was trained here."""
     folder = Path(location).expanduser()
@@ -191,14 +193,9 @@ def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> Stepwi
             f"method {setting.recipe.name}: {location} holds a {model_type.removeprefix(MODEL_TYPE_PREFIX)} drafter, "
             "but specinfer takes language models and trained `draft_model` drafters"
         )
-    decoder = _trained(folder, setting.target).decoder(setting.max_length_tokens)
+    decoder = _load_drafter(folder, setting.target).decoder(setting.max_length_tokens)
     decoder.num_depths = num_tokens  # type: ignore[union-attr]
     return decoder  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=8)
-def _trained(folder: Path, target: PreTrainedModel) -> Drafter:
-    return load_drafter(folder, target)
 
 
 METHOD = SpecInfer

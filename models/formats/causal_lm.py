@@ -1,4 +1,4 @@
-"""A drafter as a causal language model of its own: draft models, and PARD's shape (arXiv 2504.18583).
+"""Drafters as complete causal language models: draft models, and PARD's shape (arXiv 2504.18583).
 
 PARD drafts in one forward too: the newest token is followed by K equal mask tokens. That is a `parallel` drafter that
 reads embeddings only and has one mask: the mask becomes the embedding of a token that no text has, the padding token

@@ -1,12 +1,14 @@
-"""DFlash's layout, and what DSpark (a Markov and a confidence head), DFlash 2 (convolutions, a selector) and LiLiCorr
-(a lattice, convolutions or none) add to it.
+"""DFlash's layout, and the additions of DSpark, DFlash 2 and LiLiCorr.
 
-Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
-target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
-layers that are read from 0 by their *outputs*: their id is one less than ours. Whether a block is causal stands there
-thrice: vLLM has looked for it in `dflash_config`, and takes layers with a window for causal ones where nothing says
-otherwise, as SGLang does, which knows `is_causal` alone. LiLiCorr's first checkpoints number the parts of the lattice's
-two-layer maps; vLLM loads names alone, which SGLang and TensorRT-LLM do too.
+DSpark adds a Markov and a confidence head, DFlash 2 convolutions and a selector, LiLiCorr a lattice and, optionally,
+convolutions.
+
+Our tensor names are this layout's. Its layers are Qwen 3's for every target; embedding and head are the target's. With
+a draft vocabulary, which only vLLM supports, the target's rows of the head are written too. Engines number feature
+layers from 0 by their *outputs*: their id is one less than ours. Whether a block is causal is written in three places:
+vLLM has read it from `dflash_config`, and by default takes layers with a window to be causal, as does SGLang, which
+reads only `is_causal`. LiLiCorr's first checkpoints number the parts of the lattice's two-layer maps; vLLM, SGLang and
+TensorRT-LLM load them by name only.
 """
 
 from collections.abc import Mapping
@@ -50,11 +52,11 @@ DFLASH2_RULES = (
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
     only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
 )
-# Of its block, whose values the drafters here have not.
+# Config keys that our drafters do not implement, with the values at which they change nothing.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 DFLASH2_KEYS = (*CONVOLUTION_KEYS, "selector_rank", "selector_top_k")
-# Of the lattice, theirs by ours. A width of 0 there is the target's.
+# The lattice's config keys by our options. A width of 0 in a checkpoint stands for the target's hidden size.
 LATTICE_KEYS = {
     "lattice_top_k": "lilicorr_candidate_topk",
     "lattice_hidden_size": "lilicorr_hidden_size",
@@ -65,7 +67,7 @@ LATTICE_KEYS = {
     "lattice_logit_scale": "lilicorr_logit_scale",
     "lattice_vector_eps": "lilicorr_vector_eps",
 }
-# Names in the first checkpoints, by today's.
+# Tensor names in LiLiCorr's first checkpoints, by today's names.
 TWO_LAYER_NAMES = {
     "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
     "lilicorr.feature_mlp.up_proj.": "lilicorr.feature_mlp.1.",
@@ -90,7 +92,7 @@ SGLANG_RULES = (
 
 
 def has_draft_vocabulary(config: DrafterConfig) -> bool:
-    """Whether rows of the target's head are written too."""
+    """Return True if the drafter has a draft vocabulary, so that rows of the target's head are written too."""
     return config.draft_vocab_size is not None
 
 
@@ -98,19 +100,19 @@ def has_draft_vocabulary(config: DrafterConfig) -> bool:
 
 
 def to_dflash(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines."""
+    """Convert a DFlash drafter for vLLM and SGLang."""
     return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, _tensors(drafter))
 
 
 def to_dflash2(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines, which look for its keys in `dflash_config`."""
+    """Convert a DFlash 2 drafter for vLLM and SGLang, which read its keys from `dflash_config`."""
     config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
     config["dflash_config"] |= {key: getattr(drafter.config, key) for key in DFLASH2_KEYS}
     return Checkpoint(config, _tensors(drafter))
 
 
 def to_lilicorr(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines, which look for its keys in `dflash_config`."""
+    """Convert a LiLiCorr drafter for vLLM and SGLang, which read its keys from `dflash_config`."""
     ours, config = drafter.config, {**_config(drafter), "architectures": ["LiLiCorrDraftModel"]}
     lattice = {theirs: getattr(ours, key) for key, theirs in LATTICE_KEYS.items()}
     convolution = {key: getattr(ours, key) for key in CONVOLUTION_KEYS} if ours.conv_kernel_size else {}
@@ -119,7 +121,7 @@ def to_lilicorr(drafter: Drafter) -> Checkpoint:
 
 
 def to_speculators(drafter: Drafter) -> Checkpoint:
-    """Write it for the speculators library, whose tensors are the same, and for vLLM, which reads its config too."""
+    """Convert a drafter for the speculators library, with the same tensors; vLLM reads this config too."""
     ours, kind = drafter.config, drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
     written = EXPORTERS[kind, "vllm"].write(drafter)
     layers = dict(written.config)
@@ -144,7 +146,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines, which look for its keys at the top of the config."""
+    """Convert a DSpark drafter for vLLM and SGLang, which read its keys from the top level of the config."""
     has_confidence = bool(drafter.config.confidence_weight)
     own = {
         "architectures": ["Qwen3DSparkModel"],
@@ -191,10 +193,10 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read either engine's.
+    """Convert a checkpoint of either engine into our parameters.
 
     Raises:
-        UserError: It was made for a target of another shape.
+        UserError: The checkpoint was made for a target of another shape.
     """
     kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
     rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
@@ -207,7 +209,7 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
     causal = config.get("is_causal", known.get("causal"))
-    if "speculators_model_type" in config:  # whose layers without a window are never causal
+    if "speculators_model_type" in config:  # its layers without a window are never causal
         known["target_layer_ids"] = [layer - 1 for layer in config["aux_hidden_state_layer_ids"]]
         causal = window is not None and not config.get("sliding_window_non_causal", True)
     options = {
@@ -254,9 +256,10 @@ def _read_lattice(
 
 
 def _window(known: Mapping[str, Any]) -> int | None:
-    """
+    """Return the sliding window in tokens; None if the layers have none.
+
     Raises:
-        UserError: Some layers have a window and some have none, or nothing says how wide it is.
+        UserError: Only some layers have a window, or the config does not give its size.
     """
     kinds = set(known.get("layer_types") or ())
     slides = "sliding_attention" in kinds or bool(known.get("use_swa"))

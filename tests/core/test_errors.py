@@ -36,7 +36,9 @@ def to_arrow(file: Path) -> None:
         to_arrow,
     ],
 )
-def test_no_library_hides_a_full_disk(tiny_disk: Path, capsys: pytest.CaptureFixture[str], write: Any) -> None:
+def test_no_library_hides_a_full_disk(
+    tiny_disk: Path, capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
     """Whatever words they have for it."""
     with pytest.raises(SystemExit) as caught, exit_with_one_sentence():
         write(tiny_disk / "file")

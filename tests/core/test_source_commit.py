@@ -33,9 +33,7 @@ def installed_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_somebody_elses_repository_around_the_environment_is_not_ours(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_somebody_elses_repository_around_the_environment_is_not_ours(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed_in(repository, monkeypatch)
     assert provenance.source_commit() is None
 

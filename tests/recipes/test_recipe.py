@@ -88,11 +88,11 @@ OF_FILES = [
     (BOMB, [], "aliases stand for more than 10,000 values: write them out"),
     (BOMB.replace("train", "no_such_key"), [], "aliases stand for more than 10,000 values"),
     ("name: a", [f"train={FLOW_BOMB}"], "aliases stand for more than 10,000 values"),
-    ("name: a\nseed: 1\nseed: 2\n", [], "the key seed is there twice"),
-    ("name: a\ntrain: {x: 1, y: 2, x: 3}\n", [], "the key x is there twice"),
+    ("name: a\nseed: 1\nseed: 2\n", [], "the key seed is repeated"),
+    ("name: a\ntrain: {x: 1, y: 2, x: 3}\n", [], "the key x is repeated"),
     ("name: a", ["seed=1" + "0" * 5000], "the value is not valid YAML"),
     ("name: a", ["seed"], "override `seed` must look like section.key=value"),
-    ("name: a", ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys of its own"),
+    ("name: a", ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process at a time, and is continued with what it was begun with, or not at all."""
+"""A run's folder belongs to one process at a time, and is continued with what it was started with, or not at all."""
 
 import subprocess
 import sys
@@ -129,7 +129,7 @@ def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], t
     check_settings(file, SETTINGS | {"data.max_length_tokens": 8}, "measure again", ["data.max_length_tokens"])
     with pytest.raises(UserError) as caught:
         check_settings(file, SETTINGS | changed, "measure again", ["data.max_length_tokens"])
-    assert str(caught.value) == f"{tmp_path} was begun with {told}: {WAY_OUT}"
+    assert str(caught.value) == f"{tmp_path} was started with {told}: {WAY_OUT}"
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])

@@ -182,7 +182,7 @@ class _Step:
             layer, num_layers = self._target.base_model.layers[0], len(self._target.base_model.layers)
             total += self._probe(layer, self._decoder_layer(layer))[0] * self.num_tokens * num_layers
         held, chunk, product_bytes = self._loss_bytes()
-        # At the loss: the final norm's rows and their gradients, first beside a chunk of logits, then in two dtypes.
+        # At the loss: the final norm's rows and their gradients, first with a chunk of logits, then in two dtypes.
         norm = 0 if not self._layers else 3 if any(True for _ in drafter.norm.parameters()) else 1
         at_loss = norm * row_bytes + self._labels * size * product_bytes + self._further_bytes()
         # In the last layer: two gradients as wide as the MLP; or four of attention in fp32, when the MLP's are gone.

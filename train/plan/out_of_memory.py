@@ -50,7 +50,7 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
 
 
 def _device_memory(recipe: Recipe) -> str:
-    """Say how large the device's memory is, and how much of it others use."""
+    """Describe the size of the device's memory, and the part that other processes use."""
     device = target_device(recipe.target)
     if device.type != "cuda":
         memory_bytes = Machine.here().memory_bytes

@@ -79,15 +79,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line adds to the recipe.
+    """Options of the command line.
 
     Args:
-        memory_gib: Of the device, for a verdict.
-        peak_tflops: Of the device; measured here by default.
-        memory_gb_per_s: How fast the device reads its memory, in 10^9 bytes a second; measured here by default.
+        memory_gib: Memory of the device, for a verdict.
+        peak_tflops: Peak rate of the device; default: measured here.
+        memory_gb_per_s: Read bandwidth of the device's memory, in 10^9 bytes per second; default: measured here.
         utilisation: Share of the peak rate that a training step reaches.
-        labelled_share: Plan for rows of `data.max_length_tokens` of which this share carries labels.
-        processes: Of a launch, for the bytes that each of them holds under every set-up.
+        labelled_share: Plan for rows of `data.max_length_tokens` with this share of labelled tokens.
+        processes: Number of processes, to compute the bytes of each under every set-up.
     """
 
     memory_gib: float | None = None
@@ -243,7 +243,7 @@ def _times(
     if chosen.engine in ROWS_AT_ONCE:
         option = ROWS_AT_ONCE[chosen.engine]
         at_once = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
-        how = f"{limit:,} answers of {chosen.max_new_tokens} tokens, {at_once} at once by {chosen.engine} ({option})"
+        how = f"{limit:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
         lines.append(Line("distilling", limit * chosen.max_new_tokens / at_once * step_s(at_once), "seconds", how))
     try:
         questions = load_questions(eval_.questions, eval_.limit_per_category, eval_.limit_per_task)
@@ -283,7 +283,7 @@ def _shortest_s(work: Callable[[], object], measuring_s: float = 0.5) -> float:
 
 
 def _verdict(recipe: Recipe, need_bytes: int, options: PlanOptions) -> tuple[str | None, bool | None]:
-    """Say whether the step fits, and otherwise the first change by which it does with the usual margin."""
+    """Return whether the step fits, in words and as a bool, with the first change that makes it fit with a margin."""
     if options.memory_gib is None:
         return None, None
     memory_bytes = options.memory_gib * 2**30

@@ -75,7 +75,7 @@ def write_page(results: Path, page: Path) -> Path:
 
 
 def page_text(results: Path) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -111,5 +111,5 @@ def page_text(results: Path) -> str:
 
 
 def _smollm2_place(results: Path, name: str) -> Place:
-    """A row of the picture of a round, by its name there."""
+    """Return a row of the picture of a round, by its name in the picture."""
     return place(results, SMOLLM2.file, ROUNDS[name], 0.0)

@@ -47,12 +47,12 @@ class Place:
         return _rows(file, file.stat().st_mtime_ns).get(self.key) if file.exists() else None
 
     def value(self, path: str) -> float | None:
-        """A figure of the row, down through its mappings and lists; None where it was not measured."""
+        """Return a figure of the row by its dotted path; None if it was not measured."""
         value = self._lookup(path)
         return value if isinstance(value, int | float) else None
 
     def interval(self, path: str) -> str:
-        """An interval's ends, or a dash."""
+        """Return an interval as text, or a dash."""
         ends = self._lookup(path)
         return f"{ends[0]:.2f} to {ends[1]:.2f}" if isinstance(ends, list) else NOT_MEASURED
 
@@ -152,7 +152,7 @@ EMBEDDED = Target(
 
 
 def main_table(results: Path, target: Target, temperature: float) -> str:
-    """The papers' main table: speedup by task and their mean, the headline, then pooled, tau, and each flavour's gain.
+    """Build the papers' main table: speedup by task, their mean, pooled speedup, tau, and each flavour's gain.
 
     Results of earlier versions have no interval of the mean over tasks, and those of one task no such mean.
     """
@@ -191,7 +191,7 @@ def main_table(results: Path, target: Target, temperature: float) -> str:
 
 
 def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
-    """The ablation of K: chain and tree of the quickstart's drafter, trained with each number of masks."""
+    """Build the ablation of K: chain and tree of the quickstart's drafter, trained with each number of masks."""
     rows = []
     for count in counts:
         names = ("parallel-chain", "parallel-tree")
@@ -205,7 +205,7 @@ def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
 
 
 def operations_and_speed() -> str:
-    """Table 1: arithmetic and speed of a drafter that costs nothing, from theorems 3.8 and 3.11."""
+    """Build table 1: arithmetic and speed of a drafter without cost, from theorems 3.8 and 3.11."""
     rows = []
     for alpha, gamma in TABLE_1:
         operations, speed = operations_factor(alpha, gamma, 0.0), expected_tokens(alpha, gamma)
@@ -214,7 +214,7 @@ def operations_and_speed() -> str:
 
 
 def ngram_alphas(results: Path, sources: list[tuple[str, str, str, float]]) -> str:
-    """Table 3's last rows: alpha of n-grams that are counted in the target's own answers.
+    """Build table 3's last rows: alpha of n-grams counted in the target's answers.
 
     Args:
         sources: What the page calls the target, result file, what stands before a method's name there, temperature.

@@ -173,7 +173,7 @@ def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     measured = json.loads((folder.eval / "settings.json").read_text())["eval"]["methods"][0]
     assert shown == measured
     assert shown["nodes"] != 37
-    with pytest.raises(UserError, match=r"begun with .*eval\.methods\.0\.nodes\b.*to measure again"):
+    with pytest.raises(UserError, match=r"started with .*eval\.methods\.0\.nodes\b.*to measure again"):
         evaluate(recipe)
 
 

@@ -433,7 +433,7 @@ def test_a_drafters_own_rope(layout: str, theta: float | None, tmp_path: Path) -
     angles = 4 * (theta or 10_000.0) ** (-torch.arange(0, 8, 2) / 8)
     cos, _ = drafter.rotary_of(hidden, positions)
     torch.testing.assert_close(cos[0, 4, :4], angles.cos())
-    said = "names no rope_theta: 10,000 was taken" if theta is None else r"RoPE of their own (500,000), where .* 30,000"
+    said = "names no rope_theta: 10,000 was taken" if theta is None else r"another RoPE (500,000) than .* (30,000"
     assert re.search(said.replace("(", r"\(").replace(")", r"\)"), made.assumed[0])
     export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
     back = read_checkpoint(tmp_path / "back")

@@ -100,7 +100,7 @@ def test_ctrl_c_in_any_step(
     assert signal.getsignal(number) is handler
     assert (RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{step}").is_dir()
     if not (RunFolder(broken).drafter / "training.json").is_file():  # it is there after the last step
-        with pytest.raises(UserError, match="begun on the rows"):  # `distill` would take its rows away
+        with pytest.raises(UserError, match="started on the rows"):  # `distill` would take its rows away
             check_no_training_reads(RunFolder(broken).data)
     assert train_drafter(broken).steps == STEPS
     check_no_training_reads(RunFolder(broken).data)
@@ -129,7 +129,9 @@ def changed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [changed, Path.unlink])
-def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_what_is_damaged(
+    whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     newest = RunFolder(whole[0]).drafter / "checkpoints" / f"checkpoint-{STEPS}"
     names = {file.name for file in newest.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names

@@ -101,7 +101,7 @@ def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
     train_drafter(from_source(tmp_path, source, parallel))
     moved = source.rename(tmp_path / "elsewhere")
     assert train_drafter(from_source(tmp_path, moved, parallel)).was_finished
-    with pytest.raises(UserError, match=r"begun with drafter.init \(its weights\) = '[0-9a-f]{64}', now it is '"):
+    with pytest.raises(UserError, match=r"started with drafter.init \(its weights\) = '[0-9a-f]{64}', now it is '"):
         train_drafter(from_source(tmp_path, other, parallel))
     with pytest.raises(UserError, match=r"drafter.init \(its weights\)"):
         train_drafter(tiny_run(tmp_path, "second", drafter=parallel, train=STILL))
@@ -215,7 +215,9 @@ def two_stages(folder: Path, runs: str) -> Recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [pytest.param("eagle", marks=pytest.mark.nightly), "both"])
-def test_two_stages_broken_off_in_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+def test_two_stages_broken_off_in_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
     """The same weights in the end as without a break, bit for bit."""
     monkeypatch.setattr(stages, "run_distill", lambda recipe: None)
     whole, broken = two_stages(tmp_path, "runs"), two_stages(tmp_path, "other")
@@ -258,5 +260,5 @@ def test_the_first_stage_is_on_the_second_ones_data() -> None:
 def test_a_circle_of_recipes(tmp_path: Path) -> None:
     one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
     recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
-    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one a start"):
+    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one another"):
         first_stage(one)

@@ -50,7 +50,7 @@ def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
     assert "nothing to do" in report.sentence()
     assert (RunFolder(recipe).drafter / "model.safetensors").stat().st_mtime_ns == before
     changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
-    with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, now it is 0.02: restore the key"):
+    with pytest.raises(UserError, match=r"started with train.learning_rate = 0.01, now it is 0.02: restore the key"):
         train_drafter(changed)
 
 
@@ -173,5 +173,5 @@ def test_the_target_in_bf16_too(target_folder: Path) -> None:
     shutil.copytree(RunFolder(exact).data, RunFolder(near).data)
     losses = [train_drafter(recipe).loss for recipe in (exact, near)]
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
-    with pytest.raises(UserError, match=r"begun with data\.features\.autocast = True, now it is None"):
+    with pytest.raises(UserError, match=r"started with data\.features\.autocast = True, now it is None"):
         train_drafter(exact.model_copy(update={"name": "near"}))

@@ -119,8 +119,6 @@ def test_interrupted_and_resumed_is_uninterrupted(best: Recipe, target: Path, mo
         ({}, {"load_best_model_at_end": True}, "leave it out; validation.keep=best is what it would be"),
     ],
 )
-def test_what_does_not_go_together(
-    target: Path, validation: dict[str, Any], train: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_go_together(target: Path, validation: dict[str, Any], train: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_drafter(validated(target, "refused", validation, **train))

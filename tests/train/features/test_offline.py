@@ -226,13 +226,13 @@ def test_another_target_or_other_tokens_of_the_same_name_are_seen(tmp_path: Path
     folder = write(recipe)
     (folder / "features-00001.safetensors").unlink()
     save_target(tmp_path / "target", initializer_range=0.1)
-    with pytest.raises(UserError, match=r"was begun with the target's weights \(hash\) = '"):
+    with pytest.raises(UserError, match=r"was started with the target's weights \(hash\) = '"):
         project_features(recipe)
     save_target(tmp_path / "target")
     tokens = RunFolder(recipe).data / "tokens"
     shutil.rmtree(tokens)
     token_rows((*LENGTHS[:-1], 14)).save_to_disk(str(tokens))
-    with pytest.raises(UserError, match=r"was begun with data \(its tokens\) = '"):
+    with pytest.raises(UserError, match=r"was started with data \(its tokens\) = '"):
         project_features(recipe)
 
 

@@ -78,7 +78,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], R
         case("fsdp2", True, nightly=True), case("zero1", False, nightly=True), case("zero3", True, nightly=True),
     ],
 )  # fmt: skip
-def test_two_processes_are_one(alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool) -> None:
+def test_two_processes_are_one(
+    alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool
+) -> None:
     """The loss curve, the weights, and the file that training ends with, which is whole."""
     recipe = trained(name, sharded)
     assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
