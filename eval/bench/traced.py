@@ -39,7 +39,7 @@ class TracedRound:
     own: str | None
 
     @property
-    def kept(self) -> int:
+    def num_accepted(self) -> int:
         """Number of accepted draft tokens."""
         return len(self.path) - 1
 
@@ -69,7 +69,7 @@ class TracedRound:
         """
         ending = "" if self.own is None else f", then the target's {self.own!r}"
         rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
-        return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.kept} kept{ending}{rejected}"
+        return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.num_accepted} kept{ending}{rejected}"
 
 
 @dataclass
@@ -94,7 +94,7 @@ class TracedAnswer:
 
     @property
     def drafted(self) -> int:
-        return sum(each.kept for each in self.rounds)
+        return sum(each.num_accepted for each in self.rounds)
 
     @property
     def tokens(self) -> int:

@@ -160,13 +160,9 @@ def demonstrate(
                 )
             )
             console.print()
-            console.print(Text(f"> {text}", style="bold"), coloured(traced, ends), sep="\n")
+            coloured = Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
+            console.print(Text(f"> {text}", style="bold"), coloured, sep="\n")
     return Demo(recipe.target.model, str(model.dtype).removeprefix("torch."), shown)
-
-
-def coloured(traced: TracedAnswer, ends: tuple[str, ...]) -> Text:
-    """Return the answer, with accepted draft tokens in colour."""
-    return Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
 
 
 def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:

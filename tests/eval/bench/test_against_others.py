@@ -99,10 +99,10 @@ def test_a_wrong_answer_is_counted_by_hand() -> None:
     """
 
     def right(prompt: list[int]) -> Any:
-        return script.Answer([prompt[0], 1], 1.0)
+        return script.TimedAnswer([prompt[0], 1], 1.0)
 
     def wrong(prompt: list[int]) -> Any:
-        return script.Answer([7, 1], 0.5, 0.25, [2])
+        return script.TimedAnswer([7, 1], 0.5, 0.25, [2])
 
     ties: list[tuple[int, list[int], list[int]]] = []
 

@@ -101,7 +101,9 @@ def test_noise_is_never_below_what_the_dtype_can_tell_apart(target: Any) -> None
     assert found.gap >= 0
 
 
-def test_token_by_token_where_blocks_do_not_explain_a_gap(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_by_token_where_blocks_do_not_explain_a_gap(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the target decodes alone; its rounding may be another than that of blocks, and a tie by it is a tie."""
     answer = greedy_answer(target)
     other = [*answer[:-1], (answer[-1] + 1) % 61]

@@ -40,7 +40,9 @@ def traced(session: TargetSession, method: Any, tokens: int) -> tuple[list[int],
 
 
 @pytest.mark.parametrize(("spoil_depth", "drafted_kept"), [(None, [4, 4, 4]), (3, [2] * 5), (1, [0] * 15)])
-def test_the_pieces_are_the_answer(session: TargetSession, spoil_depth: int | None, drafted_kept: list[int]) -> None:
+def test_the_pieces_are_the_answer(
+    session: TargetSession, spoil_depth: int | None, drafted_kept: list[int]
+) -> None:
     answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
     ids, found = traced(session, Scripted(answer, spoil_depth), 16)
     pieces = [found.first]

@@ -116,7 +116,7 @@ def test_answers_round_by_round() -> None:
     shown = question[0]
     assert shown.shown_prompt == "y" * SHOWN_PROMPT_CHARS + "…"
     assert (shown.tokens, shown.drafted) == (4, 3)
-    assert [(each.drafted, each.kept) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
+    assert [(each.drafted, each.num_accepted) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
     assert rounds[0].title(1) == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
     assert rounds[1].title(2) == "round 2: 4 tokens drafted, 1 kept"
 
