@@ -34,14 +34,14 @@ from draftsmith.hub import hub_errors
         (ValueError("of\nanother kind"), "tried: of another kind"),
     ],
 )
-def test_sentences(error: Exception, sentence: str) -> None:
+def test_errors_become_sentences(error: Exception, sentence: str) -> None:
     with pytest.raises(UserError) as caught, hub_errors("tried", "me/x"):
         raise error
     assert str(caught.value).startswith("tried: ")
     assert sentence in str(caught.value)
 
 
-def test_a_full_disk_is_none_of_the_hubs_refusals() -> None:
+def test_full_disk_is_no_error_of_the_hub() -> None:
     with pytest.raises(RuntimeError, match="wrapped"), hub_errors("tried", "me/x"):
         raise RuntimeError("wrapped") from OSError(28, "No space left on device", "a")
 
@@ -53,7 +53,7 @@ def test_a_full_disk_is_none_of_the_hubs_refusals() -> None:
         (lambda: HfApi("http://127.0.0.1:9").model_info("me/x"), "failed or broke off (ConnectError)"),
     ],
 )
-def test_what_huggingface_hub_itself_raises(
+def test_errors_raised_by_huggingface_hub(
     call: Callable[[], Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)

@@ -18,7 +18,7 @@ BAR = (
 )
 
 
-def test_a_file_gets_the_beginning_and_the_end() -> None:
+def test_log_file_has_first_and_last_line() -> None:
     result = subprocess.run([sys.executable, "-c", BAR], capture_output=True, text=True, check=True)
     assert result.stdout == ""
     shown = [line for line in result.stderr.splitlines() if line.strip()]
@@ -26,7 +26,7 @@ def test_a_file_gets_the_beginning_and_the_end() -> None:
     assert "3000/3000" in shown[1]
 
 
-def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with configure_progress_bars(quiet=True), progress_bar(2, "distil", "conv") as bar:
         bar.update(2)
     with configure_progress_bars(), progress_bar(2, "distil", "conv", shown=False) as bar:
@@ -34,7 +34,7 @@ def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_libraries_are_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_disables_libraries_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQDM_MININTERVAL", "7")
     with configure_progress_bars():
         assert {name: os.environ[name] for name in IN_A_FILE} == IN_A_FILE

@@ -66,7 +66,7 @@ def stage(recipe: Recipe, answer: int) -> int:
     return answer
 
 
-def test_the_other_process_is_named(
+def test_lock_error_names_the_other_process(
     tmp_path: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(name="mine", runs_dir=str(tmp_path / "runs"))
@@ -77,7 +77,7 @@ def test_the_other_process_is_named(
     assert stage(recipe, 3) == 3
 
 
-def test_a_dead_process_holds_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_dead_process_releases_the_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.kill()
     holder.wait()
     root = tmp_path / "runs" / "mine"
@@ -87,7 +87,7 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, holder: "subprocess.Popen[
     assert not (root / OWNER_FILE).exists()
 
 
-def test_an_error_gives_it_back(tmp_path: Path) -> None:
+def test_error_releases_the_lock(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError), run_lock(tmp_path, "tune"):
             raise KeyError
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes
         check_settings(file, SETTINGS, "train anew")
 
 
-def test_a_key_that_may_fall_may_not_go_missing(tmp_path: Path) -> None:
+def test_key_that_may_decrease_must_not_disappear(tmp_path: Path) -> None:
     write_settings(tmp_path / "settings.json", SETTINGS)
     without = {key: value for key, value in SETTINGS.items() if key != "data.max_length_tokens"}
     with pytest.raises(UserError, match=r"data.max_length_tokens = 512, now it is None"):

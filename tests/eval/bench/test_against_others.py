@@ -87,7 +87,7 @@ def test_all_sides_give_the_same_answers(
     assert "no llama.cpp: the target is no GGUF file (target.gguf_file)" in capsys.readouterr().out
 
 
-def test_a_llama_server_that_is_none(tmp_path: Path) -> None:
+def test_program_that_is_no_llama_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"option --llama-server: .* is no program"):
         llama_server.find_server(tmp_path)
 

@@ -21,7 +21,7 @@ NEW_TOKENS = 40
     ("kind", "options"), [("parallel", {"num_masks": 2}), ("medusa", {}), ("eagle", {}), ("draft_model", {})]
 )
 @pytest.mark.parametrize("tree", [{"tree": "chain"}, {"tree": "best_first", "nodes": 8, "branch": 3}])
-def test_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
+def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
     """Fresh drafters that start as the target's own layers or heads, so that something is accepted."""
     torch.manual_seed(0)
     target = tiny_target(num_hidden_layers=4).double()

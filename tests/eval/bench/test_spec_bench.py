@@ -180,7 +180,7 @@ def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, methods
                 assert answer.ids == wanted[record.run, record.question_id][key].ids, key
 
 
-def test_stop_strings_end_answers_and_are_no_part_of_them(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
+def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
     """Every method alike; the conversation goes on with the text before the stop string."""
     free = RecordLog(tmp_path / "free.jsonl")
     bench.run(methods, free, runs=1, warmup_questions=0)

@@ -23,7 +23,7 @@ def test_figures_are_pooled_or_a_mean_over_tasks() -> None:
     assert compute_ratio(speedup, by_task) == pytest.approx((60 / 15 + 60 / 15) / 2)
 
 
-def test_the_error_is_that_of_the_delta_method() -> None:
+def test_error_equals_the_delta_method() -> None:
     """Of log tau the derivative by a question's weight is kept / all kept - rounds / all rounds."""
     sums = sums_of([20.0, 40.0], [1.0, 1.0])
     log, influence = bootstrap._log_and_influence(tau, sums, np.ones((1, 2)))
@@ -42,7 +42,7 @@ def test_too_few_questions_have_no_interval() -> None:
 
 
 @pytest.mark.parametrize("tasks", [None, ("rag",) * 7 + ("qa",) * 6])
-def test_it_covers_the_truth_as_often_as_it_says(tasks: tuple[str, ...] | None) -> None:
+def test_interval_has_nominal_coverage(tasks: tuple[str, ...] | None) -> None:
     """400 times 13 questions with a tau of 2 on average. The percentile bootstrap covered 90 % of such."""
     chance, hits = np.random.default_rng(1), 0
     for _ in range(400):
@@ -53,7 +53,7 @@ def test_it_covers_the_truth_as_often_as_it_says(tasks: tuple[str, ...] | None) 
     assert 0.925 <= hits / 400 <= 0.975
 
 
-def test_pairing_takes_the_questions_difficulty_away() -> None:
+def test_pairing_cancels_the_questions_difficulty() -> None:
     """One is 10 % faster on every question, however unlike the questions are."""
     chance = np.random.default_rng(2)
     kept = chance.uniform(10, 60, size=20).tolist()

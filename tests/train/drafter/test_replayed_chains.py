@@ -29,7 +29,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_replayed_chains_are_those_of_decoding(kind: str, options: dict[str, Any]) -> None:
+def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> None:
     """Replay an answer that follows each draft for 0 to G tokens and then has another token, as a target's may."""
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target, **options)

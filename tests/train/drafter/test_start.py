@@ -84,7 +84,7 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_incompatible_drafter_is_refused(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], sentence: str
 ) -> None:
     source = trained(tmp_path, "first", first)
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "runs" / "second" / "drafter").exists()
 
 
-def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
+def test_changed_source_is_refused(tmp_path: Path) -> None:
     """Not after training either; and never weights that training did not write."""
     parallel = drafter_of("eagle_parallel", num_masks=2)
     source = trained(tmp_path, "first", drafter_of("eagle"))
@@ -122,7 +122,7 @@ def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
         ("TMP", "TMP holds no trained drafter"),
     ],
 )
-def test_no_source(tmp_path: Path, init: str, sentence: str) -> None:
+def test_missing_source(tmp_path: Path, init: str, sentence: str) -> None:
     init, sentence = (text.replace("TMP", str(tmp_path)) for text in (init, sentence))
     with pytest.raises(UserError, match=sentence):
         train_drafter(from_source(tmp_path, init, drafter_of("eagle_parallel")))
@@ -187,7 +187,7 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
         assert markov.markov_head.markov_w2.weight.any() == (rank > 0)
 
 
-def test_a_markov_head_without_its_tokens_stays_behind(tmp_path: Path) -> None:
+def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
     """A drafter with a head of its own, for which the source has no rows, takes neither the tokens nor W2."""
     target, _ = load_target(tiny_run(tmp_path).target)
     options = {"draft_vocab_size": 8, "markov_rank": 3}
@@ -215,7 +215,7 @@ def two_stages(folder: Path, runs: str) -> Recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [pytest.param("eagle", marks=pytest.mark.nightly), "both"])
-def test_two_stages_broken_off_in_either(
+def test_two_stages_resume_after_an_interruption_in_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:
     """The same weights in the end as without a break, bit for bit."""
@@ -243,7 +243,7 @@ def test_two_stages_broken_off_in_either(
         assert same_weights(left, right)
 
 
-def test_the_first_stage_is_on_the_second_ones_data() -> None:
+def test_first_stage_uses_the_second_ones_data() -> None:
     recipe = Recipe.model_validate(
         {"name": "two", "runs_dir": "there", "seed": 3, "data": {"max_length_tokens": 77},
          "drafter": {"kind": "eagle_parallel", "init": "embedded-eagle"}}

@@ -39,7 +39,7 @@ def arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("megatron", 1)),
     ],
 )
-def test_what_was_launched(
+def test_detect_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Launch
 ) -> None:
     args = arguments(tmp_path)
@@ -74,7 +74,7 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
     ],
 )  # fmt: skip
-def test_refused_by_name(
+def test_refusals_name_the_obstacle(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     launch: Launch,
@@ -113,7 +113,7 @@ def test_other_ways_to_split(
         check_launch(recipe_in(tmp_path), arguments(tmp_path), FSDP2)
 
 
-def test_libraries_that_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded: there is neither a target nor tokens in this folder."""
     for module in (launches, quantized):
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)

@@ -18,7 +18,7 @@ from draftsmith.recipes.schema import Recipe
 # ---- methods beside each other ----
 
 
-def test_order_scale_and_baseline() -> None:
+def test_methods_are_sorted_on_one_scale_with_the_baseline() -> None:
     """Speedups from 0 to 2, with 6 % of that on both sides."""
     rows = [
         row("autoregressive", "overall", tokens_per_s=20.0, speedup_mean=1.0),
@@ -34,7 +34,7 @@ def test_order_scale_and_baseline() -> None:
     assert method_tables(rows[:1]) == []
 
 
-def test_against_the_fastest_is_paired_by_question() -> None:
+def test_intervals_against_the_fastest_are_paired_by_question() -> None:
     """Twice the time on every question, however unlike these are: 0.5 without any width."""
     records = records_of({"fast": 0.5, "slow": 1.0}, (0.0, 1.0))
     cold, hot = method_tables(summarize(records), records)
@@ -142,7 +142,7 @@ def test_held_out_figures_are_of_the_saved_weights() -> None:
     assert found.held_out is None
 
 
-def test_drafters_beside_each_other() -> None:
+def test_compared_drafters() -> None:
     """Each with its fastest method at the lowest temperature, and the settings in which they differ."""
     methods = [
         {"name": "a-1", "drafter": "/home/x/a/drafter"},
