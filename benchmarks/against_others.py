@@ -29,22 +29,22 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from parts.llamacpp import OF_TORCH, Complete, llama_server, programs_and_files
+from parts.llamacpp import TARGET_DTYPES, Complete, llama_server, programs_and_files
 from parts.timing import benchmark_parser, write_figures
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, exit_with_one_sentence
-from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
@@ -52,7 +52,7 @@ from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import MethodConfig, Recipe
 
 GREEDY = Sampling()
 BASELINE = "transformers: generate"
@@ -70,7 +70,7 @@ OTHER_MODEL = "another model"
 
 
 @dataclass
-class Asked:
+class Workload:
     """Workload of every side: prompts, largest number of answer tokens, and end tokens."""
 
     prompts: list[list[int]]
@@ -83,7 +83,7 @@ class Asked:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """One answer and its times.
 
     ids: with the end token. seconds: of the whole answer, prefill included. decode_s: from the first token to the last;
@@ -98,16 +98,16 @@ class Answer:
 
 @dataclass
 class Side:
-    answer: Callable[[list[int]], Answer]
+    answer: Callable[[list[int]], TimedAnswer]
     model: str = TARGET
 
 
-def transformers_side(target: PreTrainedModel, workload: Asked, draft: Any = None, **how: Any) -> Side:
+def transformers_side(target: PreTrainedModel, workload: Workload, draft: Any = None, **how: Any) -> Side:
     """Build a side of `generate` with these arguments; for assisted generation `draft` is (model, its settings)."""
     if draft is not None:
         how["assistant_model"] = draft[0]
 
-    def answer(prompt: list[int]) -> Answer:
+    def answer(prompt: list[int]) -> TimedAnswer:
         if draft is not None:  # another side may have changed its settings
             draft[0].generation_config = draft[1]
         begin_s = time.perf_counter()
@@ -120,28 +120,28 @@ def transformers_side(target: PreTrainedModel, workload: Asked, draft: Any = Non
             pad_token_id=0,
             **how,
         )
-        return Answer(ids[0, len(prompt) :].tolist(), time.perf_counter() - begin_s)
+        return TimedAnswer(ids[0, len(prompt) :].tolist(), time.perf_counter() - begin_s)
 
     return Side(answer)
 
 
-def llama_side(complete: Complete, dtype: str, workload: Asked) -> Side:
+def llama_side(complete: Complete, dtype: str, workload: Workload) -> Side:
     """Build a side of a `llama-server`."""
 
-    def answer(prompt: list[int]) -> Answer:
+    def answer(prompt: list[int]) -> TimedAnswer:
         begin_s = time.perf_counter()
         answer = complete(prompt, workload.tokens)
         ids, decode_s = answer.ids, answer.rest_s
-        return Answer(ids, time.perf_counter() - begin_s, decode_s)
+        return TimedAnswer(ids, time.perf_counter() - begin_s, decode_s)
 
-    return Side(answer, SAME_WEIGHTS if dtype in OF_TORCH.values() else OTHER_MODEL)
+    return Side(answer, SAME_WEIGHTS if dtype in TARGET_DTYPES.values() else OTHER_MODEL)
 
 
-def our_side(session: TargetSession, measured: MeasuredMethod, workload: Asked) -> Side:
-    def answer(prompt: list[int]) -> Answer:
+def our_side(session: TargetSession, measured: Arm, workload: Workload) -> Side:
+    def answer(prompt: list[int]) -> TimedAnswer:
         session.read_layers(measured.feature_layers)
         out = generate(session, measured.method, prompt, GREEDY, workload.tokens, workload.end_ids)
-        return Answer(out.ids, out.wall_time_s, out.wall_time_s - out.prefill_s, out.accept_lengths)
+        return TimedAnswer(out.ids, out.wall_time_s, out.wall_time_s - out.prefill_s, out.accept_lengths)
 
     return Side(answer)
 
@@ -155,7 +155,7 @@ def take_turns(
         sides: The baseline first.
         is_tie: Given a prompt's number, the baseline's answer and one that differs.
     """
-    answers: dict[str, list[list[Answer]]] = {name: [] for name in sides}
+    answers: dict[str, list[list[TimedAnswer]]] = {name: [] for name in sides}
     for _ in range(runs + 1):
         for name in sides:
             answers[name].append([])
@@ -163,7 +163,7 @@ def take_turns(
             for name, side in sides.items():
                 answers[name][-1].append(side.answer(prompt))
     expected = [answer.ids for answer in answers[BASELINE][0]]
-    found = {}
+    figures = {}
     for name, side in sides.items():
         first, *counted = answers[name]  # the first warms up
         pairs = [(number, expected[number], answer.ids) for number, answer in enumerate(first)]
@@ -171,7 +171,7 @@ def take_turns(
         speeds = [sum(len(each.ids) for each in run) / sum(each.seconds for each in run) for run in counted]
         timed = [(len(each.ids) - 1, each.decode_s) for run in counted for each in run if each.decode_s]
         lengths = [length for run in counted for each in run for length in each.accept_lengths]
-        found[name] = {
+        figures[name] = {
             "model": side.model,
             "tokens_per_s": median(speeds),
             "tokens_per_s_of_runs": speeds,
@@ -182,7 +182,7 @@ def take_turns(
             "different_answers": None if side.model == OTHER_MODEL else len(different),
             "numerical_ties": sum(is_tie(*pair) for pair in different) if side.model == TARGET else None,
         }
-    return found
+    return figures
 
 
 def ratio(sides: dict[str, Any], ours: str, theirs: str) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def conclusions(sides: dict[str, Any], our_drafters: list[str], llama_dtype: str
     }
 
 
-def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel | None:
+def load_draft_model(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel | None:
     """Load the recipe's trained draft model as a standalone model; None if there is none."""
     folder = RunFolder(recipe).drafter
     if load_drafter_class(recipe.drafter.kind) is not DraftModel or not (folder / "config.json").is_file():
@@ -222,7 +222,7 @@ def draft_model_of(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel |
 
 
 def transformers_sides(
-    target: PreTrainedModel, workload: Asked, draft: PreTrainedModel | None, gamma: int
+    target: PreTrainedModel, workload: Workload, draft: PreTrainedModel | None, gamma: int
 ) -> dict[str, Side]:
     """Build the sides `generate`, assisted generation with fixed gamma and with its defaults, and prompt lookup."""
     sides = {BASELINE: transformers_side(target, workload)}
@@ -238,23 +238,21 @@ def transformers_sides(
     return sides | {"transformers: prompt lookup": transformers_side(target, workload, **lookup)}
 
 
-def same_draft_methods(
-    draft: PreTrainedModel | None, gamma: int, workload: Asked, vocab_size: int
-) -> Iterator[MeasuredMethod]:
+def same_draft_methods(draft: PreTrainedModel | None, gamma: int, workload: Workload, vocab_size: int) -> Iterator[Arm]:
     """Build our versions of transformers' methods: the draft model with gamma tokens per round, and prompt lookup."""
     if draft is not None:
         decoder = DraftModelDecoder(draft, gamma, workload.longest_tokens, vocab_size)
-        chain = tree_builder(MethodRecipe(name="chain"), decoder)
-        yield MeasuredMethod(DrafterMethod("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
+        chain = tree_builder(MethodConfig(name="chain"), decoder)
+        yield Arm(TreeDrafter("speculative sampling", decoder, chain, GREEDY), GREEDY, torch.Generator())
     lookup = PromptLookup("prompt lookup", max_ngram=3, num_tokens=10, match="earliest", partial=True)
-    yield MeasuredMethod(lookup, GREEDY, torch.Generator())
+    yield Arm(lookup, GREEDY, torch.Generator())
 
 
-def get_ready(session: TargetSession, methods: list[MeasuredMethod], workload: Asked) -> None:
+def get_ready(session: TargetSession, methods: list[Arm], workload: Workload) -> None:
     """Compile everything and measure the costs of rounds before anything is timed."""
     for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
-    give_costs(session, methods, workload.prompts[0])
+    measure_round_costs(session, methods, workload.prompts[0])
     if isinstance(session, CompiledSession):
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)
@@ -288,8 +286,8 @@ def main() -> None:
     limit = longest_sequence_tokens(target)
     prompts = first_turn_prompts(tokenizer, questions, arguments.prompts, arguments.new_tokens, limit)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
-    workload = Asked([ids for _, ids in prompts], arguments.new_tokens, end_ids)
-    draft = draft_model_of(recipe, theirs)
+    workload = Workload([ids for _, ids in prompts], arguments.new_tokens, end_ids)
+    draft = load_draft_model(recipe, theirs)
     same_draft = list(same_draft_methods(draft, arguments.gamma, workload, target.config.vocab_size))
     plain, *drafting = measured_methods(ours, drafters, target, tokenizer, workload.longest_tokens)
     drafting = [measured for measured in drafting if measured.lenience == 1]
@@ -310,7 +308,7 @@ def main() -> None:
             prompt = workload.prompts[number]
             return where is not None and divergence_at(where, theirs, session, number, prompt, expected, ids).is_tie
 
-        found = take_turns(sides, workload.prompts, arguments.runs, is_tie)
+        figures = take_turns(sides, workload.prompts, arguments.runs, is_tie)
     dtype = str(target.dtype).removeprefix("torch.")
     result = {
         "target": recipe.target.gguf_file or recipe.target.model,
@@ -320,14 +318,14 @@ def main() -> None:
         "new_tokens": workload.tokens,
         "gamma": arguments.gamma,
         "threads": threads,
-        "sides": found,
+        "sides": figures,
         **conclusions(
-            found, [f"ours: {measured.method.name}" for measured in drafting or same_draft], OF_TORCH.get(dtype)
+            figures, [f"ours: {measured.method.name}" for measured in drafting or same_draft], TARGET_DTYPES.get(dtype)
         ),
     }
     report(result)
     write_figures(arguments, result)
-    if any(side["different_answers"] != side["numerical_ties"] for side in found.values() if side["model"] == TARGET):
+    if any(side["different_answers"] != side["numerical_ties"] for side in figures.values() if side["model"] == TARGET):
         raise SystemExit("error: greedy answers differ from those of `generate` (above), and not at a numerical tie")
 
 

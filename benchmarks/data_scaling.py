@@ -31,7 +31,7 @@ from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.report.summary import OVERALL
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.stage import train_drafter
 
@@ -83,12 +83,12 @@ def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
         UserError: Its methods have no chain, or no other tree.
     """
     own = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.lenience == 1]
-    methods: list[MethodRecipe] = []
+    methods: list[MethodConfig] = []
     for shape in SHAPES:
-        found = next((method for method in own if (method.tree == "chain") == (shape == "chain")), None)
-        if found is None:
+        method = next((method for method in own if (method.tree == "chain") == (shape == "chain")), None)
+        if method is None:
             raise UserError(f"recipe {recipe.name} measures no {shape}: add one to its eval.methods")
-        methods.append(found.model_copy(update={"name": shape}))
+        methods.append(method.model_copy(update={"name": shape}))
     evaluation = recipe.eval.model_copy(update={"methods": methods, "temperatures": recipe.eval.temperatures[:1]})
     data = recipe.data.model_copy(update={"train_answer_tokens": size})
     return recipe.model_copy(update={"name": f"{recipe.name}-{size}", "eval": evaluation, "data": data})
@@ -136,7 +136,7 @@ def depth_figures(history: list[dict[str, float]], depth: int) -> dict[str, Any]
     return {"accuracy_on_rows_kept_out": None, "accuracy_by_depth": [], "chain_tau_expected": None}
 
 
-def fits_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, ScalingFit]]:
+def fit_by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, ScalingFit]]:
     """Fit a line for each shape and kind of drafter."""
     fits: dict[str, dict[str, ScalingFit]] = {shape: {} for shape in SHAPES}
     for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -197,7 +197,7 @@ def main() -> None:
     for row in rows:
         tokens, chain, tree = (row[key] for key in ("answer_tokens", "chain_tau", "tree_tau"))
         print(f"{row['run']}: {tokens:,} answer tokens, tau {chain:.2f} / {tree:.2f}")
-    fits = fits_of(rows)
+    fits = fit_by_shape(rows)
     for kind, fit in fits["tree"].items():
         print(f"{kind}, tree: {fit.tau_per_doubling:+.2f} ± {fit.tau_per_doubling_error:.2f} for each doubling")
     if options.picture:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from parts.timing import benchmark_parser, write_figures
-from parts.traffic import Traffic, conversations, interval, name_of
+from parts.traffic import Traffic, conversations, interval, traffic_name
 
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.commands.demo import shipped_recipe
@@ -32,7 +32,7 @@ WINDOW_ANSWERS = 50
 
 
 @dataclass
-class Served:
+class ServedAnswer:
     """One answer: when it came, in minutes, how long it took, how many rounds it had, and which drafter drafted."""
 
     traffic: str
@@ -43,7 +43,7 @@ class Served:
     drafter: int
 
 
-def told(window: list[Served], count: int) -> str:
+def progress_line(window: list[ServedAnswer], count: int) -> str:
     tau = sum(len(each.answer.ids) - 1 for each in window) / sum(each.rounds for each in window)
     return f"{count} answers, {window[-1].minute:.1f} min, drafter {window[-1].drafter}: tau {tau:.2f}"
 
@@ -70,14 +70,14 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
     learned = Learned(recipe)
     worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record), learned.newer)
 
-    def client() -> tuple[list[Answer], list[Served]]:
+    def client() -> tuple[list[Answer], list[ServedAnswer]]:
         traffic = Traffic(worker, options.new_tokens, options.load)
         old = []
         for questions in conversations(options.old) if options.old else ():
             old += [Answer(end.prompt_ids, end.record.ids) for end, _ in traffic.ask(questions[:1])]
         (learned.folder / "answers.jsonl").unlink(missing_ok=True)  # what is old is not traffic
         process = start_learning(learned, options.minutes)
-        served: list[Served] = []
+        served: list[ServedAnswer] = []
         begin_s = time.monotonic()
         for spec in options.traffic:
             for questions in conversations(spec):
@@ -85,9 +85,9 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
                     answer = Answer(end.prompt_ids, end.record.ids)
                     if len(answer.ids) > 1:
                         minute, number = (time.monotonic() - begin_s) / 60, learned.state.current
-                        served.append(Served(spec, answer, minute, seconds, end.record.rounds, number))
+                        served.append(ServedAnswer(spec, answer, minute, seconds, end.record.rounds, number))
                         if len(served) % WINDOW_ANSWERS == 0:
-                            print(told(served[-WINDOW_ANSWERS:], len(served)), flush=True)
+                            print(progress_line(served[-WINDOW_ANSWERS:], len(served)), flush=True)
         process.terminate()
         process.join()
         return old, served
@@ -107,7 +107,7 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
         within = slice(start, start + WINDOW_ANSWERS)
         windows.append(
             {
-                "traffic": name_of(served[start].traffic),
+                "traffic": traffic_name(served[start].traffic),
                 "answers": [start, start + WINDOW_ANSWERS],
                 "minute": served[start + WINDOW_ANSWERS - 1].minute,
                 "drafter": served[start + WINDOW_ANSWERS - 1].drafter,
@@ -120,27 +120,27 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
     for spec in options.traffic:
         numbers = [number for number, each in enumerate(served) if each.traffic == spec]
         third = numbers[-(len(numbers) // 3) :]
-        name = name_of(spec)
+        name = traffic_name(spec)
         last[name] = interval(tokens[third], frozen[third], live[third])
         low, high = last[name]["low"], last[name]["high"]
         print(f"{name}: the last third of its answers: {last[name]['ratio']:.2f}x ({low:.2f} to {high:.2f}) of tau")
-    kept: dict[str, Any] = {}
+    retention: dict[str, Any] = {}
     if old:
         before, after = (learner.taus_of(place, old) for place in (learned.begun_with, learned.serving()))
         counts = [len(answer.ids) - 1 for answer in old]
         sizes = np.array(counts, dtype=float)
-        kept = {
+        retention = {
             "tau_before": tau_of(counts, before),
             "tau_after": tau_of(counts, after),
             **interval(sizes, sizes / np.array(before), sizes / np.array(after)),
         }
-        print(f"old questions: {kept['ratio']:.2f}x ({kept['low']:.2f} to {kept['high']:.2f}) of tau")
+        print(f"old questions: {retention['ratio']:.2f}x ({retention['low']:.2f} to {retention['high']:.2f}) of tau")
     if options.picture is not None:
         draw(windows, options.picture)
     figures = {
         "windows": windows,
         "last_third": last,
-        "old": kept,
+        "old": retention,
         "weighed": [each.sentence() for each in state.weighed],
         "answers": len(served),
         "minutes": served[-1].minute,

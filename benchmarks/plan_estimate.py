@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.results import write_result
 from draftsmith.train.plan.estimate import StepCost, step_cost
-from draftsmith.train.plan.plan import arguments_of, training_batch
+from draftsmith.train.plan.plan import get_arguments, training_batch
 
 
 def estimated(name: str, targets: dict[str, Any], folder: Path) -> StepCost:
@@ -29,7 +29,7 @@ def estimated(name: str, targets: dict[str, Any], folder: Path) -> StepCost:
         AutoConfig.for_model(**targets[model]).save_pretrained(place)
         overrides.append(f"target.model={place}")
     recipe = load_recipe(name, overrides)
-    args = arguments_of(recipe)
+    args = get_arguments(recipe)
     return step_cost(recipe, args, training_batch(recipe, args.per_device_train_batch_size)[0])
 
 

@@ -27,7 +27,7 @@ from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.demo import shipped_recipe
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import generate
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.loading import load_recipe
 
@@ -59,13 +59,14 @@ def main() -> None:
 def measured(recipe: Any, options: Any) -> dict[str, Any]:
     target, tokenizer, drafters = load_models(recipe)
     ((_, drafter),) = drafters.items()
-    asked = [question.turns[0] for question in load_questions("embedded")][: options.questions]
-    prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
+    questions = [question.turns[0] for question in load_questions("embedded")][: options.questions]
+    prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in questions]
     end_ids = answer_end_ids(target.generation_config, tokenizer)
     with open_session(target, LENGTH, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)
-        method = drafter_method(recipe.eval.methods[0], compile_decoder(recipe, drafter.decoder(LENGTH)), Sampling())
-        MeasuredCosts(session, prompts[0]).give(method)
+        decoder = compile_decoder(recipe, drafter.decoder(LENGTH))
+        method = build_tree_drafter(recipe.eval.methods[0], decoder, Sampling())
+        MeasuredCosts(session, prompts[0]).set_costs(method)
 
         def loop() -> list[str]:
             answers = [generate(session, method, ids, Sampling(), options.new_tokens, end_ids).ids for ids in prompts]
@@ -74,12 +75,12 @@ def measured(recipe: Any, options: Any) -> dict[str, Any]:
 
         def one(text: str) -> tuple[str, int]:
             body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": options.new_tokens}
-            told = posted(body)
-            return told["choices"][0]["message"]["content"], told["usage"]["completion_tokens"]
+            response = posted(body)
+            return response["choices"][0]["message"]["content"], response["usage"]["completion_tokens"]
 
         def clients(count: int) -> list[str]:
             with ThreadPoolExecutor(count) as pool:
-                answers = list(pool.map(one, asked))
+                answers = list(pool.map(one, questions))
             lengths[f"clients_{count}"] = sum(tokens for _, tokens in answers)
             return [text for text, _ in answers]
 
@@ -95,17 +96,17 @@ def measured(recipe: Any, options: Any) -> dict[str, Any]:
                 if run:  # the first is to warm up
                     rates.setdefault(name, []).append(lengths[name] / (time.perf_counter() - began))
     medians = {name: statistics.median(each) for name, each in rates.items()}
-    of_loop = {}
+    loop_ratios = {}
     for name, each in rates.items():
         ratios = [rate / loops for rate, loops in zip(each, rates["loop"], strict=True)]
-        of_loop[name] = statistics.median(ratios)
-        spread = f"{of_loop[name]:.2f} of the loop ({min(ratios):.2f} to {max(ratios):.2f})"
+        loop_ratios[name] = statistics.median(ratios)
+        spread = f"{loop_ratios[name]:.2f} of the loop ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"{name}: {medians[name]:.1f} tokens/s, {spread}")
     return {
         "tokens_per_s": rates,
         "median": medians,
-        "of_the_loop": of_loop,
-        "questions": len(asked),
+        "of_the_loop": loop_ratios,
+        "questions": len(questions),
         "new_tokens": options.new_tokens,
     }
 

@@ -45,7 +45,7 @@ def step_prices(
     times_s = in_turns(works, next(iter(sessions.values())).device, turns, WARM_UP_TURNS)
     assert reading.bytes is not None  # only a mixture of experts has none
     read_s = median(filter(None, reads))
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "weights_bytes": reading.bytes,
         "read_s": read_s,
         "read_bytes_per_s": reading.bytes / read_s,
@@ -54,7 +54,7 @@ def step_prices(
         medians = {count: median(times_s[f"{name} {count}"]) for count in rows}
         fastest = {count: min(times_s[f"{name} {count}"]) for count in rows}
         single = medians[min(medians)]
-        found[name] = {
+        figures[name] = {
             "step_s": single,
             "tokens_per_s": 1 / single,
             "share_of_reading": read_s / single,
@@ -63,7 +63,7 @@ def step_prices(
                 for count, spent in medians.items()
             },
         }
-    return found
+    return figures
 
 
 @exit_with_one_sentence()

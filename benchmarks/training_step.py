@@ -117,12 +117,12 @@ def measure_step(length: int, masks: int, turns: int) -> dict[str, Any]:
     steps = {backend: Step(num_masks=masks, attention=backend) for backend in BACKENDS}
     works = {backend: partial(step.run_random, length) for backend, step in steps.items()}
     times_s = in_turns(works, CPU, turns, warmup=1)
-    found: dict[str, Any] = {f"{backend}_tokens_per_s": length / median(times) for backend, times in times_s.items()}
-    found |= ratios("speedup", times_s["dense"], times_s["folded"])
+    figures: dict[str, Any] = {f"{backend}_tokens_per_s": length / median(times) for backend, times in times_s.items()}
+    figures |= ratios("speedup", times_s["dense"], times_s["folded"])
     for backend in BACKENDS:  # in fresh processes: what a resident set once held it never gives back reliably
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            found[f"{backend}_mib"] = process.submit(peak_growth_mib, backend, length, masks).result()
-    return found
+            figures[f"{backend}_mib"] = process.submit(peak_growth_mib, backend, length, masks).result()
+    return figures
 
 
 def peak_growth_mib(backend: str, length: int, masks: int) -> float:
@@ -144,8 +144,8 @@ def measure_offline(length: int, masks: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, tqdm(disable=True) as bar:
         folder = Path(name)
         for shard in index.shards:
-            of_shard = rows[shard.rows.start : shard.rows.stop]["input_ids"]
-            computed = row_features(step.target, layers, of_shard, BATCH_SIZE)
+            shard_ids = rows[shard.rows.start : shard.rows.stop]["input_ids"]
+            computed = row_features(step.target, layers, shard_ids, BATCH_SIZE)
             write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
         disk_bytes = sum(file.stat().st_size for file in folder.iterdir())
         read = FeatureCollator(FeatureCache(folder, index, layers))
@@ -278,9 +278,9 @@ def main() -> None:
     }
     rows = []
     for length in options.lengths:
-        found = measures[options.what](length, options.masks, options.turns)
-        rows.append({"length_tokens": length, "masks": options.masks, **found})
-        print(f"S={length}: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+        figures = measures[options.what](length, options.masks, options.turns)
+        rows.append({"length_tokens": length, "masks": options.masks, **figures})
+        print(f"S={length}: " + ", ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
     write_figures(options, {"threads": torch.get_num_threads(), "rows": rows})
 
 

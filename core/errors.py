@@ -1,4 +1,4 @@
-"""The one error that users see: a sentence that names the file, line or key, and the way out, and shows no secret."""
+"""Errors for users: one sentence that names the file, line or key, and the way out, without secrets."""
 
 import difflib
 import errno
@@ -13,16 +13,16 @@ from types import FrameType
 from typing import Any
 
 MASK = "***"
-_SECRET_KEY = r"(?:\w+_)?(?:password|secret|(?:hub|hf|api|access|auth)_(?:token|key))"  # as our libraries call them
+_SECRET_KEY = r"(?:\w+_)?(?:password|secret|(?:hub|hf|api|access|auth)_(?:token|key))"  # the names in our libraries
 _PAIR = re.compile(rf"""\b({_SECRET_KEY}|api_key_env)(["']?\s*[:=]\s*["']?)([^\s"',}}]+)""")
 _CREDENTIALS = re.compile(r"""(?<=://)(?:(?!://)[^\s"'])+(?=@)|[^\s"'/:=,\[]+:[^\s"'/]+(?=@)""")
 ENVIRONMENT_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 USER_ERROR_EXIT_CODE = 2
-INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as shells say it
+INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE = 130, 143  # 128 + the signal's number, as in shells
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped"
-# What disks refuse in any file; networks refuse with the others too, so those count with a file's name alone.
-OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
-OF_A_PATH = {
+# Errors of disks. Those of paths occur in networks too, so they count only if the error has a file's name.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE}
+PATH_ERRORS = {
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE,
 }  # fmt: skip
 LONGEST_REASON = 300
@@ -30,38 +30,38 @@ TORCH_WRITERS = ("PytorchStreamWriter", "inline_container.cc")
 
 
 class UserError(Exception):
-    """A mistake in what the user gave us (recipe, conversations, target), told in one sentence without a traceback."""
+    """A mistake in the user's input (recipe, conversations, target), reported in one sentence without a traceback."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
     def __str__(self) -> str:
-        """Return the sentence without the secrets of a URL or an override that it quotes."""
+        """Return the sentence, without secrets in a quoted URL or override."""
         return masked(super().__str__())
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as schedulers and `docker stop` send it: ends a command as Ctrl-C does."""
+    """SIGTERM, from a scheduler or `docker stop`; ends a command as Ctrl-C does."""
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, or `otherwise` if none is near.
+    """Return the end of a sentence about an unknown word: the most similar known one, or `otherwise`.
 
     Args:
-        cutoff: The least likeness, from 0 to 1, by `difflib`.
+        cutoff: The lowest similarity, from 0 to 1, by `difflib`.
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"did you mean `{nearest[0]}`?" if nearest else otherwise
 
 
 def reason(error: BaseException) -> str:
-    """Return what an error says in one line, not too long; its type's name if it says nothing."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= LONGEST_REASON else said[:LONGEST_REASON] + " ..."
+    """Return an error's message in one line of limited length; its type's name if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ..."
 
 
 @contextmanager
 def exit_with_one_sentence() -> Iterator[None]:
-    """Turn `UserError`, Ctrl-C, SIGTERM and what disks and paths refuse into one line on stderr and a non-zero exit.
+    """Report `UserError`, Ctrl-C, SIGTERM and errors of disks and paths in one line on stderr, with a non-zero exit.
 
     Any other error is a bug of ours and keeps its traceback.
     """
@@ -76,7 +76,7 @@ def exit_with_one_sentence() -> Iterator[None]:
         code = TERMINATED_EXIT_CODE if isinstance(stop, Terminated) else INTERRUPTED_EXIT_CODE
         raise SystemExit(code) from None
     except Exception as error:
-        sentence = what_the_system_refused(error)
+        sentence = os_error_message(error)
         if sentence is None:
             raise
         print(f"error: {sentence}", file=sys.stderr)
@@ -85,7 +85,7 @@ def exit_with_one_sentence() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Raise `Terminated` at SIGTERM, in this process alone: a pool ends its forked workers by the same signal."""
+    """Raise `Terminated` at SIGTERM, in this process only, as a pool ends its forked workers by the same signal."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -103,16 +103,16 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def what_the_system_refused(error: Exception) -> str | None:
-    """A sentence about a disk or a path, if that is what the error is about; libraries wrap it in errors of theirs."""
-    number, file, said = None, getattr(error, "filename", None), str(error)
+def os_error_message(error: Exception) -> str | None:
+    """Return a sentence about an error of a disk or a path, which libraries may wrap; None for other errors."""
+    number, file, text = None, getattr(error, "filename", None), str(error)
     if isinstance(error, OSError) and error.errno is not None:
-        number = error.errno if error.errno in OF_THE_DISK or (file and error.errno in OF_A_PATH) else None
-    elif code := re.search(r"\(os error (\d+)\)", said):  # safetensors
+        number = error.errno if error.errno in DISK_ERRORS or (file and error.errno in PATH_ERRORS) else None
+    elif code := re.search(r"\(os error (\d+)\)", text):  # safetensors
         number = int(code[1])
-    elif os.strerror(errno.ENOSPC) in said:
+    elif os.strerror(errno.ENOSPC) in text:
         number = errno.ENOSPC
-    elif any(name in said for name in TORCH_WRITERS):  # which does not say what it was
+    elif any(name in text for name in TORCH_WRITERS):  # gives no reason
         number = errno.EIO
     if number is None:
         return None
@@ -125,10 +125,10 @@ def what_the_system_refused(error: Exception) -> str | None:
 
 
 def masked(value: Any) -> Any:
-    """A text, or a tree of mappings and lists, without its secrets.
+    """Remove secrets from a text, or from a tree of mappings and lists.
 
-    In a mapping they are left out, since such keys are read from the environment too. In a text they become `***`, and
-    so does what is before the @ of a URL, unless the environment holds the password (`http://me:$PASSWORD@host`).
+    Mappings lose such keys, which may be read from the environment instead. In a text secrets become `***`, as do the
+    credentials of a URL, unless the password is an environment variable (`http://me:$PASSWORD@host`).
     """
     if isinstance(value, dict):
         return {key: masked(inner) for key, inner in value.items() if not _is_secret(str(key), str(inner))}
@@ -141,7 +141,7 @@ def masked(value: Any) -> Any:
 
 
 def _is_secret(key: str, value: str) -> bool:
-    """Whether it is a secret: also a key given where the name of a variable is asked for."""
+    """Return whether the value is a secret, which includes an API key in place of its variable's name."""
     return re.fullmatch(_SECRET_KEY, key) is not None or (key == "api_key_env" and not value.isidentifier())
 
 

@@ -1,4 +1,4 @@
-"""Files of a run: write whole or not at all, read back with a check of their form; hashes, disks, the cache folder."""
+"""Files of a run: atomic writes, reads with validation; hashes, disks, the cache folder."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FormT = TypeVar("FormT")
 
 
 def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = None) -> FormT:
-    """Read what a stage wrote into a run's folder, and check its form.
+    """Read and validate a JSON file of a run's folder.
 
     Args:
-        form: What pydantic checks it against, a dataclass or `dict[str, Any]`; keys that it does not know are left out.
-        way_out: What to do about a damaged file.
-        key: Only the value of this key.
+        form: Type for pydantic's validation, a dataclass or `dict[str, Any]`; unknown keys are dropped.
+        way_out: Advice for a damaged file.
+        key: Read the value of this key only.
 
     Raises:
-        UserError: No JSON, or of another form.
+        UserError: The file is not JSON, or not of this form.
     """
     try:
         values = from_json(file.read_bytes())
@@ -48,7 +48,7 @@ def read_json(file: Path, form: type[FormT], way_out: str, key: str | None = Non
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write all of it or nothing: a full disk or Ctrl-C leaves the old file."""
+    """Write the file completely or not at all: after a full disk or Ctrl-C the old file is still there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
@@ -59,31 +59,31 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Whether the folder can be made and written to, before the work whose results are to be written there.
+    """Check that the folder can be created and written to, before work whose results go there.
 
     Raises:
         OSError: It cannot.
     """
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        is_read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
         number = errno.EROFS if is_read_only else errno.EACCES
-        raise OSError(number, os.strerror(number), str(there))
+        raise OSError(number, os.strerror(number), str(existing))
 
 
 def share_as_usual(folder: Path) -> None:
-    """Give the folder's weights the permissions of `config.json`: safetensors makes its own readable to nobody else."""
+    """Set the permissions of `config.json` for the weights, which safetensors makes readable to their owner only."""
     config = folder / "config.json"
-    if config.is_file():  # of a sharded save there is none
+    if config.is_file():  # missing in a sharded save
         for file in folder.glob("*.safetensors"):
             file.chmod(stat.S_IMODE(config.stat().st_mode))
 
 
-def sha256_of(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -92,13 +92,13 @@ def sha256_of(file: Path) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """`604 MiB`, `1.2 TiB`."""
+    """Format a number of bytes as `604 MiB` or `1.2 TiB`."""
     amount, unit = scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     return f"{amount:,.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
 
 
 def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str]:
-    """Return the amount in the largest of these units that leaves at least 1."""
+    """Convert the amount to the largest of these units in which it is at least 1."""
     exponent = 0
     while amount >= step and exponent < len(units) - 1:
         amount, exponent = amount / step, exponent + 1
@@ -106,13 +106,13 @@ def scaled(amount: float, step: int, units: tuple[str, ...]) -> tuple[float, str
 
 
 def free_bytes_at(folder: Path) -> int:
-    """Free bytes of the disk that the folder is on, or will be on."""
+    """Return the free bytes of the disk that the folder is on, or will be on."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def cache_root() -> Path:
-    """`$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
+    """Return the cache folder: `$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()

@@ -1,4 +1,4 @@
-"""The Hub: which names are ids there, and what it refuses, each in one sentence."""
+"""The Hugging Face Hub: parsing of ids, and its errors in one sentence each."""
 
 import re
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import httpx2
 from huggingface_hub import constants, errors
 
-from draftsmith.errors import UserError, reason, what_the_system_refused
+from draftsmith.errors import UserError, os_error_message, reason
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
-# What hf_xet, which is written in Rust, says in errors without a type of their own.
+# Messages of hf_xet, which is written in Rust and raises errors without specific types.
 _XET_STATUS, _XET_NETWORK = re.compile(r"HTTP status \w+ error \((\d{3})\b"), "error sending request"
-AGAIN = "run the same command again to go on"
+AGAIN = "run the same command again to continue"
 # With `{repo}`, `{hub}` for its address and `{tokens}` for the page of tokens.
 BY_TYPE = (
     (
@@ -38,44 +38,44 @@ NO_CONNECTION = f"the connection to {{hub}} failed or broke off ({{type}}): {AGA
 
 
 def hub_id(name: str) -> tuple[str, str | None] | None:
-    """`user/repo` or `user/repo@revision` as (repository, revision); None if the name cannot be one."""
-    found = _HUB_ID.fullmatch(name)
-    return None if found is None else (found["repo"], found["revision"])
+    """Split `user/repo` or `user/repo@revision` into (repository, revision); None if the name is no Hub id."""
+    match = _HUB_ID.fullmatch(name)
+    return None if match is None else (match["repo"], match["revision"])
 
 
 @contextmanager
-def told_in_one_sentence(doing: str, repo: str) -> Iterator[None]:
-    """Around calls of huggingface_hub, and nothing else.
+def hub_errors(action: str, repo: str) -> Iterator[None]:
+    """Translate errors of huggingface_hub in this context, which must contain only its calls.
 
     Args:
-        doing: How the sentence begins: what was tried.
-        repo: The repository that it is about.
+        action: Start of the sentence, such as "nothing was pushed".
+        repo: Name of the repository.
 
     Raises:
-        UserError: Says what the Hub refused, or that it cannot be reached, and the way out.
+        UserError: The Hub refused a request or cannot be reached.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # of any kind: hf_xet raises its own
-        chain: list[BaseException] = [error]  # and what it was raised from
+    except Exception as error:  # of any type: hf_xet has its own
+        chain: list[BaseException] = [error]  # and its causes
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
-        if any(what_the_system_refused(cause) for cause in chain if isinstance(cause, Exception)):
+        if any(os_error_message(cause) for cause in chain if isinstance(cause, Exception)):
             raise
-        said = next(filter(None, (_sentence(cause, repo) for cause in chain)), None)
-        raise UserError(f"{doing}: {said or reason(error)}") from None
+        sentence = next(filter(None, (_sentence(cause, repo) for cause in chain)), None)
+        raise UserError(f"{action}: {sentence or reason(error)}") from None
 
 
 def _sentence(error: BaseException, repo: str) -> str | None:
-    """Say what this one error means to a user; None if it says nothing by itself."""
-    sentence, status = next((said for kind, said in BY_TYPE if isinstance(error, kind)), None), None
+    """Return a sentence about this error for the user; None for an error of an unknown type."""
+    sentence, status = next((text for kind, text in BY_TYPE if isinstance(error, kind)), None), None
     if sentence is None:
         if isinstance(error, errors.HfHubHTTPError):
             status = error.response.status_code
-        elif found := _XET_STATUS.search(str(error)):
-            status = int(found[1])
+        elif match := _XET_STATUS.search(str(error)):
+            status = int(match[1])
         elif isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
             sentence = NO_CONNECTION
         if status is not None and (sentence := BY_STATUS.get(min(status, 500))) is None:

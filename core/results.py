@@ -1,8 +1,8 @@
-"""Measured figures in one form, whatever measured them: with the machine, the date, the commit and the command.
+"""Measured figures in a common form, with the machine, the date, the commit and the command.
 
     {"machine": {...}, "date": "...", "commit": "...", "versions": {...}, "command": "...", "figures": {...}}
 
-A run writes it to `eval/result.json`, a benchmark where `--json` says; what documents quote is in `docs/results`.
+A run writes it to `eval/result.json`, a benchmark to `--json`; results that documents quote are in `docs/results`.
 """
 
 import json
@@ -26,19 +26,19 @@ _ABSOLUTE_PATH = re.compile(r"""(?<![\w./:~-])/(?:[^\s/'",:{}\[\]]+/)+(?=[^\s/'"
 def write_result(
     file: Path, figures: dict[str, Any], command: str | None = None, provenance: Provenance | None = None
 ) -> None:
-    """Write figures down.
+    """Write a result file.
 
     Args:
-        figures: What JSON can hold.
-        command: What measures them again; by default this process's.
-        provenance: Of figures that another process measured; by default of this one, now.
+        figures: Values that JSON can hold.
+        command: Command that measures them again; default: this process's.
+        provenance: Provenance of figures that another process measured; default: this process, now.
     """
-    found = provenance or Provenance.now()
+    source = provenance or Provenance.now()
     result = {
-        "machine": asdict(found.machine),
-        "date": found.time_utc,
-        "commit": found.commit,
-        "versions": found.versions,
+        "machine": asdict(source.machine),
+        "date": source.time_utc,
+        "commit": source.commit,
+        "versions": source.versions,
         "command": command or _own_command(),
         "figures": figures,
     }
@@ -46,7 +46,7 @@ def write_result(
 
 
 def folded_json(value: Any, depth: int = 0) -> str:
-    """JSON in lines that a reader can find his way in: what is short, or `FOLD_DEPTH` levels down, is on one line."""
+    """Format as readable JSON: short values, and those `FOLD_DEPTH` levels down, are on one line."""
     line = json.dumps(value)
     if depth == FOLD_DEPTH or len(line) <= FOLD_CHARACTERS or not isinstance(value, dict | list):
         return line
@@ -59,7 +59,7 @@ def folded_json(value: Any, depth: int = 0) -> str:
 
 
 def portable(value: Any) -> Any:
-    """Write `.../name` for `/folders/of/this/machine/name` in a text, or in a tree of mappings and lists."""
+    """Replace `/folders/of/this/machine/name` by `.../name` in a text, or in a tree of mappings and lists."""
     if isinstance(value, dict):
         return {portable(key): portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

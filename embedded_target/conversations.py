@@ -55,14 +55,14 @@ def is_heldout(module: str) -> bool:
 
 
 def has_repeated_run(text: str, run_pieces: int = REPEATED_RUN_PIECES) -> bool:
-    """Whether a run of 8 pieces occurs twice; pieces are about as long as the embedded tokenizer's tokens."""
+    """Return whether a run of 8 pieces occurs twice; pieces are about as long as the embedded tokenizer's tokens."""
     pieces = re.findall(r" ?[A-Za-z]{1,5}|\d| +|\n|[^\w\s]+|_", text)
     runs = [tuple(pieces[start : start + run_pieces]) for start in range(len(pieces) - run_pieces + 1)]
     return len(set(runs)) < len(runs)
 
 
 def build_conversations(count: int = CONVERSATION_COUNT) -> list[dict[str, Any]]:
-    """`count` conversations `{"id", "category", "module", "split", "messages"}` in a shuffled order."""
+    """Build `count` conversations `{"id", "category", "module", "split", "messages"}` in a shuffled order."""
     rng = random.Random(SEED)
     items = stdlib_items()
     documented = {
@@ -75,13 +75,13 @@ def build_conversations(count: int = CONVERSATION_COUNT) -> list[dict[str, Any]]
     }
     conversations: list[dict[str, Any]] = []
     for category, (maker, weight) in MAKERS.items():
-        conversations += _of_category(rng, category, maker, count * weight // 100, items, documented)
+        conversations += _make_category(rng, category, maker, count * weight // 100, items, documented)
     rng.shuffle(conversations)
     return conversations
 
 
 def choose_questions(conversations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out questions `{"question_id", "category", "turns"}`, spread evenly over the categories and over modules."""
+    """Choose held-out questions `{"question_id", "category", "turns"}`, spread evenly over categories and modules."""
     categories = list(MAKERS)
     quota = {
         name: QUESTION_COUNT // len(categories) + (i < QUESTION_COUNT % len(categories))
@@ -103,21 +103,21 @@ def choose_questions(conversations: Sequence[dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def _of_category(
+def _make_category(
     rng: random.Random,
     category: str,
     maker: Maker,
-    wanted: int,
+    count: int,
     items: Sequence[StdlibItem],
     documented: dict[bool, list[StdlibItem]],
 ) -> list[dict[str, Any]]:
-    """Walks over the items in a random order, more than once when there are too few, until `wanted` are made."""
+    """Make `count` conversations of a category, from the items in random order, at most three times each."""
     made: dict[str, dict[str, Any]] = {}
     order = list(items)
     for _ in range(3):
         rng.shuffle(order)
         for item in order:
-            if len(made) == wanted:
+            if len(made) == count:
                 return list(made.values())
             extra: tuple[Any, ...] = ()
             if category == "retrieval":
@@ -140,7 +140,7 @@ def _other_snippets(rng: random.Random, item: StdlibItem, documented: Sequence[S
 
 
 def is_suitable(turns: Sequence[str]) -> bool:
-    """Short enough for a row, no trivial only answer, and no answer that repeats itself."""
+    """Return whether a conversation fits a row, and has no trivial single answer and no repetitive answer."""
     answers = turns[1::2]
     return (
         sum(map(len, turns)) <= MAX_CONVERSATION_CHARS

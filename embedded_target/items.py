@@ -88,14 +88,10 @@ class StdlibItem:
         return self.source.count("\n") + 1
 
 
-def stdlib_folder() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
 @lru_cache(maxsize=2)
 def stdlib_items(folder: Path | None = None) -> tuple[StdlibItem, ...]:
-    """Every ASCII-only item of the public modules under `folder` (default: this interpreter's library)."""
-    root = folder or stdlib_folder()
+    """Return every ASCII-only item of the public modules under `folder` (default: this interpreter's library)."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
     items: list[StdlibItem] = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -150,7 +146,7 @@ def _item(module: str, qualname: str, kind: str, node: ast.FunctionDef | ast.Cla
     function = node if isinstance(node, ast.FunctionDef) else None
     is_long = (node.end_lineno or 0) - node.lineno >= MAX_SOURCE_LINES
     source = "" if function is None or is_long else ast.unparse(node)
-    inner = [found for statement in node.body for found in ast.walk(statement)] if source else []
+    inner = [child for statement in node.body for child in ast.walk(statement)] if source else []
     body = source
     if docstring and source:
         rest = node.body[1:]
@@ -178,13 +174,13 @@ def _with_body(node: ast.FunctionDef | ast.ClassDef, body: list[ast.stmt]) -> as
 def _arguments(args: ast.arguments) -> tuple[Argument, ...]:
     positional = [*args.posonlyargs, *args.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    found = [_argument("", arg, default) for arg, default in zip(positional, defaults, strict=True)]
+    arguments = [_argument("", arg, default) for arg, default in zip(positional, defaults, strict=True)]
     if args.vararg:
-        found.append(_argument("*", args.vararg, None))
-    found += [_argument("", arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+        arguments.append(_argument("*", args.vararg, None))
+    arguments += [_argument("", arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
     if args.kwarg:
-        found.append(_argument("**", args.kwarg, None))
-    return tuple(found)
+        arguments.append(_argument("**", args.kwarg, None))
+    return tuple(arguments)
 
 
 def _argument(stars: str, arg: ast.arg, default: ast.expr | None) -> Argument:
@@ -196,8 +192,8 @@ def _argument(stars: str, arg: ast.arg, default: ast.expr | None) -> Argument:
 
 
 def _in_source_order(inner: list[ast.AST], kind: type[NodeT]) -> list[NodeT]:
-    found = [child for child in inner if isinstance(child, kind)]
-    return sorted(found, key=lambda child: (child.lineno, child.col_offset))
+    nodes = [child for child in inner if isinstance(child, kind)]
+    return sorted(nodes, key=lambda child: (child.lineno, child.col_offset))
 
 
 def _short_unique(texts: Iterator[str]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ NEW_FUNCTION_NAMES = [
 
 
 def first_paragraph(docstring: str, max_chars: int = 260) -> str:
-    """The first paragraph on one line, cut after the last sentence that fits; '' if no sentence does."""
+    """Return the first paragraph on one line, cut after the last sentence that fits; '' if no sentence does."""
     text = " ".join(docstring.split("\n\n")[0].split())
     if len(text) <= max_chars:
         return text

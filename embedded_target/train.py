@@ -81,7 +81,7 @@ Record = dict[str, Any]
 
 
 def read_conversations(split: str) -> list[Record]:
-    """The shipped conversations of a split, `train` or `heldout`."""
+    """Read the shipped conversations of a split, `train` or `heldout`."""
     with CONVERSATIONS.open("rb") as stream:
         lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(stream), encoding="utf-8")
         return [record for record in map(json.loads, lines) if record["split"] == split]
@@ -229,9 +229,9 @@ def measure(folder: Path, conversations: list[Record]) -> dict[str, Any]:
         loss_tokens += len(labels)
     lengths, looping, cut, exact = [], [], [], defaultdict(list)
     for conversation in conversations[:MEASURED_PROMPTS]:
-        *asked, answer = conversation["messages"]
+        *turns, answer = conversation["messages"]
         prompt = tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            turns, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         output = model.generate(**prompt, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
         ids = output[0, prompt["input_ids"].shape[1] :].tolist()

@@ -3,7 +3,7 @@
 For example, on the embedded target:
 
     target, tokenizer = load_target(TargetRecipe(model="embedded"))
-    tree = MethodRecipe(name="tree", tree="best_first", nodes=12, branch=4)
+    tree = MethodConfig(name="tree", tree="best_first", nodes=12, branch=4)
     with SpeculativeDecoder(target, tokenizer, load_drafter("runs/quickstart/drafter", target), tree) as decoder:
         print(decoder.ask("What does os.path.join do?").text)
 """
@@ -19,15 +19,15 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 DEFAULT_LENGTH_TOKENS = 1024
-CHAIN = MethodRecipe(name="chain")
+CHAIN = MethodConfig(name="chain")
 
 
 class SpeculativeDecoder:
@@ -51,7 +51,7 @@ class SpeculativeDecoder:
         target: PreTrainedModel,
         tokenizer: Any | None,
         drafter: Drafter | None = None,
-        tree: MethodRecipe = CHAIN,
+        tree: MethodConfig = CHAIN,
         sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
         max_length_tokens: int | None = None,
         seed: int = 0,
@@ -67,7 +67,7 @@ class SpeculativeDecoder:
         if drafter is None:
             self.session = TargetSession(target, length)
             return
-        self.method = drafter_method(tree, drafter.decoder(length), sampling, self.generator)
+        self.method = build_tree_drafter(tree, drafter.decoder(length), sampling, self.generator)
         self.session = TargetSession(target, length, drafter.feature_layers)
 
     def ask(
@@ -91,7 +91,7 @@ class SpeculativeDecoder:
         Raises:
             UserError: Prompt and answer are longer than `max_length_tokens`.
         """
-        MeasuredCosts(self.session, prompt_ids).give(self.method)  # with the first prompt, once
+        MeasuredCosts(self.session, prompt_ids).set_costs(self.method)  # with the first prompt, once
         return generate(
             self.session,
             self.method,

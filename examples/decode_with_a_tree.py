@@ -13,7 +13,7 @@ from draftsmith import SpeculativeDecoder, load_drafter, load_recipe, load_targe
 from draftsmith.eval.commands.stages import make_drafter
 from draftsmith.eval.decoding.loop import Round
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 BRIEFLY = ["name=example", "data.conversations.limit=400", "data.distill.engine=none", "train.max_steps=120"]
 
@@ -45,7 +45,7 @@ def show(round_: Round) -> None:
     print(f"  + {'    ' * len(accepted)}{tokenizer.decode([round_.verdict.next_token])!r}")
 
 
-best_first = MethodRecipe(name="tree", tree="best_first", nodes=8, branch=3)
+best_first = MethodConfig(name="tree", tree="best_first", nodes=8, branch=3)
 with SpeculativeDecoder(target, tokenizer, drafter, best_first) as decoder:
     answer = decoder.ask(args.question, args.new_tokens, on_round=show)
 with SpeculativeDecoder(target, tokenizer) as plain:

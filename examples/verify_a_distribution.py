@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith import SpeculativeDecoder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 VOCABULARY, ANSWER, PROMPT = 5, 3, [1, 2, 3, 1]
 
@@ -39,7 +39,7 @@ logits = target(torch.tensor([[*PROMPT, *answer] for answer in answers])).logits
 p = logits.softmax(-1).gather(-1, torch.tensor(answers)[..., None]).prod(1)[:, 0]
 
 paths = [[0], [1], [0, 0], [0, 1]] if args.tree == "static" else None
-tree = MethodRecipe(name="tree", tree=args.tree, paths=paths, nodes=4, branch=2, lenience=args.lenience)
+tree = MethodConfig(name="tree", tree=args.tree, paths=paths, nodes=4, branch=2, lenience=args.lenience)
 with SpeculativeDecoder(target, None, drafter, tree, Sampling(1.0), max_length_tokens=16, seed=1) as decoder:
     records = [decoder.answer(PROMPT, ANSWER) for _ in range(args.samples)]
 counts = Counter(tuple(record.ids) for record in records)

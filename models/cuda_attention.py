@@ -52,7 +52,7 @@ def _kernels() -> tuple[Any, Any]:
     import triton.language as tl
 
     @triton.jit
-    def partial_attention(
+    def partial_attention(  # type: ignore[no-untyped-def]
         q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, max_ptr, sum_ptr,
         q_head, q_row, k_head, k_column, v_head, v_column, mask_row,
         scale, nodes, columns, splits,
@@ -96,7 +96,7 @@ def _kernels() -> tuple[Any, Any]:
         tl.store(sum_ptr + place, total, mask=is_row)
 
     @triton.jit
-    def merge_splits(
+    def merge_splits(  # type: ignore[no-untyped-def]
         out_ptr, max_ptr, sum_ptr, result_ptr, nodes, splits,
         GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FAR: tl.constexpr,
     ):  # fmt: skip

@@ -147,7 +147,7 @@ class _FinalStates(BaseModelOutputWithPast):
 def _logits_from(target: PreTrainedModel, hidden: Tensor) -> Tensor:
     """[N, V] that the target's own forward makes of final hidden states [N, D]; no layer runs."""
     base: Any = target.base_model
-    base = base.get_decoder() if hasattr(base, "get_decoder") else base  # as `decoder_of`
+    base = base.get_decoder() if hasattr(base, "get_decoder") else base  # as `get_text_decoder`
 
     def final_states(*_: Any, **__: Any) -> Any:
         return _FinalStates(last_hidden_state=hidden[None])

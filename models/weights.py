@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from draftsmith.errors import UserError, reason
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 
 USUAL_WAY_OUT = "give a folder with a transformers checkpoint, or a Hub id that this machine can reach"
 # By a pattern of the error; the first that fits.
@@ -99,7 +99,7 @@ def tensors_said(missing: Iterable[str], unexpected: Iterable[str], mismatched: 
 
 def weights_sha256(folder: Path) -> dict[str, str]:
     """Hash each weights file in a folder, by its name."""
-    return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
+    return {file.name: file_sha256(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def sampled_hash(files: Iterable[Path]) -> str:

@@ -1,13 +1,12 @@
-"""Read a recipe: YAML, the recipes that it extends, dotted overrides, the schema; each mistake names its file and key.
+"""Loading of recipes: YAML, `extends`, dotted overrides, validation; errors name the file and the key.
 
-`extends: NAME` starts from another file's values. Mappings merge key by key, in the order of that file, a new key after
-the key that precedes it; lists and scalars replace. `null` takes an inherited key back, so that its default holds. A
-changed `kind` or `engine` drops the `options` next to it, which belong to the old one. Files in `base/` are only
+`extends: NAME` starts from another file's values. Mappings merge key by key, in the order of that file, with a new key
+after the key that precedes it; lists and scalars replace. `null` removes an inherited key, so that its default applies.
+A changed `kind` or `engine` drops the `options` next to it, which belong to the old one. Files in `base/` are only
 extended: they need no `name`.
 
-And the recipe that `drafter.init` names: the first stage of a training in two. Its drafter and training are its own;
-target, data, seed and `runs_dir` are those of the recipe that names it, so both stages learn from the same tokens, and
-overrides of these hold for both.
+A recipe named by `drafter.init` is the first stage of a training in two. It has its own drafter and training; target,
+data, seed and `runs_dir` are those of the recipe that names it, so that both stages learn from the same tokens.
 """
 
 import importlib.resources
@@ -31,10 +30,10 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
     Args:
         path: A YAML file, or the bare name of a shipped recipe (`quickstart`).
-        overrides: `section.key=value` pairs, values in YAML, or `section.key=@FILE`: what that YAML file holds.
+        overrides: `section.key=value` pairs with values in YAML, or `section.key=@FILE` for a YAML file's content.
 
     Raises:
-        UserError: A file is missing or no YAML, the recipe no mapping, or a key is unknown or has the wrong type.
+        UserError: A file is missing or not YAML, the recipe is no mapping, or a key is unknown or of the wrong type.
     """
     file = find_recipe(path)
     files = _with_parents(file)
@@ -48,9 +47,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        place = _place_of(error.errors()[0]["loc"], list(files), overrides or [])
+        place = _locate(error.errors()[0]["loc"], list(files), overrides or [])
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
-    except RecursionError:  # an alias of what it is part of
+    except RecursionError:  # an alias that contains itself
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
@@ -71,7 +70,7 @@ def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
         files[parent], child, parent = values, parent, None
         if name is None:
             break
-        place = _place_of(("extends",), [child], [])
+        place = _locate(("extends",), [child], [])
         if not isinstance(name, str):
             raise UserError(f"{place}: key `extends` must be the name or the path of one recipe, not {_kind(name)}")
         try:
@@ -89,7 +88,7 @@ def _merged(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
     merged = dict(parent)
     if any(key in parent and key in child and child[key] != parent[key] for key in ("kind", "engine")):
         merged.pop("options", None)
-    order, taken_back = list(merged), set()
+    order, removed = list(merged), set()
     place = 0  # in `order`, of the next new key
     for key, value in child.items():
         if key in merged:
@@ -98,16 +97,16 @@ def _merged(parent: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
             order.insert(place, key)
             place += 1
         if value is None and merged.get(key) is not None:
-            taken_back.add(key)
+            removed.add(key)
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both else value
-    return {key: merged[key] for key in order if key not in taken_back}
+    return {key: merged[key] for key in order if key not in removed}
 
 
-def _place_of(location: tuple[int | str, ...], files: list[Path], overrides: list[str]) -> str:
-    """Return `file, line N` of a key, in the first of the files that holds most of its location.
+def _locate(location: tuple[int | str, ...], files: list[Path], overrides: list[str]) -> str:
+    """Return `file, line N` of a key, in the first file with the longest part of its location.
 
-    Of an overridden key it is the first file alone.
+    For an overridden key, return the first file without a line.
     """
     dotted = ".".join(map(str, location)) + "."
     if any(dotted.startswith(override.partition("=")[0] + ".") for override in overrides):
@@ -139,10 +138,10 @@ def _read_yaml(file: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Read plain values from YAML, as `yaml.safe_load` does, but for texts that mean more than they show.
+    """Parse plain values from YAML, as `yaml.safe_load` does, but refuse repeated keys and expanding aliases.
 
     Raises:
-        yaml.YAMLError: It is none, a key is there twice, or aliases stand for too much or for what they are part of.
+        yaml.YAMLError: The text is not YAML, repeats a key, or has aliases with too many values or cycles.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -150,18 +149,18 @@ def parse_yaml(text: str) -> Any:
         if node is None:
             return None
         sizes: dict[int, int] = {}
-        if _size_of(node, sizes) > max(MOST_ALIASED_VALUES, len(sizes)):
+        if _count_values(node, sizes) > max(MOST_ALIASED_VALUES, len(sizes)):
             raise yaml.YAMLError(f"its aliases stand for more than {MOST_ALIASED_VALUES:,} values: write them out")
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _size_of(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Count the values that a node stands for, those of its aliases as often as they are named.
+def _count_values(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Count the values of a node, with those of aliases at every use.
 
     Args:
-        sizes: Of the nodes that were counted, by their `id`; 0 while one is.
+        sizes: Counts of the nodes so far, by their `id`; 0 for a node that is being counted.
     """
     if (known := sizes.get(id(node))) is not None:
         if known == 0:
@@ -173,23 +172,21 @@ def _size_of(node: yaml.Node, sizes: dict[int, int]) -> int:
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in keys:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
-                    )
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value} is repeated", problem_mark=key.start_mark)
                 keys.add(key.value)
-            size += _size_of(key, sizes) + _size_of(value, sizes)
+            size += _count_values(key, sizes) + _count_values(value, sizes)
     elif isinstance(node, yaml.SequenceNode):
-        size += sum(_size_of(part, sizes) for part in node.value)
+        size += sum(_count_values(part, sizes) for part in node.value)
     sizes[id(node)] = size
     return size
 
 
 def _unwritable(value: Any, key: str = "") -> str | None:
-    """Find the first key under which a text holds NUL, which no path can, or half a surrogate pair, as no UTF-8 can."""
+    """Find the first key with a text that contains NUL, or half a surrogate pair, which is not UTF-8."""
     if isinstance(value, dict | list):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
-        found = (_unwritable(part, f"{key}.{name}".removeprefix(".")) for name, part in parts)
-        return next(filter(None, found), None)
+        keys = (_unwritable(part, f"{key}.{name}".removeprefix(".")) for name, part in parts)
+        return next(filter(None, keys), None)
     return key if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value) else None
 
 
@@ -197,7 +194,7 @@ def find_recipe(path: str | Path, child: Path | None = None) -> Path:
     """Find the recipe's file: the path itself, or the shipped recipe of that name.
 
     Args:
-        child: The file that extends it: a relative path begins at its folder, and shipped names include `base/NAME`.
+        child: The file that extends it: relative paths start at its folder, and shipped names include `base/NAME`.
     """
     file = Path(path).expanduser()
     shipped_folder = Path(str(importlib.resources.files("draftsmith.recipes")))
@@ -206,7 +203,7 @@ def find_recipe(path: str | Path, child: Path | None = None) -> Path:
         if place.is_file():
             return place
     shipped = {recipe.stem: recipe for recipe in sorted(shipped_folder.glob("*.yaml"))}
-    # A folder in the path means that the user meant a file of theirs, except for the folder the shipped ones live in.
+    # A folder in the path means a file of the user, unless it is the folder of the shipped recipes.
     name = file.name.removesuffix(".yaml")  # no stem: llama3.1-8b-eagle3
     if name in shipped and str(file.parent) in (".", "recipes"):
         return shipped[name]
@@ -224,10 +221,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     for parent in parents:
         section = section.setdefault(parent, {})
         if not isinstance(section, dict):
-            raise UserError(
-                f"override `{override}`: `{parent}` is {_kind(section)}, not a section with keys of its own"
-            )
-    if text.startswith("@"):  # which begins no YAML
+            raise UserError(f"override `{override}`: `{parent}` is {_kind(section)}, not a section with keys")
+    if text.startswith("@"):  # not valid YAML
         section[leaf] = _read_yaml(Path(text[1:]).expanduser())
         return
     try:
@@ -241,16 +236,16 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def explain(schema: type[BaseModel], error: ValidationError, section: str = "") -> str:
-    """The first mistake, as `section.key`: what is wrong and what would be right.
+    """Describe the first mistake: the key as `section.key`, what is wrong, and what would be right.
 
     Args:
-        section: Where in the recipe the schema's keys are.
+        section: Dotted key of the schema in the recipe.
     """
     first = error.errors()[0]
     location = first["loc"]
     key = ".".join(str(part) for part in ([section] if section else []) + list(location))
     if first["type"] == "extra_forbidden":
-        model: Any = schema  # the part of it that the key is in
+        model: Any = schema  # the section of the key
         for part in location[:-1]:
             if not isinstance(part, int):
                 annotation = model.model_fields[part].annotation
@@ -262,8 +257,8 @@ def explain(schema: type[BaseModel], error: ValidationError, section: str = "") 
     if first["type"] == "missing":
         return f"key `{key}` is missing: add it"
     message = first["msg"].removeprefix("Value error, ")
-    seen = first["input"]
-    shown = "" if isinstance(seen, dict) else f", not {seen!r}"
+    value = first["input"]
+    shown = "" if isinstance(value, dict) else f", not {value!r}"
     return f"key `{key}`: {message[0].lower()}{message[1:]}{shown if len(shown) <= 100 else shown[:100] + '...'}"
 
 
@@ -272,19 +267,19 @@ def _kind(value: Any) -> str:
 
 
 def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
-    """The recipe to be trained first; None if `drafter.init` is absent, a folder or a Hub id.
+    """Return the recipe to train first; None if `drafter.init` is missing, a folder or a Hub id.
 
-    A `train.seed` holds for both stages; where it is not the recipe's `seed`, as in a comparison over seeds, the first
-    stage's name says so in the way that the comparison's do, and is shared with it.
+    A `train.seed` applies to both stages. If it differs from `seed`, as in a comparison over seeds, the first stage's
+    name gets the same suffix as the comparison's recipes, so that they share it.
 
     Args:
-        names: Of the recipes that start from this one.
+        names: Names of the recipes that start from this one.
 
     Raises:
         UserError: There is no such recipe, or recipes start from each other in a circle.
     """
     init, names = recipe.drafter.init, (*names, recipe.name)
-    # A folder goes before a shipped recipe of its name; a bare name cannot be anything else.
+    # A folder takes precedence over a shipped recipe of the same name.
     if init is None or Path(init).is_dir() or ("/" in init and not init.endswith(RECIPE_SUFFIXES)):
         return None
     try:
@@ -299,6 +294,6 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
     name = f"{first.name}{SEED_SUFFIX}{number}" if number else first.name
     first = first.model_copy(update={**same, "train": train, "name": name})
     if name in names:
-        raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one a start of its own")
+        raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one another start")
     first_stage(first, names)  # to find a circle before any training
     return first

@@ -1,8 +1,8 @@
-"""`runs/<name>/`: where a run's stages write, which process may write, and with which settings a folder was started.
+"""The run folder `runs/<name>/`: its paths, its lock, and the settings that it was started with.
 
-One process at a time trains, writes features, tunes or measures in a run's folder; distillation may be shared. The lock
-is the operating system's (flock): it goes with its process, however that ends, and there is no stale one to remove. The
-file beside it says who holds it, for people.
+One process at a time trains, writes features, tunes or measures in a run folder; several may distil. The lock is the
+operating system's (flock), which releases it when the process ends, so that no stale lock is left. The file
+`.lock.json` names its holder, for people.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunFolder:
         self._recipe = recipe
 
     def read_from(self, other: RunFolder) -> None:
-        """Read another run's conversations, tokens and features, by links; what this run has itself stays."""
+        """Link another run's conversations, tokens and features, unless this run has its own."""
         for link, folder in ((self.data, other.data), (self.features, other.features)):
             if folder.exists() and not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
@@ -70,45 +70,42 @@ class RunFolder:
         write_atomically(self.root / PROVENANCE, json.dumps(stages, indent=2) + "\n")
 
     def stages(self) -> dict[str, Any]:
-        """What `record` wrote so far, by stage; read before hours of work, so that it can be added to afterwards.
+        """Read `provenance.json`, by stage; called before hours of work, so that a damaged file is noticed.
 
         Raises:
-            UserError: It is damaged.
+            UserError: The file is damaged.
         """
         file = self.root / PROVENANCE
         return read_json(file, dict[str, Any], "delete it and run the same command again") if file.exists() else {}
 
     def provenance(self, stage: str) -> Provenance:
-        """What `record` wrote of this stage.
+        """Read the provenance of a stage, as `record` wrote it.
 
         Raises:
-            UserError: It is not there, or damaged.
+            UserError: It is missing or damaged.
         """
         return read_json(self.root / PROVENANCE, Provenance, f"delete it and run `draftsmith {stage}` again", stage)
 
 
-# ---- where results came from ----
-
-
-# ---- who may write ----
+# ---- the lock ----
 
 
 def is_first_process() -> bool:
-    """Whether this is the first, or the only, process of a launch: the one that speaks, and holds the run's lock."""
+    """Return whether this is the first process of a launch, which prints and holds the run's lock."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def alone_in_its_run(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:
-    """Decorate a stage, a function whose first argument is a recipe: it holds the run's lock while it works.
+def with_run_lock(stage: str) -> Callable[[Callable[Options, Result]], Callable[Options, Result]]:
+    """Decorate a stage, a function whose first argument is a recipe, to hold the run's lock while it runs.
 
     Args:
-        stage: Its name, for the sentence.
+        stage: Name of the stage, for messages of other processes.
     """
 
     def decorate(function: Callable[Options, Result]) -> Callable[Options, Result]:
         @functools.wraps(function)
         def locked(*args: Options.args, **options: Options.kwargs) -> Result:
-            if not is_first_process():  # which holds it for all
+            if not is_first_process():  # the first one holds the lock for all
                 return function(*args, **options)
             with run_lock(RunFolder(cast(Recipe, args[0])).root, stage):
                 return function(*args, **options)
@@ -120,10 +117,10 @@ def alone_in_its_run(stage: str) -> Callable[[Callable[Options, Result]], Callab
 
 @contextmanager
 def run_lock(root: Path, stage: str) -> Iterator[None]:
-    """Hold the lock of `runs/<name>`, of which only one process may.
+    """Lock `runs/<name>` against other processes in this context.
 
     Raises:
-        UserError: Another process is; says which.
+        UserError: Another process holds the lock; the message names it.
     """
     check_writable(root)
     root.mkdir(parents=True, exist_ok=True)
@@ -131,10 +128,10 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        owner = "another draftsmith process"  # that has just begun
+        owner = "another draftsmith process"  # which has just started
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
-            owner = f"`draftsmith {found['stage']}` (process {found['process']} on {found['host']})"
+            holder = json.loads((root / OWNER_FILE).read_text(encoding="utf-8"))
+            owner = f"`draftsmith {holder['stage']}` (process {holder['process']} on {holder['host']})"
         raise UserError(
             f"{root} is in use by {owner}: wait for it, stop it, or give this recipe another `name`"
         ) from None
@@ -150,14 +147,14 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
         lock.release()
 
 
-# ---- what it was begun with ----
+# ---- settings ----
 
-# Of the drafter's folder: before a training's first step, and after its last.
-BEGUN_FILE, FINISHED_FILE = "settings.json", "training.json"
+# Files of the drafter's folder: written before a training's first step, and after its last.
+STARTED_FILE, FINISHED_FILE = "settings.json", "training.json"
 
 
 def check_no_training_reads(data: Path) -> None:
-    """Look for a training that was begun on the rows of a run's data and is not finished: with others it cannot resume.
+    """Check that no unfinished training uses the rows of a run's data, as it could not resume with other rows.
 
     Args:
         data: The run's data folder, or a link to that of another run.
@@ -167,9 +164,9 @@ def check_no_training_reads(data: Path) -> None:
     """
     for root in dict.fromkeys((data.parent, data.resolve().parent)):
         drafter = root / "drafter"
-        if (drafter / BEGUN_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():
+        if (drafter / STARTED_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():
             raise UserError(
-                f"{drafter} holds a training that was begun on the rows of {data} and is not finished, and that could "
+                f"{drafter} holds a training that was started on the rows of {data}, is not finished, and could "
                 "not be resumed with other rows: finish it with `draftsmith train`, delete that folder, or give this "
                 "recipe another `name`"
             )
@@ -179,53 +176,50 @@ def write_settings(file: Path, settings: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(settings, indent=2) + "\n")
 
 
-def check_settings(file: Path, settings: dict[str, Any], again: str, may_fall: Collection[str] = ()) -> None:
-    """Compare with what `write_settings` wrote, if anything.
+def check_settings(file: Path, settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()) -> None:
+    """Check the settings against a file that `write_settings` wrote, if there is one; see `check_same_settings`.
 
     Raises:
-        UserError: The file is damaged, or as `refuse_other_settings`, of the file's folder.
+        UserError: The file is damaged, or has other settings.
     """
     if not file.is_file():
         return
-    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {again}")
-    refuse_other_settings(file.parent, earlier, settings, again, may_fall)
+    earlier = read_json(file, dict[str, Any], f"delete the folder {file.parent} to {advice}")
+    check_same_settings(file.parent, earlier, settings, advice, may_decrease)
 
 
-def refuse_other_settings(
-    folder: Path, earlier: dict[str, Any], settings: dict[str, Any], again: str, may_fall: Collection[str] = ()
+def check_same_settings(
+    folder: Path, earlier: dict[str, Any], settings: dict[str, Any], advice: str, may_decrease: Collection[str] = ()
 ) -> None:
-    """Compare what a folder was begun with and what it is to be continued with.
+    """Check that the settings of a folder did not change since it was started.
 
     Args:
-        folder: For the message.
-        earlier: As JSON gave it.
-        settings: By recipe key, or sections of them.
-        again: What is to be done once the folder is deleted: `train anew`.
-        may_fall: Keys of numbers that may be lower now than they were.
+        folder: The folder, for the message.
+        earlier: Its settings, as read from JSON.
+        settings: The settings now, by recipe key or by section.
+        advice: Verb phrase for the message: what to do after deleting the folder, such as `train again`.
+        may_decrease: Keys of numbers that may be lower now.
 
     Raises:
-        UserError: They differ; names the first such key with both values, and the other keys.
+        UserError: They differ; the message has the first differing key with both values, and the other keys.
     """
     old, new = _flat(earlier), _flat(json.loads(json.dumps(settings)))
-    fallen = {key for key in may_fall if key in old and key in new and new[key] < old[key]}
-    other = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in fallen]
+    decreased = {key for key in may_decrease if key in old and key in new and new[key] < old[key]}
+    other = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in decreased]
     if other:
         first, *more = other
         too = f" ({', '.join(more)} changed too)" if more else ""
         raise UserError(
-            f"{folder} was begun with {first} = {old.get(first)!r}, now it is {new.get(first)!r}{too}: restore the "
-            f"key, give the recipe another `name`, or delete that folder to {again}"
+            f"{folder} was started with {first} = {old.get(first)!r}, now it is {new.get(first)!r}{too}: restore the "
+            f"key, give the recipe another `name`, or delete that folder to {advice}"
         )
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """{"eval": {"methods": [{"paths": [[0], [1]]}]}} to {"eval.methods.0.paths": [[0], [1]]}."""
+    """Flatten {"eval": {"methods": [{"paths": [[0]]}]}} to {"eval.methods.0.paths": [[0]]}."""
     has_sections = isinstance(value, list) and all(isinstance(part, dict) for part in value)
     sections = dict(enumerate(value)) if has_sections else value
     if not isinstance(sections, dict) or not sections:
         return {key: value}
     parts = (_flat(part, f"{key}.{name}".removeprefix(".")) for name, part in sections.items())
     return {name: leaf for flat in parts for name, leaf in flat.items()}
-
-
-# ---- files ----

@@ -1,7 +1,7 @@
 """The typed recipe. One YAML file drives distil, train and eval; an unknown key is an error, never ignored.
 
-`train:` is handed to `transformers.TrainingArguments`, but for three keys of our own, and `drafter.options` to the
-drafter's own `Options`.
+`train:` is passed to `transformers.TrainingArguments`, except for three keys of ours, and `drafter.options` to the
+drafter's `Options`.
 """
 
 import re
@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 SEED_SUFFIX = "-seed-"  # in a recipe's name, before the number of a comparison's further training seed
-DRAFTER_KIND = "drafter"  # of an `eval.methods` entry: the run's trained drafter
+DRAFTER_KIND = "drafter"  # kind of an `eval.methods` entry: the run's trained drafter
 NOT_PATHS = ("stop", "chat_template")  # keys of texts in which a ~ is only a character
 
 
 def check_name(name: str) -> str:
-    """The one rule for names that files and folders are called by.
+    """Check a name of files and folders, and return it.
 
     Raises:
-        ValueError: Says what it must be.
+        ValueError: It is not valid.
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name) is None:
         raise ValueError(
@@ -30,7 +30,7 @@ def check_name(name: str) -> str:
 
 
 def _check_method_name(name: str) -> str:
-    """A name, or two with a slash between them: a comparison puts the recipe's before the method's."""
+    """Check a method's name, or `recipe/method`, as comparisons call it, and return it."""
     recipe_name, slash, own_name = name.partition("/")
     return check_name(recipe_name) + (slash and slash + check_name(own_name))
 
@@ -38,12 +38,12 @@ def _check_method_name(name: str) -> str:
 MethodName = Annotated[str, AfterValidator(_check_method_name)]
 
 
-def _with_home(value: Any) -> Any:
-    """Every text that begins with `~/`, at any depth, with the home folder's path in its place."""
+def _expand_home(value: Any) -> Any:
+    """Expand `~` in all texts that start with it, at any depth."""
     if isinstance(value, dict):
-        return {key: inner if key in NOT_PATHS else _with_home(inner) for key, inner in value.items()}
+        return {key: inner if key in NOT_PATHS else _expand_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_with_home(inner) for inner in value]
+        return [_expand_home(inner) for inner in value]
     if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
         try:
             return str(Path(value).expanduser())
@@ -53,14 +53,14 @@ def _with_home(value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A part of the recipe that refuses keys it does not know. Paths in it may begin with `~`."""
+    """A section of the recipe, which refuses unknown keys. Its paths may start with `~`."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _paths_begin_at_home(cls, values: Any) -> Any:
-        return _with_home(values)
+    def _expand_paths(cls, values: Any) -> Any:
+        return _expand_home(values)
 
 
 class TargetRecipe(Section):
@@ -88,18 +88,18 @@ class TargetRecipe(Section):
     chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
     chat_template_kwargs: dict[str, Any] = Field(
         {},
-        description="variables of the template, everywhere that it is used, as whoever serves the target sets them: "
-        "`{enable_thinking: false}` for Qwen3 without thoughts",
+        description="variables of the chat template in all stages, set as for serving: `{enable_thinking: false}` for "
+        "Qwen3 without thoughts",
     )
 
     @property
-    def shown(self) -> str:
-        """Its name for others: a Hub id as it is, of a local folder the last part, which says nothing of a machine."""
+    def display_name(self) -> str:
+        """Name for other people: the Hub id, or the last part of a local folder, which reveals no paths."""
         return Path(self.model).name if Path(self.model).expanduser().is_dir() else self.model
 
 
 class ColumnsRecipe(Section):
-    """Names of a record's columns. By default the usual names; two of them with different text are refused."""
+    """Names of a record's columns. Default: the usual names; two of them with different text are an error."""
 
     messages: str | None = Field(
         None, description="messages, conversations or conversation: the list of turns, or its JSON text"
@@ -113,7 +113,7 @@ class ColumnsRecipe(Section):
 
 
 class SourceRecipe(Section):
-    """One place that conversations come from."""
+    """One source of conversations."""
 
     source: str = Field(
         "stdlib", description="local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet, Hub dataset id, or `stdlib`, which ships"
@@ -128,7 +128,7 @@ class SourceRecipe(Section):
 
     @property
     def label(self) -> str:
-        """The name that counts go under."""
+        """Name of the source in counts."""
         if self.name is not None:
             return self.name
         without_suffixes = re.sub(r"(\.(jsonl?|ndjson|parquet|csv|tsv|gz|xz|zst))+$", "", self.source)
@@ -143,7 +143,7 @@ class MixedSourceRecipe(SourceRecipe):
 
 
 class FiltersRecipe(Section):
-    """Conversations that are left out, and counted, though they are valid. By default none is."""
+    """Filters of valid conversations; the dropped ones are counted. Default: none."""
 
     languages: list[str] = Field([], description="ISO 639-1 codes: user turns in another language are left out")
     min_turns: int = Field(1, ge=1, description="user turns")
@@ -154,35 +154,37 @@ class FiltersRecipe(Section):
 
 
 class ConversationsRecipe(SourceRecipe):
-    """Where the prompts come from: one source, or a mixture of several.
+    """Sources of the prompts: one source, or a mixture of several.
 
-    Of a mixture, `weight`s are shares of the conversations taken, and hold until a source runs dry; the others then go
-    on by theirs. With a `limit` that no source runs dry before, they hold for the whole.
+    The `weight`s of a mixture are shares of the conversations, until a source is exhausted; the others then continue
+    with theirs. They hold for the whole if `limit` is reached before.
     """
 
     mixture: list[MixedSourceRecipe] = Field([], description="several sources, in place of `source`")
-    skip_invalid: bool = Field(False, description="count malformed conversations and go on instead of stopping")
-    split: Literal["train", "heldout", "all"] = Field("train", description="what is not put aside, what is, or both")
+    skip_invalid: bool = Field(False, description="count malformed conversations and continue")
+    split: Literal["train", "heldout", "all"] = Field(
+        "train", description="without the held-out conversations, these, or all"
+    )
     heldout_frac: float = Field(
-        0.0, ge=0, lt=1, description="put aside by a hash of the id; stdlib has a split of its own, by module"
+        0.0, ge=0, lt=1, description="held-out share, by a hash of the id; stdlib has a fixed split, by module"
     )
     decontaminate: list[str] | None = Field(
         None, description="question files whose questions are left out; by default eval.questions, [] for none"
     )
     contamination_words: int = Field(
-        13, ge=5, description="that many words in a row in common with a question are too many"
+        13, ge=5, description="number of consecutive words in common with a question that exclude a conversation"
     )
     filters: FiltersRecipe = FiltersRecipe()
 
     @field_validator("split", mode="before")
     @classmethod
-    def _split_is_ours(cls, value: Any) -> Any:
+    def _check_split(cls, value: Any) -> Any:
         if value not in ("train", "heldout", "all"):
             raise ValueError("must be train, heldout or all (a Hub dataset's own split is `hub_split`)")
         return value
 
     @model_validator(mode="after")
-    def _sources_fit_together(self) -> "ConversationsRecipe":
+    def _check_sources(self) -> "ConversationsRecipe":
         if self.mixture:
             alone = SourceRecipe(limit=self.limit)
             for key in SourceRecipe.model_fields:
@@ -198,7 +200,7 @@ class ConversationsRecipe(SourceRecipe):
 
     @property
     def sources(self) -> list[MixedSourceRecipe]:
-        """Those of the mixture, or the only one. Its limit is that of the whole."""
+        """Sources of the mixture, or the single source, without `limit`, which applies to the whole."""
         if self.mixture:
             return self.mixture
         values = {key: getattr(self, key) for key in SourceRecipe.model_fields if key != "limit"}
@@ -206,36 +208,36 @@ class ConversationsRecipe(SourceRecipe):
 
 
 class DistillRecipe(Section):
-    """How the target rewrites every assistant turn. `engine: none` trains on the conversations as they are."""
+    """Distillation: the target rewrites every assistant turn. `engine: none` trains on the conversations unchanged."""
 
     engine: Literal["transformers", "vllm", "openai", "none"] = Field(
-        "transformers", description="who answers: a file of `data/engines/`, or nobody"
+        "transformers", description="engine that answers: a file of `data/engines/`; `none`: no answers"
     )
     options: dict[str, Any] = Field({}, description="of that engine, documented there")
     model: str | None = Field(
         None,
-        description="who answers in the target's place, with engine vllm or transformers: a Hub id or a folder of the "
-        "copy of it that will be served (FP8, AWQ, GPTQ), whose answers the drafter then learns",
+        description="model that answers for the target, with engine vllm or transformers: Hub id or folder of the "
+        "copy that will be served (FP8, AWQ, GPTQ), whose answers the drafter then learns",
     )
     temperature: float = Field(0.0, ge=0, description="of the answers; 0 is greedy")
-    top_k: int = Field(0, ge=0, description="sample from so many most likely tokens; 0: from all")
+    top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
     max_new_tokens: int = Field(512, ge=1, description="of every answer")
     cut_answers: Literal["keep", "drop"] = Field(
         "drop",
-        description="an answer that hits max_new_tokens ends its conversation; `keep`: what was said until then is "
-        "trained on, without an end token",
+        description="an answer that reaches max_new_tokens ends its conversation; `keep`: train on its tokens, without "
+        "an end token",
     )
 
     @model_validator(mode="after")
-    def _model_is_loaded_here(self) -> "DistillRecipe":
+    def _check_model(self) -> "DistillRecipe":
         if self.model is not None and self.engine not in ("vllm", "transformers"):
             raise ValueError(f"`model` is loaded by the engines vllm and transformers, not by {self.engine}")
         return self
 
 
 class FeaturesRecipe(Section):
-    """The target's hidden states that drafters train on: computed in every step, or once, into `features/`."""
+    """Target features for training: computed in every step, or once, into `features/`."""
 
     source: Literal["online", "offline"] = Field(
         "online", description="`offline`: train reads what `draftsmith features` wrote, and runs no target"
@@ -252,7 +254,7 @@ class FeaturesRecipe(Section):
 
 
 class DataRecipe(Section):
-    """What the drafter is trained on: conversations, who answers them, rows of tokens, and the target's features."""
+    """Training data: conversations, distillation, tokens, and the target's features."""
 
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
@@ -283,8 +285,8 @@ class DataRecipe(Section):
     train_answer_tokens: int | None = Field(
         None,
         ge=1,
-        description="train on the rows that hold so many answer tokens, by the same hash: a smaller part of the same "
-        "data is part of every larger one. By default all of them",
+        description="train on rows with this number of answer tokens, by the same hash: a smaller part of the data "
+        "is contained in every larger one. Default: all rows",
     )
     tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
 
@@ -302,36 +304,36 @@ class DrafterRecipe(Section):
     )
     init_vocabulary: Literal["own", "extended"] = Field(
         "own",
-        description="a reduced draft vocabulary after `init`, if no row of it was trained: of this run's own answers; "
-        "`extended`: these tokens and as many of the trained drafter's, as where it goes on with few answers",
+        description="a reduced draft vocabulary after `init`, if its rows were not trained: tokens of this run's "
+        "answers; `extended`: these and tokens of the trained drafter, for a run with few answers",
     )
 
 
 class ValidationRecipe(Section):
-    """What rows left out of training (`data.eval_rows_frac`) decide, by tau of a chain, every `train.eval_steps`."""
+    """Decisions by the tau of a chain on held-out rows (`data.eval_rows_frac`), every `train.eval_steps`."""
 
     keep: Literal["last", "best"] = Field(
         "last",
         description="the weights of the last step, or those of the evaluation with the highest tau, of which each or "
         "each n-th is saved (transformers' load_best_model_at_end)",
     )
-    patience: int | None = Field(None, ge=1, description="end after so many evaluations without a higher tau")
+    patience: int | None = Field(None, ge=1, description="evaluations without a higher tau, after which training ends")
 
     @property
     def decides(self) -> bool:
-        """Whether training depends on evaluations."""
+        """Return whether training depends on evaluations."""
         return self.keep == "best" or self.patience is not None
 
 
-# Far above what anybody runs: beyond, a number in somebody else's drafter would only fill this machine.
+# Far above any real drafter: a larger number in a downloaded config would only fill the memory.
 MOST_DEPTHS, MOST_LAYERS = 256, 512
-MOST_NODES = 256  # drafted, as many as sessions have room for
+MOST_NODES = 256  # draft tokens of a tree that sessions have room for
 
 
-class MethodRecipe(Section):
-    """One row of the table. The autoregressive baseline always runs beside it.
+class MethodConfig(Section):
+    """One method: a row of the table. The autoregressive baseline is always measured too.
 
-    By default a tree shape for the run's drafter; `kind` names another way of drafting, a file in `eval/methods/`.
+    Default: a tree of the run's drafter; `kind` names another method, a file in `eval/methods/`.
     """
 
     name: MethodName = Field(description="the row of the table")
@@ -341,8 +343,8 @@ class MethodRecipe(Section):
     options: dict[str, Any] = Field({}, description="of that kind; not for `drafter`")
     tree: Literal["chain", "static", "best_first", "adaptive", "tuned"] = Field(
         "chain",
-        description="`adaptive`: of the best-first tree as much as pays, by the drafter's confidence and the measured "
-        "costs, each round anew; `tuned`: what `draftsmith tune` found for this drafter on this machine",
+        description="`adaptive`: the part of the best-first tree that pays in each round, by the drafter's confidence "
+        "and the measured costs; `tuned`: the tree that `draftsmith tune` found for this drafter on this machine",
     )
     max_depth: int | None = Field(
         None, ge=1, le=MOST_DEPTHS, description="drafted tokens along one path; by default all K+1"
@@ -375,11 +377,11 @@ class MethodRecipe(Section):
 
     @property
     def best_first(self) -> bool:
-        """Whether its trees are the most likely paths, or a part of them."""
+        """Return whether its trees are the most likely paths, or a part of them."""
         return self.tree in ("best_first", "adaptive")
 
     @model_validator(mode="after")
-    def _static_needs_paths(self) -> "MethodRecipe":
+    def _check_tree_keys(self) -> "MethodConfig":
         if (self.tree == "static") != (self.paths is not None):
             raise ValueError("`paths` goes with `tree: static` and with no other tree")
         if self.lookup and (self.kind != DRAFTER_KIND or not self.best_first):
@@ -392,7 +394,7 @@ class MethodRecipe(Section):
 
 
 class EvalRecipe(Section):
-    """What is asked, how it is answered, and which ways of drafting are measured."""
+    """Evaluation: the questions, the decoding settings, and the methods to measure."""
 
     questions: str = Field(
         "embedded",
@@ -408,17 +410,17 @@ class EvalRecipe(Section):
     )
     max_new_tokens: int = Field(512, ge=1, description="of every answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="strings that end an answer, beside the end tokens; they are no part of its text"
+        [], description="strings that end an answer, in addition to the end tokens; they are not part of its text"
     )
-    runs: int = Field(3, ge=1, description="every question so many times, for the spread of the clock")
-    warmup_questions: int = Field(2, ge=0, description="asked first, and not counted")
+    runs: int = Field(3, ge=1, description="number of times that every question is answered, for the spread of times")
+    warmup_questions: int = Field(2, ge=0, description="answered first, and not counted")
     untimed_questions: int = Field(
-        0, ge=0, description="asked once more, off the clock: alpha as E[sum min(p, q)], operations, for the report"
+        0, ge=0, description="answered once more, untimed, for the report: alpha as E[sum min(p, q)], operations"
     )
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
         [0.0], min_length=1, description="every method, and the baseline, at each; 0 is greedy"
     )
-    top_k: int = Field(0, ge=0, description="sample from so many most likely tokens; 0: from all")
+    top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
     compile: bool | None = Field(
         None,
@@ -426,10 +428,10 @@ class EvalRecipe(Section):
         "where there is a C++ compiler, which it needs, and DRAFTSMITH_COMPILE is not 0. On a CPU Llama's, Mistral's "
         "and Qwen's layers run in one call instead",
     )
-    methods: list[MethodRecipe] = [MethodRecipe(name="parallel-chain", tree="chain")]
+    methods: list[MethodConfig] = [MethodConfig(name="parallel-chain", tree="chain")]
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "EvalRecipe":
+    def _check_limits(self) -> "EvalRecipe":
         if self.limit_per_category is not None and self.limit_per_task is not None:
             raise ValueError("`limit_per_category` and `limit_per_task` exclude each other: set one of them to null")
         return self
@@ -444,7 +446,7 @@ class Recipe(Section):
         description="a shipped recipe's name, or a path from this file's folder: start from that recipe's values",
     )
     name: Annotated[str, AfterValidator(check_name)] = Field(description="the run's folder under runs_dir")
-    runs_dir: str = Field("runs", description="a folder; every run has one of its own in it")
+    runs_dir: str = Field("runs", description="folder of all run folders")
     seed: int = Field(0, description="of everything that is drawn at random")
     target: TargetRecipe = TargetRecipe()
     data: DataRecipe = DataRecipe()
@@ -452,15 +454,15 @@ class Recipe(Section):
     train: dict[str, Any] = Field(
         {},
         description="any argument of `transformers.TrainingArguments`, as it is; `global_batch_size`, the rows of a "
-        "step of all processes together, of which `per_device_train_batch_size` says how many one computes at once; "
+        "step of all processes together, of which each computes `per_device_train_batch_size` at a time; "
         "`optimizer`, `adamw` or `muon` for the matrices of linear layers, with `muon_learning_rate`",
     )
     validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()
 
     @property
-    def answering(self) -> TargetRecipe:
-        """Who answers the conversations: the target, or its copy in `data.distill.model`, as that was saved."""
+    def teacher(self) -> TargetRecipe:
+        """The model that answers the conversations: the target, or `data.distill.model` with its saved dtype."""
         copy = self.data.distill.model
         as_saved = {"model": copy, "revision": None, "gguf_file": None, "dtype": "auto", "quantization": None}
         return self.target if copy is None else self.target.model_copy(update=as_saved)

@@ -10,7 +10,7 @@ interruption: it resumes from the last checkpoint.
 import argparse
 
 from draftsmith.errors import exit_with_one_sentence
-from draftsmith.progress import bars_where_they_can_be
+from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import is_first_process
 
@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
 
-    with bars_where_they_can_be():
+    with configure_progress_bars():
         # torch and transformers, after a mistyped recipe was reported
         from draftsmith.train.drafter.stage import train_drafter
         from draftsmith.train.plan.out_of_memory import out_of_memory_explained

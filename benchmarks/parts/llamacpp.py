@@ -17,12 +17,12 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.files import cache_root
-from draftsmith.models.target.gguf_file import gguf_file_of
+from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")
-OF_TORCH = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
+TARGET_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
 ANSWERS_WITHIN_S = 600.0
 
 
@@ -53,7 +53,7 @@ def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path |
     elif device.type != "cpu":
         print(f"no llama.cpp: it runs on the CPU, the target on {device.type}")
     else:
-        file = gguf_file_of(recipe)
+        file = get_gguf_file(recipe)
         return server, {dtype: in_dtype(file, dtype, server) for dtype in DTYPES}
     return Path(), {}
 
@@ -112,12 +112,12 @@ def llama_server(
     ):
 
         def complete(prompt: list[int], new_tokens: int) -> LlamaAnswer:
-            asked = {
+            request = {
                 "prompt": prompt, "n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "n_probs": 0,
                 "return_tokens": True, "ignore_eos": not ends,
             }  # fmt: skip
             try:
-                response = http.post("/completion", json=asked)
+                response = http.post("/completion", json=request)
             except httpx2.TransportError as problem:
                 raise error(f"does not answer ({type(problem).__name__})") from None
             if response.status_code != 200:

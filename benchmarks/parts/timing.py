@@ -55,7 +55,7 @@ def in_turns(works: Mapping[str, Work], device: torch.device, turns: int, warmup
 
 def ratios(name: str, times_s: list[float], base_s: list[float]) -> dict[str, float]:
     """Divide turn by turn: the median, the extremes, and the ratio of the best times, which noise spoils least."""
-    by_turn = [time_s / of_base for time_s, of_base in zip(times_s, base_s, strict=True)]
+    by_turn = [time_s / base_time_s for time_s, base_time_s in zip(times_s, base_s, strict=True)]
     return {
         name: median(by_turn),
         f"{name}_lowest": min(by_turn),

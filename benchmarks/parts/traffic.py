@@ -33,7 +33,7 @@ def conversations(spec: str) -> Iterator[list[str]]:
             yield [turn.content for turn in turns if turn.role == "user"][:MOST_TURNS]
 
 
-def name_of(spec: str) -> str:
+def traffic_name(spec: str) -> str:
     return Path(spec.split(":")[0]).name
 
 

@@ -26,7 +26,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.files import sha256_of, write_atomically
+from draftsmith.files import file_sha256, write_atomically
 from draftsmith.provenance import versions
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
@@ -118,13 +118,13 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "target": {
             "revision": recipe.target.revision,
             "dtype": recipe.target.dtype,
-            "model": recipe.target.shown,
+            "model": recipe.target.display_name,
         },
-        "answered_by": recipe.answering.shown,
+        "answered_by": recipe.teacher.display_name,
         "sources": sources,
         "failed": dict(view.counts().get(FAILED, Counter())),
         "contaminated_ids": counts.contaminated_ids,
-        "questions": {questions_file(s).name: sha256_of(questions_file(s)) for s in question_sources(recipe)},
+        "questions": {questions_file(s).name: file_sha256(questions_file(s)) for s in question_sources(recipe)},
         "selection": recipe.data.conversations.model_dump(
             include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
         ),
@@ -132,7 +132,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         | {"seed": recipe.seed, "weights": weights},
         "hashes": {
             "sources": {source.label: _origin(source) for source in recipe.data.conversations.sources},
-            "data_files": {file.relative_to(folder).as_posix(): sha256_of(file) for file in view.files()},
+            "data_files": {file.relative_to(folder).as_posix(): file_sha256(file) for file in view.files()},
             "records": view.fingerprint(),
             "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
             "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
@@ -167,10 +167,10 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
 def _origin(source: MixedSourceRecipe) -> str:
     """Describe a source; a local file by name and hash, never by its path, which is private."""
     if source.source == STDLIB:
-        return f"{STDLIB_FILE.name}, about the standard library of Python 3.11, SHA-256 {sha256_of(STDLIB_FILE)}"
+        return f"{STDLIB_FILE.name}, about the standard library of Python 3.11, SHA-256 {file_sha256(STDLIB_FILE)}"
     file = Path(source.source).expanduser()
     if file.is_file():
-        return f"{file.name}, SHA-256 {sha256_of(file)}"
+        return f"{file.name}, SHA-256 {file_sha256(file)}"
     parts = [source.file or f"split {source.hub_split}", f"revision {source.revision or 'main'}"]
     parts += [f"configuration {source.hub_config}"] if source.hub_config else []
     return f"Hub dataset {source.source}, {', '.join(parts)}"

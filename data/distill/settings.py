@@ -11,7 +11,7 @@ from filelock import FileLock
 from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.questions import questions_file
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 from draftsmith.recipes.run_folder import check_settings, write_settings
 from draftsmith.recipes.schema import Recipe
 
@@ -43,7 +43,7 @@ class FolderSettings:
             UserError: The settings differ.
         """
         if has_answers(self._data):
-            check_settings(self._file, self._values, "distil again", may_fall=["data.max_length_tokens"])
+            check_settings(self._file, self._values, "distil again", may_decrease=["data.max_length_tokens"])
             write_settings(self._file, self._values)
             self.are_fixed = True
 
@@ -78,7 +78,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
     # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
     chosen["decontaminate (hashes of the question files)"] = sorted(
-        sha256_of(questions_file(source))[:16] for source in question_sources(recipe)
+        file_sha256(questions_file(source))[:16] for source in question_sources(recipe)
     )
     values = {f"data.conversations.{key}": value for key, value in chosen.items()}
     values["data.distill.engine"] = settings.engine

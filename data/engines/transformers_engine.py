@@ -27,7 +27,7 @@ from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.sampling import first_token
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
-from draftsmith.models.target.windows import has_recurrent_layers, takes_masks, windows_of
+from draftsmith.models.target.windows import get_windows, has_recurrent_layers, takes_masks
 from draftsmith.recipes.schema import Section
 
 CHANGING_ROPE_TYPES = ("dynamic", "longrope")  # their angles change once any sequence of the batch is long
@@ -59,7 +59,7 @@ class TransformersEngine:
                 "data.distill.engine=vllm"
             )
         self._target, self._end_ids = target, end_ids
-        self._windows = windows_of(target) if takes_masks(target) else None
+        self._windows = get_windows(target) if takes_masks(target) else None
         self.concurrency = batch_size
         self.max_length_tokens = min(longest_tokens, longest_sequence_tokens(target) or longest_tokens)
         config = target.config.get_text_config()

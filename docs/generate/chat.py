@@ -62,7 +62,7 @@ def record() -> dict[str, Any]:
     }
 
 
-def runs_of(pieces: list[list[Any]]) -> list[tuple[int, int, str, bool, float]]:
+def split_runs(pieces: list[list[Any]]) -> list[tuple[int, int, str, bool, float]]:
     """Break the text into lines at words. Returns runs (line, column, text, whether it was drafted, seconds)."""
     letters = []  # each with its piece
     for text, drafted, at_s in pieces:
@@ -88,14 +88,14 @@ def runs_of(pieces: list[list[Any]]) -> list[tuple[int, int, str, bool, float]]:
 
 
 def draw(figures: dict[str, Any], colours: dict[str, str]) -> str:
-    """The SVG, of one question and its answer."""
-    asked = runs_of([[figures["question"], 0, 0.0]])
-    runs = runs_of(figures["pieces"])
-    first = asked[-1][0] + 2
+    """Return the SVG of one question and its answer."""
+    question_runs = split_runs([[figures["question"], 0, 0.0]])
+    runs = split_runs(figures["pieces"])
+    first = question_runs[-1][0] + 2
     last = first + max(run[0] for run in runs)
     width, height = round(2 * MARGIN + COLUMNS * CHAR), 2 * MARGIN + (last + 3) * LINE
     whole_s = figures["pieces"][-1][2] + PAUSE_S
-    told = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['tau']:.2f} tokens a round; in colour: accepted drafts"
+    caption = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['tau']:.2f} tokens a round; in colour: accepted drafts"
 
     def text(line: int, column: int, words: str, colour: str, inner: str = "") -> str:
         x, y = MARGIN + column * CHAR, MARGIN + (line + 1) * LINE - 6
@@ -107,17 +107,17 @@ def draw(figures: dict[str, Any], colours: dict[str, str]) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'role="img" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="14">',
-        f"<title>{escape('draftsmith, SmolLM2-135M-Instruct on two cores: ' + told)}</title>",
+        f"<title>{escape('draftsmith, SmolLM2-135M-Instruct on two cores: ' + caption)}</title>",
         f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" fill="{colours["ground"]}" '
         f'stroke="{colours["line"]}"/>',
         '<rect width="0" height="0"><animate id="all" attributeName="x" from="0" to="0" '
         f'dur="{whole_s:.2f}s" begin="0s;all.end"/></rect>',
     ]
-    lines += [text(line, column, words, colours["faint"]) for line, column, words, _, _ in asked]
+    lines += [text(line, column, words, colours["faint"]) for line, column, words, _, _ in question_runs]
     for line, column, words, drafted, at_s in runs:
         hidden = f'<set attributeName="visibility" to="hidden" begin="all.begin" dur="{at_s:.2f}s"/>'
         lines.append(text(first + line, column, words, colours["drafted" if drafted else "text"], hidden))
-    return "\n".join([*lines, text(last + 2, 0, told, colours["faint"]), "</svg>", ""])
+    return "\n".join([*lines, text(last + 2, 0, caption, colours["faint"]), "</svg>", ""])
 
 
 def pictures() -> dict[Path, str]:

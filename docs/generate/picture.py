@@ -31,7 +31,7 @@ WIDTH, LEFT, RIGHT, TOP, STEP, BAR = 720, 232, 124, 46, 32, 17
 
 
 def draw(rows: dict[str, dict[str, Any]], questions: int, colours: dict[str, str]) -> str:
-    """The SVG. Bars begin at 0, so that their lengths are the ratios that they show."""
+    """Return the SVG. Bars start at 0, so that their lengths have the right ratios."""
     chosen = {name: rows[name] for name in NAMES}
     described = [f"{NAMES[name]} {row['speedup_mean']:.2f}x at tau {row['tau']:.2f}" for name, row in chosen.items()]
     most = max((row["speedup_interval"] or [0, row["speedup_mean"]])[1] for row in chosen.values())

@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def formats() -> list[str]:
-    """Where every kind can go, how it is served there, or why not."""
+    """Return the table of export formats by kind: how a drafter is served, or why not."""
     from draftsmith.models.base.registry import drafter_kinds
     from draftsmith.models.formats.exporting import EXPORTERS, FORMATS, no_place
 
@@ -50,8 +50,8 @@ def formats() -> list[str]:
             cells.append(f"{served}; {'real vLLM' if to in IN_REAL_VLLM else 'checked by the rules'}")
             for each in exporter.refusals:
                 why = re.sub(r"{config\.(?:target_config\[)?(\w+)\]?}", r"`\1`", each.why)
-                told = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
-                conditions.setdefault(told, []).append(to)
+                condition = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
+                conditions.setdefault(condition, []).append(to)
         lines.append(f"| `{kind}` | {' | '.join(cells)} |")
     lines += ["", "What a format takes of a kind depends on its options and on the target:", ""]
     lines += ["| kind | with | `--to` | refused, and what to train with |", "|---|---|---|---|"]
@@ -61,11 +61,11 @@ def formats() -> list[str]:
 
 
 def kinds_by_engine() -> list[str]:
-    """The README's table: which kind runs where."""
+    """Return the README's table of kinds by engine."""
     from draftsmith.models.base.registry import drafter_kinds
     from draftsmith.models.formats.exporting import EXPORTERS
 
-    def there(kind: str, to: str) -> str:
+    def support(kind: str, to: str) -> str:
         if (kind, to) not in EXPORTERS:
             return "-"
         return "proven" if to in ("gguf", *IN_REAL_VLLM) else "by its rules"
@@ -73,7 +73,7 @@ def kinds_by_engine() -> list[str]:
     columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
     lines = [f"| kind | own loop | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for kind in drafter_kinds():
-        lines.append(f"| `{kind}` | proven | {' | '.join(there(kind, to) for to in columns.values())} |")
+        lines.append(f"| `{kind}` | proven | {' | '.join(support(kind, to) for to in columns.values())} |")
     return lines
 
 
@@ -107,46 +107,46 @@ def recipes() -> list[str]:
 
 
 def drafters() -> list[str]:
-    """The options of every kind of drafter."""
+    """Return the options of every kind of drafter."""
     from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 
-    return _options_of("Drafter", {kind: load_drafter_class(kind).config_class.Options for kind in drafter_kinds()})
+    return _option_tables("Drafter", {kind: load_drafter_class(kind).config_class.Options for kind in drafter_kinds()})
 
 
 def methods() -> list[str]:
-    """The options of every method that needs no training."""
+    """Return the options of every method that needs no training."""
     from draftsmith.eval.methods.registry import method_kinds
 
-    found = {kind: importlib.import_module(f"draftsmith.eval.methods.{kind}").METHOD.Options for kind in method_kinds()}
-    return _options_of("Method", found)
+    classes = {kind: importlib.import_module(f"draftsmith.eval.methods.{kind}").METHOD for kind in method_kinds()}
+    return _option_tables("Method", {kind: method.Options for kind, method in classes.items()})
 
 
 def engines() -> list[str]:
-    """The options of every engine that answers prompts."""
+    """Return the options of every engine that answers prompts."""
     from draftsmith.data.engines.engine import engine_class
 
-    found = {name: engine_class(name).Options for name in ENGINES}
-    return _options_of("Engine", found)
+    options = {name: engine_class(name).Options for name in ENGINES}
+    return _option_tables("Engine", options)
 
 
-def _options_of(what: str, options: dict[str, type[BaseModel]]) -> list[str]:
+def _option_tables(what: str, options: dict[str, type[BaseModel]]) -> list[str]:
     return [line for name, model in options.items() for line in (f"### {what} `{name}`\n", *_table(model))]
 
 
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section of a recipe by its dotted key, the recipe itself first; entries of lists end with []."""
+    """Yield every section of a recipe with its dotted key, the recipe itself first; entries of lists end with []."""
     from draftsmith.recipes.schema import Recipe
 
-    found: list[tuple[str, type[BaseModel]]] = [("", Recipe)]
-    while found:
-        key, model = found.pop(0)
+    pending: list[tuple[str, type[BaseModel]]] = [("", Recipe)]
+    while pending:
+        key, model = pending.pop(0)
         yield key, model
         inner = [(f"{key}.{name}".lstrip("."), _model_in(field.annotation)) for name, field in _own_fields(model)]
-        found = [(name, each) for name, each in inner if each is not None] + found
+        pending = [(name, each) for name, each in inner if each is not None] + pending
 
 
 def cell(text: str) -> str:
-    """Text from code for a cell of a table: one line, without characters that mean something to Markdown."""
+    """Convert text to a cell of a Markdown table: one line, with special characters escaped."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))  # code is at the odd places
     plain = [part if number % 2 else re.sub(r"([*<_\[\]])", r"\\\1", part) for number, part in enumerate(parts)]
     return "".join(plain).replace("|", "\\|")
@@ -159,7 +159,7 @@ def _own_fields(model: type[BaseModel]) -> list[tuple[str, Any]]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, alone or as a list of such."""
+    """Return the section that a key holds, alone or in a list."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
             return candidate
@@ -184,7 +184,7 @@ def _table(model: type[BaseModel]) -> list[str]:
 
 
 def _type(value: dict[str, Any], schema: dict[str, Any]) -> str:
-    """A JSON Schema in words."""
+    """Describe a JSON Schema in words."""
     if "$ref" in value:
         return _type(schema["$defs"][value["$ref"].rsplit("/", 1)[-1]], schema)
     if "anyOf" in value:
@@ -225,15 +225,15 @@ def _meaning(name: str, field: Any) -> str:
 
 def targets() -> list[str]:
     """Return the table of supported features per target architecture, from the results of `targets.py`."""
-    found = json.loads(Path(__file__).with_name("targets.json").read_text(encoding="utf-8"))
+    table = json.loads(Path(__file__).with_name("targets.json").read_text(encoding="utf-8"))
     columns = ("logits", "attention", "trees", "drafter")
     lines = [f"| `model_type` | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
-    for model_type, cells in found["targets"].items():
+    for model_type, cells in table["targets"].items():
         lines.append(
             f"| `{model_type}` | " + " | ".join(cells.get(name, "").replace("|", "/") for name in columns) + " |"
         )
-    not_built = ", ".join(f"`{name}`" for name in found["not_built"])
-    return [*lines, "", f"With transformers {found['transformers']}. No tiny one can be made of: {not_built}."]
+    not_built = ", ".join(f"`{name}`" for name in table["not_built"])
+    return [*lines, "", f"With transformers {table['transformers']}. No tiny one can be made of: {not_built}."]
 
 
 MADE = {made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats, targets)}

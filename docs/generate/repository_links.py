@@ -30,8 +30,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in files.documentation_pages():
         for link in LINK.findall(page.content_string):
             place = _in_repository(link, page.src_uri)
-            if place is not None and not config.repo_url and files.get_file_from_path(_copy_of(place)) is None:
-                files.append(File.generated(config, _copy_of(place), content=_file_of(place).read_bytes()))
+            if place is not None and not config.repo_url and files.get_file_from_path(_copied_uri(place)) is None:
+                files.append(File.generated(config, _copied_uri(place), content=_source_file(place).read_bytes()))
     return files
 
 
@@ -47,32 +47,32 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if place is not None and config.repo_url:
             return f"{config.repo_url.rstrip('/')}/blob/main/{place}{hash_sign}{anchor}"
         ours = _repository_path(link, uri)
-        of_site = _copy_of(place) if place is not None else PAGES.get(ours, ours.removeprefix("docs/"))
-        return posixpath.relpath(of_site, posixpath.dirname(uri) or ".") + hash_sign + anchor
+        site_uri = _copied_uri(place) if place is not None else PAGES.get(ours, ours.removeprefix("docs/"))
+        return posixpath.relpath(site_uri, posixpath.dirname(uri) or ".") + hash_sign + anchor
 
     return LINK.sub(point, markdown)
 
 
 def _repository_path(link: str, uri: str) -> str:
-    """Where a link of the page leads, from the top of the repository."""
+    """Return a link's path from the top of the repository."""
     folder = "" if uri in PAGES.values() else posixpath.join("docs", posixpath.dirname(uri))
     return posixpath.normpath(posixpath.join(folder, link.partition("#")[0]))
 
 
 def _in_repository(link: str, uri: str) -> str | None:
-    """The linked file or folder of the repository that is no part of the site; None for any other link."""
+    """Return the linked file or folder of the repository outside the site; None for any other link."""
     if re.match(ELSEWHERE, link):
         return None
     name = _repository_path(link, uri)
     return None if name in PAGES or name == "docs" or name.startswith("docs/") else name
 
 
-def _copy_of(name: str) -> str:
-    file = _file_of(name)
+def _copied_uri(name: str) -> str:
+    file = _source_file(name)
     return f"source/{file.relative_to(ROOT).as_posix()}.txt"
 
 
-def _file_of(name: str) -> Path:
+def _source_file(name: str) -> Path:
     """Return the file, or the one that describes the folder of that name.
 
     Raises:

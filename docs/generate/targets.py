@@ -81,9 +81,9 @@ def tried(model_type: str) -> Row | None:
 def built(model_type: str) -> PreTrainedModel | None:
     """Make a tiny random model of this kind, run as `load_target` would run it; None if it is no decoder."""
     from draftsmith.models.target.text_model import (
-        attention_to_load_with,
+        choose_attention,
+        is_bidirectional,
         name_base_model,
-        sees_what_comes_after,
         text_alone,
         use_exact_attention,
     )
@@ -94,9 +94,9 @@ def built(model_type: str) -> PreTrainedModel | None:
         try:
             torch.manual_seed(0)
             config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
-            if config.is_encoder_decoder or sees_what_comes_after(config):
+            if config.is_encoder_decoder or is_bidirectional(config):
                 return None
-            attention = attention_to_load_with(config, "sdpa")
+            attention = choose_attention(config, "sdpa")
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
             if sum(parameter.numel() for parameter in empty.parameters()) > MOST_PARAMETERS:
@@ -130,8 +130,8 @@ def _logits(target: PreTrainedModel) -> str:
     from draftsmith.models.target_logits import logit_shape
 
     ids, shape = torch.tensor([PROMPT]), logit_shape(target)
-    found = shape(target.get_output_embeddings()(target_features(target, ids)))
-    _refuse_difference(found, target(input_ids=ids, use_cache=False).logits, "logits")
+    logits = shape(target.get_output_embeddings()(target_features(target, ids)))
+    _check_close(logits, target(input_ids=ids, use_cache=False).logits, "logits")
     return str(shape)
 
 
@@ -149,19 +149,19 @@ def _trees(target: PreTrainedModel) -> str:
     ids = list(PROMPT)
     for _ in range(NEW_TOKENS):
         ids.append(int(target(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    said = ids[len(PROMPT) :]
+    expected = ids[len(PROMPT) :]
     with TargetSession(target, length) as session:
         lookup = PromptLookup("lookup", max_ngram=3, num_tokens=6, match="latest", partial=True)
         generator = torch.Generator().manual_seed(0)
-        found = generate(session, lookup, PROMPT, Sampling(), NEW_TOKENS, frozenset(), generator).ids
+        answer = generate(session, lookup, PROMPT, Sampling(), NEW_TOKENS, frozenset(), generator).ids
         # A tree with siblings, where the text is longer than the window.
         session.prefill(ids[:-1])
         shape = TreeShape.of((-1, 0, 0, 1, 3))
         nodes = session.forward_tree(DraftTree([ids[-1], 20, 30, 40, 50], shape)).logits
     alone = target(input_ids=torch.tensor([[*ids, 20, 40, 50]]), use_cache=False).logits[0, -3:]
-    _refuse_difference(nodes[[1, 3, 4]], alone, "tree")
-    if found != said:
-        raise ValueError(f"lookups give {found}, single steps {said}")
+    _check_close(nodes[[1, 3, 4]], alone, "tree")
+    if answer != expected:
+        raise ValueError(f"lookups give {answer}, single steps {expected}")
     return "yes"
 
 
@@ -177,24 +177,24 @@ def _drafter(target: PreTrainedModel) -> str:
     drafter_class.check_target(target.config, options)
     config = drafter_class.from_target(target, options).config
     rows = [TokenizedConversation((PROMPT * 3)[:32], [0] * 8 + [1] * 24)]
-    found = check_parity("eagle3", options, target, rows)
-    if not found.worst.size <= TOLERANCE:
-        raise ValueError(f"training and decoding differ by {found.worst.size}")
+    parity = check_parity("eagle3", options, target, rows)
+    if not parity.worst.size <= TOLERANCE:
+        raise ValueError(f"training and decoding differ by {parity.worst.size}")
     refused = refusal(config, "vllm")
     layers = f"{config.layers_of['model_type']} layers"
     return f"{layers}; vLLM" if refused is None else f"{layers}; no export: {refused}"
 
 
-def _refuse_difference(found: Tensor, expected: Tensor, what: str) -> None:
-    difference = float((found - expected).abs().amax())
+def _check_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    difference = float((actual - expected).abs().amax())
     if not difference <= ROUNDING_FRAC * float(expected.abs().amax()):
         raise ValueError(f"{what} differ by {difference:.3g}")
 
 
 def sweep(model_types: list[str]) -> tuple[list[Row], list[str]]:
     """Try these architectures; returns their rows, and those of which no tiny model can be made."""
-    found = {name: tried(name) for name in model_types}
-    return [row for row in found.values() if row is not None], [name for name, row in found.items() if row is None]
+    rows = {name: tried(name) for name in model_types}
+    return [row for row in rows.values() if row is not None], [name for name, row in rows.items() if row is None]
 
 
 def main() -> None:
@@ -208,9 +208,9 @@ def main() -> None:
     for row in rows:
         for defect in row.defects:
             sys.stderr.write(f"{row.model_type}: {defect}\n")
-    found = {"transformers": transformers.__version__, "not_built": not_built}
-    found["targets"] = {row.model_type: row.cells for row in rows}
-    text = json.dumps(found, indent=1) + "\n"
+    result = {"transformers": transformers.__version__, "not_built": not_built}
+    result["targets"] = {row.model_type: row.cells for row in rows}
+    text = json.dumps(result, indent=1) + "\n"
     if named:
         sys.stdout.write(text)
     else:

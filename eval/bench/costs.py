@@ -11,26 +11,26 @@ import time
 from collections.abc import Sequence
 from functools import cached_property
 
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.trees.adaptive import Curve, RoundCosts, never_falling
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.trees.adaptive import Curve, RoundCosts, isotonic_fit
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
 from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # nodes without the root
 TIMED_FORWARDS = 30
 DRAFTED_TOKENS = 64  # at most, of the answer whose drafts are timed
 
 
-def give_costs(session: TargetSession, methods: Sequence[MeasuredMethod], prompt: list[int]) -> None:
+def measure_round_costs(session: TargetSession, methods: Sequence[Arm], prompt: list[int]) -> None:
     """Measure the round costs for adaptive methods that do not have them yet; see `MeasuredCosts`."""
     costs = MeasuredCosts(session, prompt)
     for measured in methods:
         session.read_layers(measured.feature_layers)
-        costs.give(measured.method)
+        costs.set_costs(measured.method)
 
 
 class MeasuredCosts:
@@ -43,24 +43,24 @@ class MeasuredCosts:
 
     def __init__(self, session: TargetSession, prompt: list[int]) -> None:
         self._session, self._prompt = session, prompt
-        self._of_decoder: dict[int, RoundCosts] = {}
+        self._by_decoder: dict[int, RoundCosts] = {}
 
     @cached_property
     def curve(self) -> Curve:
         """Seconds of a verification forward by number of nodes."""
         return verify_curve(self._session, self._prompt)
 
-    def give(self, method: Method) -> None:
+    def set_costs(self, method: Method) -> None:
         """Set the costs of an adaptive method that has none yet.
 
         The session must read the feature layers of its drafter.
         """
-        if not isinstance(method, DrafterMethod) or method.adaptive is None or method.adaptive.costs is not None:
+        if not isinstance(method, TreeDrafter) or method.adaptive is None or method.adaptive.costs is not None:
             return
         decoder = method.decoder
-        if id(decoder) not in self._of_decoder:
-            self._of_decoder[id(decoder)] = self._round_costs(decoder)
-        method.adaptive.costs = self._of_decoder[id(decoder)]
+        if id(decoder) not in self._by_decoder:
+            self._by_decoder[id(decoder)] = self._round_costs(decoder)
+        method.adaptive.costs = self._by_decoder[id(decoder)]
 
     def _round_costs(self, decoder: SequenceDecoder) -> RoundCosts:
         new_tokens = min(DRAFTED_TOKENS, self._session.max_length_tokens - len(self._prompt))
@@ -91,7 +91,7 @@ def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
             session.synchronize()
             if turn >= 3:
                 times[size].append(time.perf_counter() - started)
-    return never_falling(tuple((size, statistics.median(times[size])) for size in sizes))
+    return isotonic_fit(tuple((size, statistics.median(times[size])) for size in sizes))
 
 
 def bushy(size: int) -> TreeShape:
@@ -103,6 +103,6 @@ def draft_seconds(
     session: TargetSession, decoder: SequenceDecoder, depth: int | None, prompt: list[int], new_tokens: int
 ) -> float:
     """Measure the mean seconds of a draft of `depth` depths (None: all), over the rounds of one answer."""
-    recipe = MethodRecipe(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
-    out = generate(session, drafter_method(recipe, decoder, Sampling()), prompt, Sampling(), new_tokens)
+    recipe = MethodConfig(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
+    out = generate(session, build_tree_drafter(recipe, decoder, Sampling()), prompt, Sampling(), new_tokens)
     return out.draft_s / max(1, out.rounds)

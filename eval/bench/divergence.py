@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
@@ -59,12 +59,12 @@ class RecordedDivergence(Divergence):
     arm: str  # `method@temperature`
 
 
-def first_difference(expected: list[int], found: list[int]) -> int | None:
+def first_difference(expected: list[int], actual: list[int]) -> int | None:
     """Return the index of the first token in which two answers differ; None if they are equal."""
-    if expected == found:
+    if expected == actual:
         return None
-    pairs = enumerate(zip(expected, found, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(expected), len(found)) - 1)
+    pairs = enumerate(zip(expected, actual, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(expected), len(actual)) - 1)
 
 
 @torch.inference_mode()
@@ -75,7 +75,7 @@ def divergence_at(
     question_id: int | str,
     prompt: list[int],
     expected: list[int],
-    found: list[int],
+    actual: list[int],
     blocks_tokens: Sequence[int] = BLOCKS_TOKENS,
 ) -> Divergence:
     """Measure gap and noise of the target's logits at the first difference of a greedy answer.
@@ -88,10 +88,10 @@ def divergence_at(
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     at_once_v = target(input_ids=ids, use_cache=False).logits[0, -1].float()
     largest = at_once_v.topk(min(NEAR, len(at_once_v)))
-    gap = float(largest.values[0] - at_once_v[[expected[position], found[position]]].min())
+    gap = float(largest.values[0] - at_once_v[[expected[position], actual[position]]].min())
     # The noise is at least the rounding of the logits themselves.
     spacing = torch.finfo(target.dtype).eps * float(largest.values[0].abs())
-    parted = Divergence(question_id, position, expected[position], found[position], gap, spacing)
+    parted = Divergence(question_id, position, expected[position], actual[position], gap, spacing)
     for block_tokens in blocks_tokens:
         in_blocks_v = _logits_in_blocks(session, prompt, expected[:position], block_tokens).float()
         parted.noise = max(parted.noise, float((at_once_v - in_blocks_v)[largest.indices].abs().max()))
@@ -110,10 +110,10 @@ def _logits_in_blocks(session: TargetSession, prompt: list[int], answer: list[in
     return step.logits[-1]
 
 
-def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodRecord, MethodRecord]]:
+def differing_answers(record: QuestionRecord) -> Iterator[tuple[str, MethodResult, MethodResult]]:
     """Yield (method@temperature, its answers, the baseline's) for lossless greedy methods whose answers differ."""
     for key in record.answers:
-        answer, baseline = record.beside_baseline(key)
+        answer, baseline = record.with_baseline(key)
         if answer.temperature == 0 and answer.lossless and answer.ids != baseline.ids:
             yield key, answer, baseline
 
@@ -125,7 +125,7 @@ def find_divergences(
 
     A later turn's prompt holds the earlier answers, so that only the first differing turn can be compared.
     """
-    turns_of = {question.question_id: question.turns for question in bench.questions}
+    turns_by_id = {question.question_id: question.turns for question in bench.questions}
     by_place = {
         (each.run, each.arm, each.turn, each.question_id, each.position, each.expected, each.found): each
         for each in known
@@ -144,7 +144,7 @@ def find_divergences(
                     same = (question_id, turn, *theirs.ids[: position + 1], ours.ids[position])
                     if same not in measured:
                         prompt = bench.prompt_ids(
-                            turns_of[question_id], [str(each.text) for each in baseline.turns[:turn]]
+                            turns_by_id[question_id], [str(each.text) for each in baseline.turns[:turn]]
                         )
                         measured[same] = divergence_at(
                             position, bench.target, bench.session, question_id, prompt, theirs.ids, ours.ids

@@ -14,8 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.stop_strings import StopStrings
-from draftsmith.eval.methods.drafter import drafter_method
-from draftsmith.eval.methods.registry import MethodSetting, make_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
+from draftsmith.eval.methods.registry import DecodingSetting, make_method
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
@@ -25,11 +25,11 @@ from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
 
 @dataclass
-class MeasuredMethod:
+class Arm:
     """One method at one temperature: one row of the table.
 
     feature_layers: layers of the target that its drafter reads. lenience: below 1 the method is not lossless.
@@ -97,7 +97,7 @@ def compile_decoder(recipe: Recipe, decoder: SequenceDecoder) -> SequenceDecoder
 
 def measured_methods(
     recipe: Recipe, drafters: dict[Path, Drafter], target: PreTrainedModel, tokenizer: Any, max_length_tokens: int
-) -> list[MeasuredMethod]:
+) -> list[Arm]:
     """Build the baseline and every method of the recipe, at every temperature. Methods of one drafter share its memory.
 
     Raises:
@@ -109,19 +109,17 @@ def measured_methods(
     methods = []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        methods.append(MeasuredMethod(Autoregressive(), sampling, torch.Generator(target.device)))
+        methods.append(Arm(Autoregressive(), sampling, torch.Generator(target.device)))
         for method in recipe.eval.methods:
             generator, folder = torch.Generator(target.device), drafter_folder(recipe, method)
             if method.kind == DRAFTER_KIND:
                 decoder = decoders[folder]
-                drafting = drafter_method(method, decoder, sampling, generator)
-                methods.append(
-                    MeasuredMethod(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience)
-                )
+                drafting = build_tree_drafter(method, decoder, sampling, generator)
+                methods.append(Arm(drafting, sampling, generator, drafters[folder].feature_layers, method.lenience))
             else:
                 tokens = folder.parent / "data" / "tokens"
-                setting = MethodSetting(method, target, tokenizer, tokens, max_length_tokens, sampling, generator)
-                methods.append(MeasuredMethod(make_method(setting), sampling, generator, lenience=method.lenience))
+                setting = DecodingSetting(method, target, tokenizer, tokens, max_length_tokens, sampling, generator)
+                methods.append(Arm(make_method(setting), sampling, generator, lenience=method.lenience))
     keys = [measured.key for measured in methods]
     for key in keys:
         if keys.count(key) > 1:
@@ -129,7 +127,7 @@ def measured_methods(
     return methods
 
 
-def drafter_folder(recipe: Recipe, method: MethodRecipe) -> Path:
+def drafter_folder(recipe: Recipe, method: MethodConfig) -> Path:
     """Return the folder of the method's drafter: the run's own, unless it names another folder or a Hub id.
 
     Raises:

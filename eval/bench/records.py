@@ -28,7 +28,7 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import MethodName
 
-# Keys of `MethodRecord.settings`, and their names in messages.
+# Keys of `MethodResult.settings`, and their names in messages.
 SETTINGS = {
     "target": "target weights",
     "dtype": "dtype",
@@ -41,7 +41,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
-class MethodRecord:
+class MethodResult:
     """Answers of one method to all turns of one question at one temperature.
 
     lenience: below 1 the method is not lossless. process: id of the measuring process, as only times of the same one
@@ -80,7 +80,7 @@ class QuestionRecord:
     question_id: int | str
     category: str
     tstamp: float
-    answers: dict[str, MethodRecord]
+    answers: dict[str, MethodResult]
     weights_bytes: int | None = None
     weights_read_s: float | None = None
     task: str | None = None
@@ -94,7 +94,7 @@ class QuestionRecord:
     def where(self) -> str:
         return f"run {self.run} of question {self.question_id}"
 
-    def beside_baseline(self, key: str) -> tuple[MethodRecord, MethodRecord]:
+    def with_baseline(self, key: str) -> tuple[MethodResult, MethodResult]:
         """Return the answers of `method@temperature` and those of the baseline at the same temperature."""
         answer = self.answers[key]
         return answer, self.answers[f"{AUTOREGRESSIVE}@{answer.temperature:g}"]
@@ -109,9 +109,9 @@ class QuestionRecord:
         """
         missing: set[str] = set()
         for answer in values["answers"].values():
-            missing |= _OF_METHODS - answer.keys()
+            missing |= _RESULT_KEYS - answer.keys()
             for turn in answer.get("turns", []):
-                missing |= _OF_TURNS - set(turn)
+                missing |= _ANSWER_KEYS - set(turn)
         if missing:
             raise UserError(
                 f"run {values['run']} of question {values['question_id']} in records.jsonl was measured by an earlier "
@@ -131,9 +131,9 @@ class QuestionRecord:
 
 
 _FORM = TypeAdapter(QuestionRecord)
-_OF_METHODS = {each.name for each in fields(MethodRecord)}
+_RESULT_KEYS = {each.name for each in fields(MethodResult)}
 # Earlier versions did not record the excluded fields, which the report does not need.
-_OF_TURNS = {each.name for each in fields(AnswerRecord)} - {"outside_tokens", "ended_outside", "phases_s"}
+_ANSWER_KEYS = {each.name for each in fields(AnswerRecord)} - {"outside_tokens", "ended_outside", "phases_s"}
 
 
 class RecordLog:
@@ -181,19 +181,19 @@ class RecordLog:
 
 
 def answer_settings(
-    of_target: dict[str, str], prompt_ids: list[int], turns: tuple[str, ...], sampling: Sampling, max_new_tokens: int
+    target: dict[str, str], prompt_ids: list[int], turns: tuple[str, ...], sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
     """Return the settings that an answer depends on.
 
     Args:
-        of_target: `target_settings` of the measured model.
+        target: `target_settings` of the measured model.
         prompt_ids: Token ids of the first turn's prompt. Later prompts depend on the method's own answers, so that only
             the texts of their turns are compared.
         turns: All turns of the question.
     """
     prompts = json.dumps([prompt_ids, turns[1:]]).encode()
     return {
-        **of_target,
+        **target,
         "prompts": hashlib.sha256(prompts).hexdigest()[:16],
         "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p},
         "max_new_tokens": max_new_tokens,
@@ -237,19 +237,19 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
             if answer.temperature not in baselines:
                 raise UserError(f"{where} lacks its autoregressive baseline: {MEASURE_AGAIN}")
             for setting, word in SETTINGS.items():
-                value, of_baseline = answer.settings[setting], baselines[answer.temperature].settings[setting]
-                if value != of_baseline:
+                value, baseline_value = answer.settings[setting], baselines[answer.temperature].settings[setting]
+                if value != baseline_value:
                     raise UserError(
                         f"{where}: {answer.method} was measured with other {word} than its autoregressive baseline "
-                        f"({value} against {of_baseline}), so there is no valid speedup: {MEASURE_AGAIN}"
+                        f"({value} against {baseline_value}), so there is no valid speedup: {MEASURE_AGAIN}"
                     )
         if record.answers.keys() != records[0].answers.keys():
             raise UserError(f"{where} has other methods than the first record: {MEASURE_AGAIN}")
         for key, answer in record.answers.items():
-            of_first = records[0].answers[key].settings
+            first_settings = records[0].answers[key].settings
             for setting, word in SETTINGS.items():
                 # Each question has its own prompts.
-                if setting != "prompts" and answer.settings[setting] != of_first[setting]:
+                if setting != "prompts" and answer.settings[setting] != first_settings[setting]:
                     raise UserError(
                         f"{where} was measured with another {word} than the first record: delete the folder to "
                         "measure again"

@@ -21,9 +21,9 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.bandwidth import WeightReading
-from draftsmith.eval.bench.costs import give_costs
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
+from draftsmith.eval.bench.costs import measure_round_costs
+from draftsmith.eval.bench.measured_methods import Arm
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.stop_strings import StopStrings
@@ -66,7 +66,7 @@ class SpecBench:
         self._max_new_tokens, self._seed = max_new_tokens, seed
         self._end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
         self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
-        self._of_target = target_settings(target)
+        self._target_settings = target_settings(target)
         self._reading = WeightReading(target)
         limit = longest_sequence_tokens(target)
         # The first turn must leave room for an answer long enough to measure.
@@ -87,7 +87,7 @@ class SpecBench:
 
     def run(
         self,
-        methods: list[MeasuredMethod],
+        methods: list[Arm],
         log: RecordLog,
         runs: int,
         warmup_questions: int,
@@ -114,7 +114,7 @@ class SpecBench:
             return
         for measured in methods:  # so that the compiled target returns the feature layers of all methods
             self.session.read_layers(measured.feature_layers)
-        give_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
+        measure_round_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
         # Compiling itself must not be measured.
         compiled = isinstance(self.session, CompiledSession)
         for question in self.questions[: max(warmup_questions, int(compiled))]:
@@ -128,7 +128,7 @@ class SpecBench:
                 log.append(self._record(methods, run, index, question))
                 progress.update()
 
-    def _record(self, methods: list[MeasuredMethod], run: int, index: int, question: Question) -> QuestionRecord:
+    def _record(self, methods: list[Arm], run: int, index: int, question: Question) -> QuestionRecord:
         """Measure all methods on one question, in rotating order, so that no method always has warm caches."""
         shift = (run + index) % len(methods)
         answers = {measured.key: self.answer(measured, question, run) for measured in methods[shift:] + methods[:shift]}
@@ -147,12 +147,12 @@ class SpecBench:
 
     def answer(
         self,
-        measured: MeasuredMethod,
+        measured: Arm,
         question: Question,
         run: int = 0,
         most_new_tokens: int | None = None,
         on_round: Callable[[Round], None] | None = None,
-    ) -> MethodRecord:
+    ) -> MethodResult:
         """Answer all turns of a question with one method, with its own answers as history.
 
         Args:
@@ -167,7 +167,7 @@ class SpecBench:
             prompt_ids = self.prompt_ids(question.turns, [str(turn.text) for turn in turns])
             if number == 0:
                 settings = answer_settings(
-                    self._of_target, prompt_ids, question.turns, measured.sampling, max_new_tokens
+                    self._target_settings, prompt_ids, question.turns, measured.sampling, max_new_tokens
                 )
             room = self.session.max_length_tokens - len(prompt_ids)
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
@@ -178,7 +178,7 @@ class SpecBench:
                 answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
             answer.text = answer.text.strip()
             turns.append(answer)
-        return MethodRecord(
+        return MethodResult(
             method=measured.method.name,
             temperature=measured.sampling.temperature,
             lenience=measured.lenience,

@@ -51,12 +51,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import AnswerRecord, Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
-from draftsmith.eval.methods.drafter import DrafterMethod
-from draftsmith.eval.trees.verify import DraftTree, Sampling, drawn_below, root_only
+from draftsmith.eval.methods.drafter import TreeDrafter
+from draftsmith.eval.trees.verify import DraftTree, Sampling, draws_below, root_only
 from draftsmith.models.cpu_layers import CpuLayers
 
 MOST_TOKENS = 32  # largest gamma considered
@@ -183,11 +183,11 @@ class OverlapMeter:
         self.operations = LinearOperations()
         self.depths: list[int] = []
         self.nodes: list[int] = []
-        self.kept_tokens = 0
+        self.committed_tokens = 0
         self._counting = False
         self._sampling = sampling
         self._recorded: _RecordedDecoder | None = None
-        if isinstance(method, DrafterMethod):
+        if isinstance(method, TreeDrafter):
             self._recorded = _RecordedDecoder(method.decoder)
             method = method.with_decoder(self._recorded)
         self._method = method
@@ -209,13 +209,13 @@ class OverlapMeter:
         if self._counting:
             self.depths.append(tree.shape.draft_depth)
             self.nodes.append(len(tree))
-            self.kept_tokens += round_.kept
+            self.committed_tokens += round_.kept
         self._counting = True
         for depth, node in enumerate(path[: round_.kept]):
             if not tree.children(node):
                 continue
             p = self._sampling.probabilities(round_.logits[node])
-            first, q = next(drawn_below(tree, node, p.dtype))
+            first, q = next(draws_below(tree, node, p.dtype))
             self.overlap.append(float(p[tree.tokens[first]]) if q is None else _overlap(p, q))
             drafted = tuple(tree.tokens[above] for above in path[1 : depth + 1])
             logits = None if self._recorded is None else self._recorded.logits_after(drafted)
@@ -225,14 +225,14 @@ class OverlapMeter:
 
     def figures(self, target_operations: int) -> dict[str, Any]:
         """Return the mean overlaps, and operations over the target's for one token; None where nothing was drafted."""
-        drafted = sum(self.depths)
+        drafted, committed = sum(self.depths), self.committed_tokens
         in_steps = self.operations.total / target_operations
         return {
             "positions": len(self.overlap),
             "alpha_overlap": statistics.fmean(self.overlap) if self.overlap else None,
             "alpha_drafter": statistics.fmean(self.drafter) if self.drafter else None,
             "operations_ratio": in_steps / drafted if drafted else None,
-            "operations_per_token": (in_steps + sum(self.nodes)) / self.kept_tokens if self.kept_tokens else None,
+            "operations_per_token": (in_steps + sum(self.nodes)) / committed if committed else None,
         }
 
 
@@ -240,7 +240,7 @@ def _overlap(p: Tensor, q: Tensor) -> float:
     return float(torch.minimum(p, q.to(p)).sum())
 
 
-def measure_untimed(bench: SpecBench, methods: list[MeasuredMethod], questions: int) -> dict[str, dict[str, Any]]:
+def measure_untimed(bench: SpecBench, methods: list[Arm], questions: int) -> dict[str, dict[str, Any]]:
     """Measure `OverlapMeter.figures` of every method except the baseline, by `method@temperature`.
 
     Args:

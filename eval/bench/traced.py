@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
+from draftsmith.eval.bench.measured_methods import Arm
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.loop import Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -39,7 +39,7 @@ class TracedRound:
     own: str | None
 
     @property
-    def kept(self) -> int:
+    def num_accepted(self) -> int:
         """Number of accepted draft tokens."""
         return len(self.path) - 1
 
@@ -69,7 +69,7 @@ class TracedRound:
         """
         ending = "" if self.own is None else f", then the target's {self.own!r}"
         rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
-        return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.kept} kept{ending}{rejected}"
+        return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.num_accepted} kept{ending}{rejected}"
 
 
 @dataclass
@@ -94,7 +94,7 @@ class TracedAnswer:
 
     @property
     def drafted(self) -> int:
-        return sum(each.kept for each in self.rounds)
+        return sum(each.num_accepted for each in self.rounds)
 
     @property
     def tokens(self) -> int:
@@ -171,7 +171,7 @@ def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) 
     Args:
         kinds: Kind of each method's drafter, by method.
     """
-    answers: dict[str, list[MethodRecord]] = {}
+    answers: dict[str, list[MethodResult]] = {}
     for record in records:
         for key, answer in record.answers.items():
             if answer.method != AUTOREGRESSIVE:
@@ -191,7 +191,7 @@ def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) 
 
 
 def trace_answers(
-    bench: SpecBench, methods: list[MeasuredMethod], records: Iterable[QuestionRecord], kinds: dict[str, str]
+    bench: SpecBench, methods: list[Arm], records: Iterable[QuestionRecord], kinds: dict[str, str]
 ) -> list[TracedAnswer]:
     """Trace the best method of each kind on the first and the middle question.
 

@@ -21,14 +21,14 @@ from draftsmith.eval.bench.divergence import Divergence, RecordedDivergence
 from draftsmith.eval.bench.measured_methods import compiles, drafter_folder, drafter_folders
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.traced import TracedAnswer
-from draftsmith.eval.methods.registry import method_of
+from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.report.summary import OVERALL, summarize, summarize_timing
-from draftsmith.files import read_json, sha256_of, write_atomically
+from draftsmith.files import file_sha256, read_json, write_atomically
 from draftsmith.models.base.registry import drafter_config
 from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Recipe, TargetRecipe
 from draftsmith.results import portable
 from draftsmith.train.drafter.card import Publication, write_drafter_card
 
@@ -97,11 +97,11 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
     Raises:
         UserError: A method's kind or options are wrong.
     """
-    methods: list[MethodRecipe] = []
+    methods: list[MethodConfig] = []
     weights: dict[str, str] = {}
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
-            options = method_of(method)[1].model_dump()
+            options = load_method_class(method)[1].model_dump()
             method = method.model_copy(update={"options": options})
             values = (option if isinstance(option, list) else [option] for option in options.values())
             folders = (Path(each).expanduser() for value in values for each in value if isinstance(each, str))
@@ -114,14 +114,14 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
         "drafter_weights": drafter_weights(recipe),
-        "questions_file": sha256_of(questions_file(recipe.eval.questions)),
+        "questions_file": file_sha256(questions_file(recipe.eval.questions)),
     }
 
 
 def drafter_weights(recipe: Recipe) -> list[str | None]:
     """Return the SHA-256 of each measured drafter's weights; None where the folder has no weights file."""
     files = [folder / WEIGHTS for folder in drafter_folders(recipe)]
-    return [sha256_of(file) if file.is_file() else None for file in files]
+    return [file_sha256(file) if file.is_file() else None for file in files]
 
 
 def recorded_settings(recipe: Recipe) -> Settings:
@@ -274,7 +274,7 @@ def with_tuned_trees(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": methods})})
 
 
-def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
+def resolve_tuned(method: MethodConfig, drafter_folder: Path) -> MethodConfig:
     """Return the method with `tree: tuned` replaced by the tree in the drafter's config, or best-first without one."""
     if method.tree != "tuned":
         return method
@@ -282,22 +282,22 @@ def resolve_tuned(method: MethodRecipe, drafter_folder: Path) -> MethodRecipe:
     if TUNED_TREE not in config:
         return method.model_copy(update={"tree": "best_first"})
     try:
-        tuned = MethodRecipe.model_validate({**config[TUNED_TREE], "name": method.name})
+        tuned = MethodConfig.model_validate({**config[TUNED_TREE], "name": method.name})
     except (TypeError, ValueError):
         raise UserError(
             f"{drafter_folder / 'config.json'}: key `{TUNED_TREE}` holds no valid tree: delete that key, then run "
             "`draftsmith tune` again"
         ) from None
-    return method.model_copy(update=shape_of(tuned))
+    return method.model_copy(update=tree_settings(tuned))
 
 
-def write_tuned(drafter_folder: Path, method: MethodRecipe) -> None:
+def write_tuned(drafter_folder: Path, method: MethodConfig) -> None:
     """Write the tree into the drafter's config, which is copied and published with the weights."""
-    config = {**drafter_config(drafter_folder), TUNED_TREE: shape_of(method)}
+    config = {**drafter_config(drafter_folder), TUNED_TREE: tree_settings(method)}
     write_atomically(drafter_folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def shape_of(method: MethodRecipe) -> dict[str, Any]:
+def tree_settings(method: MethodConfig) -> dict[str, Any]:
     """Return the keys of a method that define its tree; leaves out its name."""
     return {key: getattr(method, key) for key in ("tree", "max_depth", "nodes", "branch", "paths", "lookup")}
 

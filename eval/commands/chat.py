@@ -14,8 +14,8 @@ from rich.text import Text
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import give_costs
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.costs import measure_round_costs
+from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.demo import end_texts, round_text
@@ -30,7 +30,7 @@ HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /
 
 
 @dataclass
-class Said:
+class ChatAnswer:
     """One answer with its figures.
 
     drafted: the drafter was on. whole: not stopped by Ctrl-C. tau: None if the answer took no round.
@@ -60,13 +60,13 @@ class Chat:
 
     session: Any
     tokenizer: Any
-    methods: list[MeasuredMethod]
+    methods: list[Arm]
     end_ids: frozenset[int]
     new_tokens: int
     history: list[Turn] = field(default_factory=list)
     drafts: bool = True
 
-    def answer(self, question: str) -> Said | None:
+    def answer(self, question: str) -> ChatAnswer | None:
         """Generate an answer and print it round by round.
 
         Returns None, after printing the reason, if the conversation leaves no room for an answer.
@@ -99,7 +99,7 @@ class Chat:
         self.history = [*history, Turn("assistant", text)] if text else self.history
         tokens = len(ids) - 1
         seconds = 0.0 if record is None else record.wall_time_s - record.prefill_s
-        return Said(
+        return ChatAnswer(
             question=question,
             answer=text,
             drafted=self.drafts,
@@ -138,10 +138,10 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     length = session_tokens(model, LONGEST_TOKENS)
     methods = measured_methods(recipe, drafters, model, tokenizer, length)
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
-    said: list[Said] = []
+    answers: list[ChatAnswer] = []
     with open_session(model, length, recipe.eval.compile) as session:
         hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
-        give_costs(session, methods, hello)
+        measure_round_costs(session, methods, hello)
         for measured in methods[:2]:  # compile now: in the first answer it would lower the tokens/s
             measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)
@@ -160,5 +160,5 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
                     console.print(Text(HELP, style="dim"))
                 elif message and (answer := talk.answer(message)) is not None:
                     console.print(Text(answer.sentence(), style="dim"))
-                    said.append(answer)
-    return [asdict(each) for each in said]
+                    answers.append(answer)
+    return [asdict(each) for each in answers]

@@ -25,7 +25,7 @@ from draftsmith.eval.commands.stages import (
 from draftsmith.provenance import versions
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.run_folder import RunFolder, run_lock
-from draftsmith.recipes.schema import MethodRecipe, Recipe, check_name
+from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
@@ -152,13 +152,13 @@ def evaluate_command(
     """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
     loaded = load_recipe(recipe, overrides)
     chosen = (engine_options, server, plain_server, server_model, api_key_env, correct_cpu_sampling)
-    of_llamacpp = (llama_server, target_gguf, dtype, draft_tokens)
+    llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
     if engine is None:
-        if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(of_llamacpp):
+        if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(llamacpp_options):
             raise UserError("an option of an engine is given without one: add `--engine vllm` or `--engine llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
-        _where_to_go_next(loaded)
+        _print_next_steps(loaded)
         return
     if processes > 1:
         raise UserError(
@@ -172,7 +172,7 @@ def evaluate_command(
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
     heading("measure", f"{loaded.name} in {engine}")
-    options = ServingOptions(concurrency or LEVELS[engine], *chosen, engine, *of_llamacpp)
+    options = ServingOptions(concurrency or LEVELS[engine], *chosen, engine, *llamacpp_options)
     tell(asdict(evaluate_in_engine(loaded, options)))
 
 
@@ -184,7 +184,7 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     report_again(loaded)
     tell(measured_result(loaded))
-    _where_to_go_next(loaded)
+    _print_next_steps(loaded)
 
 
 @app.command()
@@ -194,7 +194,7 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     made = make_drafter(loaded)
     run_eval(loaded)
     tell({**made, "eval": measured_result(loaded)})
-    _where_to_go_next(loaded)
+    _print_next_steps(loaded)
 
 
 @app.command()
@@ -310,12 +310,12 @@ def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | No
     from draftsmith.eval.commands.demo import shipped_recipe
 
     loaded = shipped_recipe() if recipe is None else load_recipe(recipe, overrides)
-    method = loaded.eval.methods[0] if recipe is None else MethodRecipe(name="drafter", tree="tuned")
+    method = loaded.eval.methods[0] if recipe is None else MethodConfig(name="drafter", tree="tuned")
     method = method.model_copy(update={} if drafter is None else {"drafter": drafter})
     return with_tuned_trees(_with_method(loaded, method))
 
 
-def _with_method(recipe: Recipe, method: MethodRecipe) -> Recipe:
+def _with_method(recipe: Recipe, method: MethodConfig) -> Recipe:
     """Return the recipe with this method alone."""
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": [method]})})
 
@@ -548,10 +548,10 @@ def compare(
     words += [] if seeds == 1 else ["--seeds", str(seeds)]
     rows, measured = measure_together(with_seeds(loaded, seeds), name, masked(shlex.join(words)), named)
     tell(rows)
-    _where_to_go_next(*measured)
+    _print_next_steps(*measured)
 
 
-def _where_to_go_next(*measured: Recipe) -> None:
+def _print_next_steps(*measured: Recipe) -> None:
     from draftsmith.eval.bench.measured_methods import drafter_folders
 
     for recipe in measured:

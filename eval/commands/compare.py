@@ -33,7 +33,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import explain, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodRecipe, Recipe, check_name
+from draftsmith.recipes.schema import DRAFTER_KIND, SEED_SUFFIX, MethodConfig, Recipe, check_name
 
 # Keys of the eval section that must be equal in all recipes of a comparison.
 SHARED_EVAL_KEYS = (
@@ -113,16 +113,16 @@ def joint_recipe(recipes: list[Recipe], name: str) -> Recipe:
     """Build a recipe that measures every method of every recipe on the first recipe's questions."""
     own_names = [method.name for recipe in recipes for method in recipe.eval.methods]
     unique = len(set(own_names)) == len(own_names)
-    methods: list[MethodRecipe] = []
+    methods: list[MethodConfig] = []
     for recipe in recipes:
         for method in recipe.eval.methods:
             method_name = method.name if unique else f"{recipe.name}/{method.name}"
             drafter = method.drafter or str(RunFolder(recipe).drafter)
             try:
                 values = method.model_dump() | {"name": method_name, "drafter": drafter}
-                methods.append(MethodRecipe.model_validate(values))
+                methods.append(MethodConfig.model_validate(values))
             except ValidationError as error:
-                raise UserError(f"recipe {recipe.name}: {explain(MethodRecipe, error, 'eval.methods')}") from None
+                raise UserError(f"recipe {recipe.name}: {explain(MethodConfig, error, 'eval.methods')}") from None
     first = recipes[0]
     return first.model_copy(update={"name": name, "eval": first.eval.model_copy(update={"methods": methods})})
 
@@ -166,7 +166,7 @@ def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
             raise UserError(f"{folder}: {error}") from None
     first = runs[folders[0]]
     for folder in folders[1:]:
-        _check_alike(f"{folders[0]} and {folder} cannot be compared", first, runs[folder])
+        _check_same_settings(f"{folders[0]} and {folder} cannot be compared", first, runs[folder])
     order = {question: place for place, question in enumerate(_questions(first))}
     for records in runs.values():
         records.sort(key=lambda record: (record.run, order[record.question_id]))
@@ -184,7 +184,7 @@ def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[di
     ours = [method for method in methods if method[0] == first]
     if not ours:
         return []
-    reference = max(ours, key=lambda method: bootstrap.figure_of(bootstrap.speedup, method[-1]))
+    reference = max(ours, key=lambda method: bootstrap.compute_ratio(bootstrap.speedup, method[-1]))
     rows = []
     for method in [reference, *(method for method in methods if method is not reference)]:
         folder, key, *sums = method
@@ -200,9 +200,9 @@ def _against(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) ->
     """Compute tau and speedup, and their ratios to the reference's, each with its interval."""
     row: dict[str, Any] = {}
     for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
-        value, of_reference = (bootstrap.figure_of(figure, each) for each in (sums, reference))
+        value, reference_value = (bootstrap.compute_ratio(figure, each) for each in (sums, reference))
         row |= {name: value, f"{name}_interval": bootstrap.interval(figure, sums)}
-        row[f"{name}_ratio"] = value / of_reference
+        row[f"{name}_ratio"] = value / reference_value
         row[f"{name}_ratio_interval"] = bootstrap.paired_ratio(figure, sums, reference)
     return row
 
@@ -215,7 +215,7 @@ def _temperatures(records: list[QuestionRecord]) -> list[float]:
     return list(dict.fromkeys(answer.temperature for answer in records[0].answers.values()))
 
 
-def _check_alike(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
+def _check_same_settings(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
     """Raise UserError unless both runs have the same questions, target and settings."""
     differing = set(_questions(first)) ^ set(_questions(other))
     if differing:

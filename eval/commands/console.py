@@ -25,13 +25,13 @@ from typer.core import TyperGroup
 
 from draftsmith.errors import UserError, exit_with_one_sentence
 from draftsmith.files import check_writable, write_atomically
-from draftsmith.progress import bars_where_they_can_be
+from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.run_folder import is_first_process
 
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
 STDOUT_DESCRIPTOR, STDERR_DESCRIPTOR = 1, 2
-OF_ALL_COMMANDS = (
+COMMON_OPTIONS = (
     "Every command also takes `--json` (results as JSON on stdout, other text on stderr; `--json=FILE`: results to a "
     "file, other text on stdout) and `--quiet` (errors and the output of `--json` only)."
 )
@@ -92,7 +92,7 @@ class WithTerminalOptions(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for command in self.commands.values():
-            command.epilog = OF_ALL_COMMANDS
+            command.epilog = COMMON_OPTIONS
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run the command line; help and usage errors get frames of box characters on a terminal only."""
@@ -139,11 +139,11 @@ def moved_to_front(arguments: list[str]) -> list[str]:
 class Output:
     """Destination of `--json` and the values to write.
 
-    json: a file's path, `-` for stdout, None without `--json`. found: results that the command has passed to `tell`.
+    json: a file's path, `-` for stdout, None without `--json`. values: results that the command has passed to `tell`.
     """
 
     json: str | None = None
-    found: Any = None
+    values: Any = None
 
     @property
     def file(self) -> Path | None:
@@ -163,15 +163,15 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
     output, stdout = Output(json_place), sys.stdout
     token = _output.set(output)
 
-    def write_found() -> None:
-        if output.json == STDOUT and output.found is not None:
-            stdout.write(_text_of(output.found))
+    def write_stdout() -> None:
+        if output.json == STDOUT and output.values is not None:
+            stdout.write(_json_text(output.values))
             stdout.flush()
 
     with ExitStack() as stack:
         stack.callback(_output.reset, token)
-        stack.callback(write_found)
-        stack.enter_context(bars_where_they_can_be(quiet))
+        stack.callback(write_stdout)
+        stack.enter_context(configure_progress_bars(quiet))
         stack.callback(console.look_again)
         if quiet:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
@@ -204,7 +204,7 @@ def tell(values: Any) -> None:
     """Store a command's results for `--json`; a later call replaces them."""
     output = _output.get(None)
     if output is not None:
-        output.found = values
+        output.values = values
         if output.file is not None:
             write_json(output.file, values)
 
@@ -212,11 +212,11 @@ def tell(values: Any) -> None:
 def write_json(file: Path, values: Any) -> None:
     """Write values as JSON to a file; a device such as /dev/stdout is written to, not replaced."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
-        file.write_text(_text_of(values), encoding="utf-8")
+        file.write_text(_json_text(values), encoding="utf-8")
     else:
-        write_atomically(file, _text_of(values))
+        write_atomically(file, _json_text(values))
 
 
-def _text_of(values: Any) -> str:
+def _json_text(values: Any) -> str:
     """Return JSON text, with null for NaN and infinities, which JSON cannot express."""
     return json.dumps(to_jsonable_python(values, inf_nan_mode="null", fallback=str), indent=2) + "\n"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
@@ -26,7 +26,7 @@ from draftsmith.eval.decoding.loop import Round
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
 from draftsmith.progress import progress_bar
-from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe, TargetRecipe
+from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRecipe
 
 NAME = "shipped"
 DRAFTED = "bold green"
@@ -45,7 +45,7 @@ QUESTIONS = (
 
 
 @dataclass
-class Shown:
+class DemoAnswer:
     """One question, answered without and with the drafter.
 
     plain_s, drafted_s: seconds of decoding, without the prefill. tokens: tokens decoded in that time, so without the
@@ -75,7 +75,7 @@ class Demo:
 
     target: str
     dtype: str
-    shown: list[Shown]
+    shown: list[DemoAnswer]
 
     @property
     def ratio(self) -> float:
@@ -106,7 +106,7 @@ def shipped_recipe(target: TargetRecipe | None = None, drafter: Path = SHIPPED_D
         UserError: The download fails.
     """
     target = target or fetch_smollm2().model_copy(update={"dtype": "bfloat16"})
-    method = MethodRecipe(name=NAME, drafter=str(drafter), tree="tuned")
+    method = MethodConfig(name=NAME, drafter=str(drafter), tree="tuned")
     return Recipe(name="shipped", target=target, eval=EvalRecipe(methods=[method]))
 
 
@@ -128,7 +128,7 @@ def demonstrate(
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
-    ends, shown, rounds = end_texts(tokenizer, end_ids), list[Shown](), list[Round]()
+    ends, shown, rounds = end_texts(tokenizer, end_ids), list[DemoAnswer](), list[Round]()
 
     def keep(round_: Round) -> None:
         """Keep the round without its logits, which are as large as the vocabulary for every node."""
@@ -136,7 +136,7 @@ def demonstrate(
 
     with open_session(model, length, recipe.eval.compile) as session:
         with progress_bar(2, "warm up", "method") as progress:  # compiles the kernels of a round
-            give_costs(session, methods, prompts[0])
+            measure_round_costs(session, methods, prompts[0])
             for measured in methods:
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()
@@ -149,7 +149,7 @@ def demonstrate(
             for each in rounds:
                 trace.on_round(each)
             shown.append(
-                Shown(
+                DemoAnswer(
                     question=text,
                     answer=tokenizer.decode(plain.ids, skip_special_tokens=True).strip(),
                     same=plain.ids == drafted.ids,
@@ -160,13 +160,9 @@ def demonstrate(
                 )
             )
             console.print()
-            console.print(Text(f"> {text}", style="bold"), coloured(traced, ends), sep="\n")
+            coloured = Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
+            console.print(Text(f"> {text}", style="bold"), coloured, sep="\n")
     return Demo(recipe.target.model, str(model.dtype).removeprefix("torch."), shown)
-
-
-def coloured(traced: TracedAnswer, ends: tuple[str, ...]) -> Text:
-    """Return the answer, with accepted draft tokens in colour."""
-    return Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
 
 
 def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:

@@ -51,7 +51,7 @@ from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.formats import exporting
-from draftsmith.models.target.gguf_file import gguf_file_of
+from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
     device_sentence,
     load_target,
@@ -552,12 +552,12 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
-        return [Finding("export", "defect", f"{exporting.kind_of(config)}: {refused}")]
-    target_place = target_location(recipe.answering)
+        return [Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")]
+    target_place = target_location(recipe.teacher)
     if to == "gguf":
-        target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(gguf_file_of(recipe.target))
+        target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
-    versions = exporting.versions_of(recipe.drafter.kind, to)
+    versions = exporting.version_sentence(recipe.drafter.kind, to)
     findings = [
         Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}"),
         *([] if command is None else [Finding("command", "ok", command)]),

@@ -17,7 +17,7 @@ from draftsmith.data.sources.questions import Question, load_questions, question
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
-    MeasuredMethod,
+    Arm,
     drafter_folders,
     load_models,
     measured_methods,
@@ -40,14 +40,14 @@ from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_training
 from draftsmith.parent import end_with_parent
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
+from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.results import write_result
 
 DISTIL_AGAIN = "delete it and run `draftsmith distill` again"
 
 
-@alone_in_its_run("eval")
+@with_run_lock("eval")
 def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> list[dict[str, Any]]:
     """Measure all questions that have no record yet and write the results under `runs/<name>/`. Returns the summary.
 
@@ -111,7 +111,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     return summary
 
 
-def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[MeasuredMethod], dict[Path, Drafter]]:
+def _bench(recipe: Recipe, questions: list[Question]) -> tuple[SpecBench, list[Arm], dict[Path, Drafter]]:
     """Load the models. Returns the bench, the methods to measure, and the drafters by their folders."""
     choices = recipe.eval
     target, tokenizer, drafters = load_models(recipe)
@@ -176,7 +176,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     _store(folder.eval / "summary.json", summary)
     _store(folder.eval / "timing.json", timing)
     pictures = draw_charts(summary, folder.eval, recipe.name)
-    of_first_run = (record.answers.values() for record in records if record.run == 0)
+    first_run = (record.answers.values() for record in records if record.run == 0)
     proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
     write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
@@ -191,7 +191,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "baseline": baseline,
         "recipe": recipe.model_dump(),
         "provenance": provenance,
-        "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in of_first_run),
+        "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in first_run),
         "served": recorded_served(recipe),
         "traced": artifacts.recorded_traced(recipe),
         "records": records,

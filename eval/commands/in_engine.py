@@ -24,7 +24,7 @@ from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, masked
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
 from draftsmith.eval.commands.console import console, print_table
@@ -54,8 +54,8 @@ from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
-from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodRecipe, Recipe
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
+from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Recipe
 from draftsmith.results import write_result
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
@@ -98,25 +98,25 @@ class ServingOptions:
     draft_tokens: str | None = None
 
     def __post_init__(self) -> None:
-        of_llamacpp = {
+        llamacpp_options = {
             "--llama-server": self.llama_server, "--target-gguf": self.target_gguf, "--dtype": self.dtype,
             "--draft-tokens": self.draft_tokens,
         }  # fmt: skip
-        of_vllm = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
-        foreign = of_llamacpp if self.engine == "vllm" else of_vllm
+        vllm_options = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
+        foreign = llamacpp_options if self.engine == "vllm" else vllm_options
         for name, value in foreign.items():
             if value:
                 raise UserError(f"option {name} does not apply to --engine {self.engine}: leave it out")
         for name, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens or "1"}.items():
             if not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
                 raise UserError(f"option {name}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
-        of_given = {
+        given_server_options = {
             "--plain-server": self.plain_server,
             "--server-model": self.server_model,
             "--api-key-env": self.api_key_env,
         }
-        of_started = {**of_vllm, **of_llamacpp}
-        for name, value in (of_given if self.server is None else of_started).items():
+        started_server_options = {**vllm_options, **llamacpp_options}
+        for name, value in (given_server_options if self.server is None else started_server_options).items():
             if value and self.server is None:
                 raise UserError(f"option {name} needs --server, the URL of a running server that drafts: add that")
             if value:
@@ -143,10 +143,10 @@ class _Setting:
     recipe: Recipe
     options: ServingOptions
     questions: list[Question]
-    of_engine: EngineSetting
+    engine: EngineSetting
 
 
-@alone_in_its_run("eval")
+@with_run_lock("eval")
 def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
 
@@ -165,10 +165,10 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     setting = _Setting(recipe, options, questions, of_engine)
     notes: list[str] = []
     with ExitStack() as stack:
-        start = _started_servers if options.engine == "vllm" else _started_llama_servers
-        opened = start(setting, notes) if options.server is None else _given_servers(setting, notes, stack)
+        start = _start_servers if options.engine == "vllm" else _start_llama_servers
+        opened = start(setting, notes) if options.server is None else _connect_servers(setting, notes, stack)
         measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
-    rows = with_speedups([asked.row() for asked in measured])
+    rows = with_speedups([result.row() for result in measured])
     depth = max((len(row.acceptance_by_depth) for row in rows), default=0)
     prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
     own, missing = own_rows(recipe, prompts, depth)
@@ -204,12 +204,12 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     return served
 
 
-def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
     """Export the drafter. Returns contexts that start the server without and the one with the drafter."""
     recipe, options = setting.recipe, setting.options
     engine_options = read_engine_options(options.engine_options)
     drafter = exporting.trained_drafter(recipe)
-    exporting.refuse_inexpressible(drafter.config, ENGINE_FORMAT)
+    exporting.check_expressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
     if max(recipe.eval.temperatures) > 0:
         _check_sampling(options)
@@ -218,17 +218,17 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
     notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
     target = loading.target_without_weights(recipe.target)
     limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
-    length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, new_tokens, None)
+    length = session_length_tokens(setting.engine.tokenizer, setting.questions, new_tokens, None)
     length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
     most = max(options.levels)
-    arguments = measured_arguments(engine_options, setting.of_engine, target.config, length, most)
+    arguments = measured_arguments(engine_options, setting.engine, target.config, length, most)
 
     @contextmanager
     def started(**more: Any) -> Iterator[Endpoint]:
         environment = {SWITCH: "1"} if options.correct_cpu_sampling else {}
         with (
             closing(VllmServer({**arguments, **more}, OPTIONS_KEY, environment)) as server,
-            closing(Endpoint(server.url, setting.of_engine, is_ours=True)) as endpoint,
+            closing(Endpoint(server.url, setting.engine, is_ours=True)) as endpoint,
         ):
             yield endpoint
 
@@ -236,7 +236,7 @@ def _started_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractC
     return {PLAIN: started(), DRAFTING: started(speculative_config=speculative)}
 
 
-def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
+def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
     """Export the drafter for `llama-server`, which loads the target's GGUF file. Returns contexts as above."""
     recipe, options = setting.recipe, setting.options
     program = find_server(options.llama_server)
@@ -246,7 +246,7 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
         )
     exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
     depth = exported.made.num_speculative_tokens
-    length = session_length_tokens(setting.of_engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
+    length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
     file, most = Path(exported.made.target), max(options.levels)
     drafted = _ascending(options.draft_tokens or str(depth))
     notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {depth} tokens.")
@@ -258,7 +258,7 @@ def _started_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abs
         how: tuple[Any, ...] = (length + max(drafted) + 1, "--metrics", *threads, *exactly, *drafting)
         with (
             started_server(program, file, *how, at_once=most) as (url, _),
-            closing(LlamaEndpoint(url, setting.of_engine, is_ours=True)) as endpoint,
+            closing(LlamaEndpoint(url, setting.engine, is_ours=True)) as endpoint,
         ):
             yield endpoint
 
@@ -321,8 +321,8 @@ def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, most_at_once: 
     At most 4 GiB, unless a single conversation needs more.
     """
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
-    of_one = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
-    return max(of_one, min(most_at_once * of_one, LARGEST_CPU_CACHE_BYTES))
+    one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
+    return max(one_bytes, min(most_at_once * one_bytes, LARGEST_CPU_CACHE_BYTES))
 
 
 def _check_sampling(options: ServingOptions) -> None:
@@ -338,7 +338,7 @@ def _check_sampling(options: ServingOptions) -> None:
         )
 
 
-def _given_servers(
+def _connect_servers(
     setting: _Setting, notes: list[str], stack: ExitStack
 ) -> dict[str, AbstractContextManager[Endpoint]]:
     """Connect to both given servers before anything is measured, so that errors show early."""
@@ -346,8 +346,8 @@ def _given_servers(
     opened: dict[str, AbstractContextManager[Endpoint]] = {}
     for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
         if url is not None:
-            given = (url, setting.of_engine, options.server_model, options.api_key_env)
-            endpoint = (Endpoint if options.engine == "vllm" else LlamaEndpoint)(*given)
+            arguments = (url, setting.engine, options.server_model, options.api_key_env)
+            endpoint = (Endpoint if options.engine == "vllm" else LlamaEndpoint)(*arguments)
             opened[side] = nullcontext(stack.enter_context(closing(endpoint)))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")
@@ -363,7 +363,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
         UserError: The server given as `--plain-server` drafts, the one given as `--server` does not, or no question
             was answered.
     """
-    choices, options, tokenizer = setting.recipe.eval, setting.options, setting.of_engine.tokenizer
+    choices, options, tokenizer = setting.recipe.eval, setting.options, setting.engine.tokenizer
     seed = setting.recipe.seed
     with opened as endpoint:
         warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, choices.max_new_tokens))
@@ -396,19 +396,19 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
         notes: Gets a sentence for each comparison that cannot be proven.
     """
     greedy = {
-        (asked.concurrency, asked.arm): {f"{a.question_id}/{a.turn}": a for a in asked.answers}
-        for asked in measured
-        if asked.temperature == 0
+        (result.concurrency, result.arm): {f"{a.question_id}/{a.turn}": a for a in result.answers}
+        for result in measured
+        if result.temperature == 0
     }
     target, proofs = None, []
     rounds = setting.options.engine == "llamacpp" and setting.options.dtype != "f32"
-    for (concurrency, arm), found in greedy.items():
+    for (concurrency, arm), actual in greedy.items():
         if arm == PLAIN or (concurrency, PLAIN) not in greedy:
             continue
         expected = greedy[concurrency, PLAIN]
-        same = [key for key in expected if key in found and expected[key].prompt_ids == found[key].prompt_ids]
+        same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
         prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
-        answers: list[dict[int | str, list[int]]] = [{key: each[key].ids for key in same} for each in (expected, found)]
+        answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
         name = f"{arm}, {concurrency} at once"
         if answers[0] == answers[1]:
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
@@ -448,14 +448,14 @@ def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
 def _count_sentences(measured: list[Asked]) -> list[str]:
     """Describe where the engine's counters include other requests, which requests failed and what was left out."""
     sentences = []
-    for asked in measured:
-        if asked.counts.generated_tokens != asked.tokens:
+    for result in measured:
+        if result.counts.generated_tokens != result.tokens:
             sentences.append(
-                f"{asked.label}: the engine counted {asked.counts.generated_tokens} generated tokens, our answers have "
-                f"{asked.tokens}, so its counters include other requests (of other clients, or failed ones)."
+                f"{result.label}: the engine counted {result.counts.generated_tokens} generated tokens, our answers "
+                f"have {result.tokens}, so its counters include other requests (of other clients, or failed ones)."
             )
-        sentences += [f"{asked.label}: {count} failed ({reason})." for reason, count in asked.failures.items()]
-    left_out = max(asked.turns_left_out for asked in measured)
+        sentences += [f"{result.label}: {count} failed ({reason})." for reason, count in result.failures.items()]
+    left_out = max(result.turns_left_out for result in measured)
     return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])
 
 
@@ -474,11 +474,11 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
     if not file.is_file():
         return [], ["Our own decoder has not been measured: run `draftsmith eval` without --engine."]
     recorded = recorded_settings(recipe)
-    chain = chain_of(recorded.eval, depth)
+    chain = find_chain(recorded.eval, depth)
     if chain is None:
         return [], [f"Our own decoder is not compared: eval.methods has no lossless chain of {depth} draft tokens."]
-    of_this_run = recipe.eval.model_copy(update={"methods": [MethodRecipe(name="x")]})
-    weights = drafter_weights(recipe.model_copy(update={"eval": of_this_run}))
+    own_drafter = recipe.eval.model_copy(update={"methods": [MethodConfig(name="x")]})
+    weights = drafter_weights(recipe.model_copy(update={"eval": own_drafter}))
     if recorded.target != recipe.target or weights[0] not in recorded.drafter_weights:
         return [], ["Our own decoder is not compared: its records belong to another target or drafter."]
     records, rows = list(RecordLog(file)), []
@@ -488,7 +488,7 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
     return with_speedups(rows), [] if rows else ["Our own decoder is not compared: its records lack these prompts."]
 
 
-def chain_of(evaluation: EvalRecipe, drafted_tokens: int) -> MethodRecipe | None:
+def find_chain(evaluation: EvalRecipe, drafted_tokens: int) -> MethodConfig | None:
     """Find the method that drafts as an engine does: the whole chain of the run's own drafter, without lenience."""
     own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
     chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
@@ -504,7 +504,7 @@ def own_figures(
         chain: Name of the method that drafts chains.
     """
     temperature = sampling.temperature
-    arms: dict[str, list[tuple[QuestionRecord, MethodRecord]]] = {PLAIN: [], DRAFTING: []}
+    arms: dict[str, list[tuple[QuestionRecord, MethodResult]]] = {PLAIN: [], DRAFTING: []}
     for record in records:
         if record.question_id not in prompts:
             continue
@@ -520,15 +520,16 @@ def own_figures(
     for arm, answers in arms.items():
         turns = [turn for _, answer in answers for turn in answer.turns]
         timed = [TimedAnswer(turn.ids, turn.first_token_s, turn.wall_time_s - turn.first_token_s) for turn in turns]
-        kept = [length for turn in turns for length in turn.draft_lengths]
+        accepted = [length for turn in turns for length in turn.draft_lengths]
         drafted = [depth for turn in turns for depth in turn.draft_depths]
-        counts = DraftCounts.of_rounds(kept, drafted) if arm == DRAFTING else DraftCounts()
+        counts = DraftCounts.of_rounds(accepted, drafted) if arm == DRAFTING else DraftCounts()
         lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
         taus = [statistics.fmean(each) for each in lengths if each and arm == DRAFTING]
-        wall_time_s, asked = sum(turn.wall_time_s for turn in turns), len({record.question_id for record, _ in answers})
+        num_questions = len({record.question_id for record, _ in answers})
+        wall_time_s = sum(turn.wall_time_s for turn in turns)
         tau = statistics.fmean(taus) if taus else None
         row = ServedRow.of_answers(
-            arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=asked
+            arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=num_questions
         )
         # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.
         rows += [replace(row, tau=None)] if answers else []

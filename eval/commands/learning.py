@@ -50,12 +50,12 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
-from draftsmith.errors import UserError, what_the_system_refused
+from draftsmith.errors import UserError, os_error_message
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import replay
 from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
@@ -66,7 +66,7 @@ from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256
 from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import MethodConfig, Recipe
 from draftsmith.train.drafter.stage import train_drafter
 
 LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
@@ -381,7 +381,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
     try:
         weighed = learner.cycle()
     except Exception as error:
-        sentence = what_the_system_refused(error)
+        sentence = os_error_message(error)
         if sentence is None:
             raise
         with suppress(OSError):  # the log is on the same disk
@@ -522,7 +522,7 @@ class Learner:
         if missing:
             drafter = load_drafter(folder, self.target)
             decoder = drafter.decoder(max(answer.tokens for answer in missing) + drafter.config.num_depths + 1)
-            method = drafter_method(self.method, decoder, Sampling())
+            method = build_tree_drafter(self.method, decoder, Sampling())
             for answer in missing:
                 tau = replay(method, [self._row(answer, drafter.feature_layers)])
                 self._taus[folder, answer.key] = 1.0 if tau is None else tau
@@ -545,7 +545,7 @@ class Learner:
         drafter = load_drafter(folder, self.target)
         prompts = [answer.prompt_ids for answer in answers[-PROVEN_PROMPTS:]]
         length = max(map(len, prompts)) + PROVEN_TOKENS + self.method.nodes + 1
-        method = drafter_method(self.method, drafter.decoder(length), Sampling())
+        method = build_tree_drafter(self.method, drafter.decoder(length), Sampling())
         with TargetSession(self.target, length, drafter.feature_layers) as session:
             for prompt in prompts:
                 drafted, plain = (
@@ -612,7 +612,7 @@ def _taken(rows: list[Row], tokens: int) -> list[Row]:
     return popped
 
 
-def drafter_alone(method: MethodRecipe) -> MethodRecipe:
+def drafter_alone(method: MethodConfig) -> MethodConfig:
     """Return the method without lookups, and best-first in place of adaptive: its tree depends on the drafter alone."""
     tree = "best_first" if method.tree == "adaptive" else method.tree
     return method.model_copy(update={"lookup": False, "tree": tree})

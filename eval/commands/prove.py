@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError
-from draftsmith.eval.bench.costs import give_costs
+from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.divergence import divergence_at, first_difference
-from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
+from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
@@ -41,14 +41,14 @@ from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 
 BINS = 20  # of a distribution test
 DEFAULT_TEMPERATURE = 1.0  # if the recipe has no temperature above 0
 
 
-@alone_in_its_run("prove")
+@with_run_lock("prove")
 def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int = 48) -> Proof:
     """Collect the evidence and write it to `runs/<name>/eval/proof.json`.
 
@@ -84,12 +84,12 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
         open_session(target, length, recipe.eval.compile) as session,
         progress_bar(len(methods), "prove", "method") as progress,
     ):
-        give_costs(session, methods, first_turns[0][1])
+        measure_round_costs(session, methods, first_turns[0][1])
         for measured in methods:
             measured.generator.manual_seed(recipe.seed)
             name, sampling = measured.method.name, measured.sampling
 
-            def answer(prompt: list[int], measured: MeasuredMethod = measured) -> list[int]:
+            def answer(prompt: list[int], measured: Arm = measured) -> list[int]:
                 return measured.answer(session, prompt, new_tokens, end_ids).ids
 
             if not sampling.greedy:
@@ -127,19 +127,17 @@ def compare_answers(
     """
     proof = GreedyProof(method, len(prompts), sum(map(len, answers.values())))
     for question_id, prompt in prompts:
-        expected, found = reference[question_id], answers[question_id]
-        position = first_difference(expected, found)
+        expected, actual = reference[question_id], answers[question_id]
+        position = first_difference(expected, actual)
         if position is not None:
             proof.divergences.append(
-                divergence_at(position, target, session, question_id, prompt, expected, found, blocks_tokens=(1,))
+                divergence_at(position, target, session, question_id, prompt, expected, actual, blocks_tokens=(1,))
             )
     return proof
 
 
 @torch.inference_mode()
-def _test(
-    target: PreTrainedModel, measured: MeasuredMethod, drawn: Iterable[tuple[list[int], list[int]]]
-) -> DistributionProof:
+def _test(target: PreTrainedModel, measured: Arm, drawn: Iterable[tuple[list[int], list[int]]]) -> DistributionProof:
     uniforms, impossible = [], 0
     generator = torch.Generator().manual_seed(0)
     for prompt, answer in drawn:

@@ -24,13 +24,13 @@ from draftsmith.errors import UserError, masked
 from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.eval.commands.console import console
 from draftsmith.files import bytes_text, read_json, write_atomically
-from draftsmith.hub import hub_id, told_in_one_sentence
+from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe
@@ -44,7 +44,7 @@ DOWNLOADED = "drafter"  # download folder in the card's commands; a name that vL
 LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
-@alone_in_its_run("push")
+@with_run_lock("push")
 def push(
     recipe: Recipe,
     repo: str | None = None,
@@ -87,7 +87,7 @@ def push(
         raise UserError(f"option --base-model: {base_model} is no Hub id: give owner/name")
     api, user, repo = HfApi(), YOU, repo or default_name(recipe, base_model)
     if not dry_run:
-        with told_in_one_sentence("nothing was pushed", repo):
+        with hub_errors("nothing was pushed", repo):
             user = api.whoami()["name"]
     repo = repo if "/" in repo else f"{user}/{repo}"
     if hub_id(repo) is None or len(repo.rpartition("/")[2]) > LONGEST_NAME:
@@ -97,7 +97,7 @@ def push(
         )
     for to in exports:
         console.print(export_run(recipe, to, None).lines()[0], markup=False)
-    licence = {"license": license_id} if license_id else license_of(base_model or recipe.target.model, dry_run)
+    licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
     card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
     if not card.license:
         console.print("The target's card names no licence, so the drafter's has none: --license sets one", markup=False)
@@ -152,11 +152,11 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
             card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
-    for noted in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
-        card.exports[f"export/{noted.parent.name}"] = _stage_export(recipe, card, noted)
+    for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
+        card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
     files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
-    _refuse_private(recipe, files)
+    _check_no_private_text(recipe, files)
     return files
 
 
@@ -172,19 +172,19 @@ def _convert(folder: Path, dtype: torch.dtype) -> None:
         ("config.json", "dtype", str(dtype).removeprefix("torch.")),
         (TRAINING_FILE, "weights_sha256", weights_sha256(folder)),
     ):
-        noted = json.loads((folder / name).read_text(encoding="utf-8"))
-        _write(folder / name, {**noted, key: value})
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        _write(folder / name, {**values, key: value})
 
 
-def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
+def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str | None:
     """Add an export to the files to upload. Returns the command that serves it after a download.
 
     Raises:
         UserError: It was made from other weights than the drafter's.
     """
-    export, place = noted.parent, card.folder / "export" / noted.parent.name
+    export, place = export_file.parent, card.folder / "export" / export_file.parent.name
     way_out = f"delete {export}, and export again"
-    made = read_json(noted, Export, way_out)
+    made = read_json(export_file, Export, way_out)
     if made.drafter_sha256 != weights_sha256(RunFolder(recipe).drafter):
         again = f"run `draftsmith export --to {made.to}` again"
         raise UserError(f"nothing was pushed: {export} was made from other weights: delete it, or {again}")
@@ -193,24 +193,24 @@ def _stage_export(recipe: Recipe, card: Publication, noted: Path) -> str | None:
         made.command = made.command.replace(str(export.absolute()), f"{DOWNLOADED}/export/{export.name}")
         made.command = made.command.replace(made.target, target)
     made.target = target
-    for file in sorted(set(export.iterdir()) - {noted}):
+    for file in sorted(set(export.iterdir()) - {export_file}):
         if file.is_file():
             _add(file, place / file.name, way_out)
     _write(place / EXPORT_FILE, asdict(made))
     return made.command
 
 
-def license_of(model: str, from_here: bool = False) -> dict[str, str]:
+def get_license(model: str, local_only: bool = False) -> dict[str, str]:
     """Return the licence keys of the target's model card; empty if it names none or cannot be read.
 
     Args:
-        from_here: Do not use the network.
+        local_only: Do not use the network.
     """
     folder = EMBEDDED_TARGET if model == "embedded" else Path(model)
     try:
         card = folder / CARD_FILE
         if not folder.is_dir():
-            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=from_here))
+            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=local_only))
         data = ModelCard.load(card).data.to_dict()
     except Exception:  # no card, no network, invalid YAML, ...: the drafter is published without a licence
         return {}
@@ -234,7 +234,7 @@ def _write(file: Path, values: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
 
 
-def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
+def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
     """Check that no text file names a local path or the user's token.
 
     Raises:
@@ -256,7 +256,7 @@ def _refuse_private(recipe: Recipe, files: dict[str, Path]) -> None:
 def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:
     """Upload the files as one commit, creating the repository if it is missing. Returns the commit's URL."""
     repo = card.repo
-    with told_in_one_sentence("nothing was pushed", repo):
+    with hub_errors("nothing was pushed", repo):
         exists = _existing(api, repo, public)
         if not exists:
             api.create_repo(repo, private=not public, exist_ok=True)

@@ -39,7 +39,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
-    answering = recipe.answering
+    answering = recipe.teacher
     heading("1 distil", f"{answering.model} answers {sources}")
     folder = RunFolder(recipe)
     check_writable(folder.data)
@@ -87,7 +87,7 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
     figures = {"folder": str(projection.folder), "tokens": projection.index.tokens, "bytes": projection.total_bytes}
     if not projection.missing:
         return {**figures, "written_bytes": 0}
-    projection.refuse_what_does_not_fit()
+    projection.check_disk_space()
     if not confirmed and (is_quiet() or not sys.stdin.isatty()):
         raise UserError(
             f"nothing was written to {projection.folder}: without a terminal accept the size with `draftsmith features "

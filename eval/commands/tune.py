@@ -32,20 +32,20 @@ from draftsmith.errors import UserError
 from draftsmith.eval.bench.costs import SIZES, MeasuredCosts, draft_seconds
 from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_folder, load_models
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
-from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
+from draftsmith.eval.commands.artifacts import resolve_tuned, tree_settings, write_tuned
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
 from draftsmith.models.base.registry import is_published
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
-from draftsmith.recipes.schema import DRAFTER_KIND, MethodRecipe, Recipe
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
+from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
 GREEDY = Sampling()
 TRACED_NODES, TRACED_BRANCH = 48, 8
@@ -61,7 +61,7 @@ Trace = list[Rounds]  # one for every task
 class Candidate:
     """A tree with its tau estimated from the trace and its estimated costs in seconds per round."""
 
-    method: MethodRecipe
+    method: MethodConfig
     tau: float
     t_draft_s: float
     t_verify_s: float
@@ -92,10 +92,10 @@ def expected_tau(trace: Trace, depth: int, nodes: int) -> float:
         nodes: Number of its nodes, without the root.
     """
 
-    def kept(rounds: Rounds) -> float:
+    def accepted(rounds: Rounds) -> float:
         return statistics.fmean(len(list(takewhile(lambda rank: rank < nodes, path[:depth]))) for path in rounds)
 
-    return 1 + statistics.fmean(kept(rounds) for rounds in trace if rounds)
+    return 1 + statistics.fmean(accepted(rounds) for rounds in trace if rounds)
 
 
 def candidates(
@@ -117,12 +117,12 @@ def candidates(
     shapes = []
     for depth in depths:
         cut = None if depth == depths[-1] else depth
-        chain = MethodRecipe(name="chain", tree="chain", max_depth=cut)
+        chain = MethodConfig(name="chain", tree="chain", max_depth=cut)
         trees = [(chain, depth, expected_tau(chain_trace, depth, depth))]
         for nodes in SIZES:
             branch = min(nodes, TRACED_BRANCH)
             name = f"best-first-{nodes}"
-            tree = MethodRecipe(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
+            tree = MethodConfig(name=name, tree="best_first", nodes=nodes, branch=branch, max_depth=cut)
             if nodes > depth:
                 trees.append((tree, nodes, expected_tau(trace, depth, nodes)))
             if cut is None:
@@ -140,27 +140,27 @@ class Tuned:
 
     measured: for the default and each finalist (method, tokens per second, mean over tasks of its speed over the
     default's), medians over turns; the last figure decides. tasks: number of tasks. promised: all estimates.
-    kept: the chosen tree was written to the drafter's config.
+    saved: the chosen tree was written to the drafter's config.
     """
 
-    default: MethodRecipe
-    chosen: MethodRecipe
-    measured: list[tuple[MethodRecipe, float, float]]
+    default: MethodConfig
+    chosen: MethodConfig
+    measured: list[tuple[MethodConfig, float, float]]
     tasks: int
     promised: list[Candidate]
     verify_curve: Curve
-    kept: bool = True
+    saved: bool = True
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "chosen": shape_of(self.chosen),
-            "default": shape_of(self.default),
+            "chosen": tree_settings(self.chosen),
+            "default": tree_settings(self.default),
             "tasks": self.tasks,
             "measured": [
-                {**shape_of(method), "tokens_per_s": speed, "against_default": gain}
+                {**tree_settings(method), "tokens_per_s": speed, "against_default": gain}
                 for method, speed, gain in self.measured
             ],
-            "promised": [{**shape_of(each.method), **each.figures} for each in self.promised],
+            "promised": [{**tree_settings(each.method), **each.figures} for each in self.promised],
             "verify_curve": self.verify_curve,
         }
 
@@ -174,24 +174,24 @@ class Tuned:
         over = f"; tau and the last column: means over {self.tasks} tasks of equal weight" if self.tasks > 1 else ""
         print_table(headings, rows, f"trees, measured side by side{over}")
         best = f"[bold]{describe(self.chosen)}[/bold]"
-        if self.kept:
+        if self.saved:
             console.print(f"{best} is now used by methods with `tree: tuned`")
             return
         console.print(
             f"{best}; the drafter is from the Hub, so its config is not changed: put into the recipe's method"
         )
-        shape = {key: value for key, value in shape_of(self.chosen).items() if value is not None}
-        console.print(json.dumps(shape), markup=False)
+        tree = {key: value for key, value in tree_settings(self.chosen).items() if value is not None}
+        console.print(json.dumps(tree), markup=False)
 
 
-def describe(method: MethodRecipe) -> str:
+def describe(method: MethodConfig) -> str:
     """Describe a method's tree in words."""
     depth = "" if method.max_depth is None else f" to depth {method.max_depth}"
     size = f" of {method.nodes} nodes" if method.best_first else ""
     return f"{method.tree}{size}{depth}{' with lookups' if method.lookup else ''}"
 
 
-@alone_in_its_run("tune")
+@with_run_lock("tune")
 def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int = 5) -> Tuned:
     """Find the fastest tree and write it into the drafter's config.
 
@@ -206,7 +206,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     Raises:
         UserError: There is no trained drafter, no draft was accepted, or no question fits the target's context.
     """
-    drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodRecipe(name="chain")]
+    drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodConfig(name="chain")]
     default = next((method for method in drafted if method.drafter is None), drafted[0])
     folder = drafter_folder(recipe, default)
     default = resolve_tuned(default, folder)
@@ -224,7 +224,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     # The models are loaded outside inference mode: packed layers need their weights' version counters.
     with torch.inference_mode(), open_session(target, length, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)
-        large = MethodRecipe(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
+        large = MethodConfig(name="large", tree="best_first", nodes=TRACED_NODES, branch=TRACED_BRANCH)
         looking = large.model_copy(update={"name": "large-lookup", "lookup": True})
 
         def answer(
@@ -232,8 +232,8 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         ) -> AnswerRecord:
             return generate(session, drafting, prompt, GREEDY, new_tokens, end_ids, on_round=on_round)
 
-        def traced(method: MethodRecipe) -> Trace:
-            drafting = drafter_method(method, decoder, GREEDY)
+        def traced(method: MethodConfig) -> Trace:
+            drafting = build_tree_drafter(method, decoder, GREEDY)
             by_task: dict[str, Rounds] = {name: [] for name in tasks}
             with progress_bar(len(prompts), f"trace {method.name}", "question") as progress:
                 for name, prompt in zip(tasks, prompts, strict=True):
@@ -243,7 +243,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
                     progress.update()
             return list(by_task.values())
 
-        trace, chain_trace, lookup_trace = map(traced, (large, MethodRecipe(name="chain"), looking))
+        trace, chain_trace, lookup_trace = map(traced, (large, MethodConfig(name="chain"), looking))
         if not any(map(any, trace)):
             raise UserError(f"no draft token of the drafter in {folder} was accepted: train it first")
         deepest = getattr(decoder, "num_depths", None) or drafter.config.num_depths
@@ -252,21 +252,21 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         draft_s = {depth: draft_seconds(session, decoder, depth, prompts[0], new_tokens) for depth in depths}
         promised = candidates(trace, chain_trace, lookup_trace, depths, costs.curve, draft_s)
         finalists = [default]
-        adaptive = MethodRecipe(name="adaptive", tree="adaptive", nodes=ADAPTIVE_NODES, branch=TRACED_BRANCH)
+        adaptive = MethodConfig(name="adaptive", tree="adaptive", nodes=ADAPTIVE_NODES, branch=TRACED_BRANCH)
         adaptive = adaptive.model_copy(update={"lookup": promised[0].method.lookup})
         for method in [*(candidate.method for candidate in promised), adaptive]:
-            is_new = shape_of(method) not in map(shape_of, finalists)
+            is_new = tree_settings(method) not in map(tree_settings, finalists)
             if is_new and (len(finalists) <= FINALISTS or method is adaptive):
                 finalists.append(method)
-        methods = [drafter_method(finalist, decoder, GREEDY) for finalist in finalists]
+        methods = [build_tree_drafter(finalist, decoder, GREEDY) for finalist in finalists]
         for drafting in methods:
-            costs.give(drafting)
+            costs.set_costs(drafting)
         speeds = _speeds(answer, methods, list(zip(tasks, prompts, strict=True)), turns)
-    measured = [(method, *found) for method, found in zip(finalists, speeds, strict=True)]
+    measured = [(method, *figures) for method, figures in zip(finalists, speeds, strict=True)]
     chosen = max(measured, key=lambda each: each[2])[0]
-    kept = default.drafter is None or not is_published(default.drafter)
-    tuned = Tuned(default, chosen, measured, len(set(tasks)), promised, costs.curve, kept)
-    if kept:
+    saved = default.drafter is None or not is_published(default.drafter)
+    tuned = Tuned(default, chosen, measured, len(set(tasks)), promised, costs.curve, saved)
+    if saved:
         write_tuned(folder, chosen)
     write_atomically(RunFolder(recipe).eval / "tuned.json", json.dumps(tuned.as_json(), indent=2) + "\n")
     return tuned
@@ -296,24 +296,24 @@ def _speeds(
                     counted[place][task][0] += sum(out.accept_lengths)
                     counted[place][task][1] += out.wall_time_s - out.prefill_s
             if turn > 0:  # the first warms up
-                for found, sums in zip(speeds, counted, strict=True):
-                    found.append(speed_and_gain(sums, counted[0]))
+                for figures, sums in zip(speeds, counted, strict=True):
+                    figures.append(speed_and_gain(sums, counted[0]))
             progress.update()
     return [
-        (statistics.median(speed for speed, _ in found), statistics.median(gain for _, gain in found))
-        for found in speeds
+        (statistics.median(speed for speed, _ in figures), statistics.median(gain for _, gain in figures))
+        for figures in speeds
     ]
 
 
-def speed_and_gain(sums: dict[str, list[float]], of_first: dict[str, list[float]]) -> tuple[float, float]:
+def speed_and_gain(sums: dict[str, list[float]], reference: dict[str, list[float]]) -> tuple[float, float]:
     """Return tokens per second over all tasks, and the mean over tasks of the speed over the first method's.
 
     Args:
         sums: [tokens, seconds] of the method, by task.
-        of_first: The same of the first method. Tasks without tokens, whose answers are the prefill's token alone, are
+        reference: The same of the first method. Tasks without tokens, whose answers are the prefill's token alone, are
             left out of the mean.
     """
     tokens, seconds = map(sum, zip(*sums.values(), strict=True))
-    decoded = [task for task, (count, _) in of_first.items() if count]
-    gains = [sums[task][0] / sums[task][1] * of_first[task][1] / of_first[task][0] for task in decoded]
+    decoded = [task for task, (count, _) in reference.items() if count]
+    gains = [sums[task][0] / sums[task][1] * reference[task][1] / reference[task][0] for task in decoded]
     return tokens / seconds, statistics.fmean(gains) if gains else 1.0

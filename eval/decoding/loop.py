@@ -44,7 +44,7 @@ from draftsmith.models.sampling import Sampling, first_token
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.windows import Masks, has_recurrent_layers, windows_of
+from draftsmith.models.target.windows import Masks, get_windows, has_recurrent_layers
 
 TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
@@ -220,7 +220,7 @@ class TargetSession:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Once: at `close`, or when the session is gone that nobody closed.
         self._cudnn_off = weakref.finalize(self, TargetSession._one_less)
-        self._windows = windows_of(target)
+        self._windows = get_windows(target)
         layers = target.config.get_text_config().num_hidden_layers
         self._cache = TreeCache(layers, self._capacity_tokens(max_length_tokens), self._static_cache)
         self._positions = torch.arange(self._cache.capacity_tokens, device=self.device)[None]

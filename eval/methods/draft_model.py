@@ -1,8 +1,7 @@
-"""Speculative sampling with a draft model that somebody else trained (arXiv 2211.17192, 2302.01318).
+"""Speculative sampling with a published draft model (arXiv 2211.17192, 2302.01318).
 
-Any causal language model with the target's vocabulary. It keeps its own KV cache: drafted tokens that were accepted are
-not read again, the others are overwritten. Any tree, any temperature. (One that we train:
-`models/drafters/draft_model.py`.)
+Any causal language model with the target's vocabulary, any tree, any temperature. In its KV cache accepted draft tokens
+are kept and the others overwritten. `models/drafters/draft_model.py` is the kind that we train.
 
 Shapes: R rows of a forward, W tree nodes of a call, V the target's vocabulary, P prompt, n newly committed tokens.
 """
@@ -19,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TreeCache, cached_logits
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.models.cpu_kernels import MOST_ROWS, pack_linears, use_grouped_sdpa
 from draftsmith.models.cuda_attention import use_split_sdpa
 from draftsmith.models.decoding.decoders import (
@@ -37,13 +36,13 @@ from draftsmith.recipes.schema import Section
 
 
 class DraftModelDecoder:
-    """A language model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`.
+    """Decoder of a language model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`.
 
     Args:
         model: In eval mode.
         num_depths: gamma, the longest path worth drafting.
         max_length_tokens: Committed tokens that fit, the prompt included.
-        vocab_size: V; what the model has beyond it is never drafted, what it lacks has no probability.
+        vocab_size: V; further tokens of the model are never drafted, missing ones have no probability.
     """
 
     reads_tokens = True
@@ -57,7 +56,7 @@ class DraftModelDecoder:
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 after the committed ones. Node 0 is the newest committed token.
         self._tree = GrowingTree(self._device)
-        self._node_of: dict[tuple[int, int], int] = {}  # by parent and token
+        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._cache.reset()
@@ -66,18 +65,18 @@ class DraftModelDecoder:
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         ids, node = committed_ids.tolist(), 0
-        kept: list[int] = []  # rows of the drafted path that was committed
+        accepted_rows: list[int] = []  # rows of the drafted path that was committed
         for token in ids:
-            if (node, token) not in self._node_of:
+            if (node, token) not in self._nodes:
                 break
-            node = self._node_of[node, token]
-            kept.append(node - 1)
-        self._cache.keep(kept)
-        self._pending += ids[len(kept) :]
+            node = self._nodes[node, token]
+            accepted_rows.append(node - 1)
+        self._cache.keep(accepted_rows)
+        self._pending += ids[len(accepted_rows) :]
         self._forget_tree()
 
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """Return fp32 logits [1, V] for the children of the newest committed token."""
         if not self._pending:
             raise ValueError("nothing was observed since the last tree")
         begin, count = self._cache.committed, len(self._pending)
@@ -91,12 +90,12 @@ class DraftModelDecoder:
         return logits
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
         ids, _, depths = self._tree.add(tokens, parents)
         self._cache.ahead = first - 1
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
-            self._node_of.setdefault(below, node)
+            self._nodes.setdefault(below, node)
         # A single row that sees all others needs no mask, and fast kernels apply.
         mask = None if is_chain and self._tree.depths[-1] == first else self._mask(self._tree.seen_by_last(len(tokens)))
         logits = self._forward(ids, depths + (self._cache.committed - 1), mask)
@@ -104,32 +103,32 @@ class DraftModelDecoder:
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """fp32 logits [R, V]."""
+        """Return fp32 logits [R, V]."""
         cache, few_rows = self._cache, self._few_rows
         if few_rows is not None and cache.all_keys is not None and len(ids) <= MOST_ROWS:
-            tokens, places, seen = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
+            tokens, places, visible = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
             start = cache.get_seq_length()
-            _, logits = few_rows.forward(tokens, places, cache.all_keys, cache.all_values, start, (), seen)
+            _, logits = few_rows.forward(tokens, places, cache.all_keys, cache.all_values, start, (), visible)
         else:
             logits = cached_logits(self._model, cache, ids[None], positions[None], mask)[0]
         logits = logits[:, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _mask(self, seen: Tensor) -> Tensor:
-        """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
+    def _mask(self, visible: Tensor) -> Tensor:
+        """Return the additive mask [1, 1, R, committed + columns] of [R, columns] bool and the committed tokens."""
         committed = self._cache.committed
-        mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._model.dtype, device=self._device)
-        mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        mask = open_mask(len(visible), committed + visible.shape[1], dtype=self._model.dtype, device=self._device)
+        mask[:, committed:].masked_fill_(~visible, torch.finfo(mask.dtype).min)
         return mask[None, None]
 
     def _forget_tree(self) -> None:
-        self._node_of.clear()
+        self._nodes.clear()
         self._tree.forget()
 
 
 class DraftModelMethod:
-    """Makes the method from a recipe."""
+    """Method of a draft model, as a recipe names it."""
 
     class Options(Section):
         """Options of a Hugging Face causal LM with the target's vocabulary."""
@@ -138,13 +137,13 @@ class DraftModelMethod:
         num_tokens: int = Field(4, ge=1, description="gamma, the longest path that is drafted")
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
+    def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:
         decoder = draft_model_decoder(options.model, options.num_tokens, setting)
-        return drafter_method(setting.recipe, decoder, setting.sampling, setting.generator)
+        return build_tree_drafter(setting.recipe, decoder, setting.sampling, setting.generator)
 
 
-def draft_model_decoder(location: str, num_tokens: int, setting: MethodSetting) -> DraftModelDecoder:
-    """The draft model at a folder or Hub id, ready to draft paths of `num_tokens`.
+def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting) -> DraftModelDecoder:
+    """Load the draft model of a folder or Hub id, to draft paths of `num_tokens`.
 
     Raises:
         UserError: It cannot be loaded, or has another vocabulary or too few positions.

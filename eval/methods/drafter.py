@@ -1,14 +1,14 @@
-"""A drafter, trained or fitted, as a method: from its logits to a draft tree.
+"""Draft trees from the logits of a drafter, trained or fitted.
 
 `...Builder` is for drafters whose distribution at a depth does not depend on the path to it (ParallelSpec, Medusa): one
-forward gives all depths. `...Grower` is for the others (EAGLE, Hydra, Markov heads): a call for each level. What is
-drafted how, by temperature:
+forward gives all depths. `...Grower` is for the others (EAGLE, Hydra, Markov heads): one call per level. The trees, by
+temperature:
 
     tree        T = 0                      T > 0
     chain       most likely token          sampled from q
     static      ranks of each path         siblings sampled from their parent's q without replacement
     best_first  the N most likely paths    the same, deterministic: verified as point masses, lossless too
-    adaptive    as many of them as pay     the same; `DrafterMethod` cuts the tree, see `adaptive.py`
+    adaptive    as many of them as pay     the same; `TreeDrafter` cuts the tree, see `adaptive.py`
 
 Shapes: G drafted depths, R rows, W nodes of a level, V vocabulary, V' columns of the drafter's logits, N tree nodes, P
 prompt, n newly committed tokens, F features.
@@ -40,13 +40,13 @@ from draftsmith.models.decoding.decoders import (
     to_device,
 )
 from draftsmith.models.sampling import Sampling, draw, drawn, race
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 
-def drafter_method(
-    recipe: MethodRecipe, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
-) -> DrafterMethod:
-    """A drafter's method with the tree that a recipe asks for.
+def build_tree_drafter(
+    recipe: MethodConfig, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
+) -> TreeDrafter:
+    """Build the method of a drafter's decoder with the tree of a recipe's method.
 
     Raises:
         UserError: The static paths are no tree.
@@ -54,20 +54,20 @@ def drafter_method(
     adaptive = AdaptiveTree() if recipe.tree == "adaptive" else None
     builder = tree_builder(recipe, decoder, adaptive)
     lookup_nodes = recipe.nodes if recipe.lookup else 0
-    return DrafterMethod(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
+    return TreeDrafter(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
 
 
-class DrafterMethod:
-    """See the module's docstring.
+class TreeDrafter:
+    """Method that drafts trees with a drafter; see the module's docstring.
 
     Args:
-        name: The row of the table.
-        decoder: The drafter's.
-        builder: The tree's form, for a decoder of this kind (see `tree_builder`).
-        sampling: the target's, applied to q too.
-        generator: for sampled trees.
-        lookup_nodes: The places of a best-first tree for which paths that lookups continue compete; 0: no lookups.
-        adaptive: What cuts best-first trees to the size that pays; None: they stay whole.
+        name: Name of the method, a row of the table.
+        decoder: The drafter's decoder.
+        builder: Builder of the trees, for a decoder of this kind (see `tree_builder`).
+        sampling: The target's sampling, applied to q too.
+        generator: Source of randomness for sampled trees.
+        lookup_nodes: Nodes of a best-first tree, in which lookups compete with the drafter's paths; 0: no lookups.
+        adaptive: Cutter of best-first trees; None: they stay whole.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class DrafterMethod:
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
 
-    def with_decoder(self, decoder: SequenceDecoder) -> DrafterMethod:
-        """The same method over another decoder of the same kind."""
+    def with_decoder(self, decoder: SequenceDecoder) -> TreeDrafter:
+        """Return the same method with another decoder of the same kind."""
         settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive)
-        return DrafterMethod(self.name, decoder, *settings)
+        return TreeDrafter(self.name, decoder, *settings)
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
@@ -104,7 +104,7 @@ class DrafterMethod:
         tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
         if self._lookup is not None:
             tree = with_lookups(tree, self._lookup, self._lookup_nodes)
-        return tree if self.adaptive is None else self.adaptive.fitting(tree)
+        return tree if self.adaptive is None else self.adaptive.cut(tree)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
@@ -122,19 +122,19 @@ class DrafterMethod:
 
 
 class TreeBuilder(Protocol):
-    """Gets one round's draft from a drafter: a tree under the newest committed token."""
+    """Builder of one round's draft: a tree under the newest committed token."""
 
     def propose(
         self, root_token: int, decoder: Any, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        """`decoder` is of the one kind that the builder works with."""
+        """Draft a tree with a decoder of the kind that the builder supports."""
 
 
-def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
-    """Choose what makes the tree that a recipe's method asks for, with a decoder of this kind.
+def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: AdaptiveTree | None = None) -> TreeBuilder:
+    """Return the builder for the tree of a recipe's method and a decoder of this kind.
 
     Args:
-        adaptive: Of `tree: adaptive`: how deep a tree is grown.
+        adaptive: For `tree: adaptive`: decides how deep a tree is grown.
 
     Raises:
         UserError: The static paths are no tree.
@@ -145,7 +145,7 @@ def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: Adapt
     if method.best_first:
         if not stepwise:
             return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
-        # Where a level costs no forward, nothing is left out of it.
+        # If a level costs no forward, all of its nodes are expanded.
         beam = method.nodes if isinstance(decoder, OneForward) else method.branch
         return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam)
     return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
@@ -155,7 +155,7 @@ def tree_builder(method: MethodRecipe, decoder: SequenceDecoder, adaptive: Adapt
 
 
 class ChainBuilder:
-    """A chain of one token a depth, all from one forward."""
+    """Builder of chains, with one token per depth, from one forward."""
 
     def __init__(self, max_depth: int | None = None) -> None:
         self._max_depth = max_depth
@@ -173,7 +173,7 @@ class ChainBuilder:
 
 
 class ChainGrower:
-    """A chain of one token a depth, each from a forward that reads the one before."""
+    """Builder of chains, with one forward per token, which reads the token before."""
 
     def __init__(self, max_depth: int | None = None) -> None:
         self._max_depth = max_depth
@@ -193,7 +193,7 @@ class ChainGrower:
                 q_rows.append(sampling.probabilities(logits))
                 column = draw(q_rows[-1][0], generator)
             tokens += columns.tokens([column])
-        # Nobody reads the row of the leaf.
+        # The leaf's row is not read.
         q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
         return DraftTree(tokens, TreeShape.chain(num_depths), q)
 
@@ -204,10 +204,11 @@ class ChainGrower:
 class StaticPaths:
     """Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3) as a tree of N nodes, level by level.
 
-    Each node has its rank [N] among its parent's most likely tokens, and its place [N] among its parent's children.
+    ranks: [N] rank of each node among its parent's most likely tokens. siblings: [N] its index among its parent's
+    children.
 
     Raises:
-        UserError: A path is empty, repeated or negative, or the path that it continues is absent.
+        UserError: A path is empty, repeated or negative, or its parent path is missing.
     """
 
     def __init__(self, paths: list[list[int]]) -> None:
@@ -227,9 +228,10 @@ class StaticPaths:
         self.siblings = [0, *(children[parent].index(node) for node, parent in enumerate(parents[1:], start=1))]
 
     def check(self, num_depths: int, vocabulary: int) -> None:
-        """
+        """Check that the drafter has enough depths and tokens for the tree.
+
         Raises:
-            UserError: The drafter does not draft as deep, or has fewer tokens than there are siblings.
+            UserError: It does not.
         """
         depth, width = self.shape.max_depth, max(self.ranks) + 1
         if depth > num_depths or width > vocabulary:
@@ -240,7 +242,7 @@ class StaticPaths:
 
 
 class StaticBuilder:
-    """A tree of the same shape every round, from one forward."""
+    """Builder of trees of a fixed shape, from one forward."""
 
     def __init__(self, paths: list[list[int]]) -> None:
         self._paths = StaticPaths(paths)
@@ -266,7 +268,7 @@ class StaticBuilder:
 
 
 class StaticGrower:
-    """A tree of the same shape every round, grown level by level."""
+    """Builder of trees of a fixed shape, level by level."""
 
     def __init__(self, paths: list[list[int]]) -> None:
         self._paths = StaticPaths(paths)
@@ -283,10 +285,10 @@ class StaticGrower:
         shape, columns = self._paths.shape, decoder.columns
         places = self._paths.ranks if sampling.greedy else self._paths.siblings
         tokens = [root_token] + [-1] * (len(shape) - 1)
-        number_of: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
+        decoder_index: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
         q_rows: list[Tensor] = []
         for depth, level in enumerate(self._levels):
-            # What was not drawn has no children.
+            # Nodes without a token have no children.
             grown = [node for node in level if tokens[node] >= 0]
             if not grown:
                 break
@@ -294,7 +296,7 @@ class StaticGrower:
                 logits = decoder.begin()
                 self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
             else:
-                above = [number_of[shape.parents[node]] for node in grown]
+                above = [decoder_index[shape.parents[node]] for node in grown]
                 logits = decoder.expand([tokens[node] for node in grown], above)
             width = 1 + max(places[child] for node in grown for child in shape.children[node])
             if sampling.greedy:
@@ -303,13 +305,13 @@ class StaticGrower:
                 q_rows.append(sampling.probabilities(logits))
                 candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
             for node, row in zip(grown, candidates, strict=True):
-                number_of[node] = len(number_of)
+                decoder_index[node] = len(decoder_index)
                 for child in shape.children[node]:
                     tokens[child] = row[places[child]]
         if sampling.greedy:
             return without_blanks(DraftTree(tokens, shape))
-        # Nobody reads the rows of leaves.
-        rows = to_device([number_of.get(node, 0) for node in range(len(shape))], q_rows[0].device)
+        # The rows of leaves are not read.
+        rows = to_device([decoder_index.get(node, 0) for node in range(len(shape))], q_rows[0].device)
         q = columns.widened(torch.cat(q_rows), 0.0)
         return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
 
@@ -318,10 +320,10 @@ class StaticGrower:
 
 
 class BestFirstBuilder:
-    """The `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
+    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
 
-    A path is at most as likely as the path that it continues and as the one with the better rank in its last place,
-    so taking the best candidate, then adding its next sibling and its first child, meets the paths in order.
+    A path is at most as likely as its parent path and as the one with the better rank in its last place, so that the
+    paths are found in order by taking the best candidate, then adding its next sibling and its first child.
     """
 
     def __init__(self, nodes: int, branch: int, max_depth: int | None = None) -> None:
@@ -389,16 +391,16 @@ class BestFirstGrower:
     ) -> DraftTree:
         # Candidates in the order of arrival, the root being 0; cost = -log of the confidence.
         tokens, parents, costs = [root_token], [-1], [0.0]
-        number_of = {0: 0}  # the decoder's number of a candidate
+        decoder_index = {0: 0}  # the decoder's number of a candidate
         best: list[int] = []
         frontier = [0]
         logits = decoder.begin()
         for depth in range(min(decoder.num_depths, self._max_depth or decoder.num_depths)):
             if depth > 0:
-                above = [number_of[parents[node]] for node in frontier]
+                above = [decoder_index[parents[node]] for node in frontier]
                 logits = decoder.expand([tokens[node] for node in frontier], above)
                 for node in frontier:
-                    number_of[node] = len(number_of)
+                    decoder_index[node] = len(decoder_index)
             # 1. Expansion.
             first_new = len(tokens)
             drafted = most_likely(logits, self._branch, sampling, decoder.columns)
@@ -412,26 +414,26 @@ class BestFirstGrower:
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
             best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
             if self._adaptive is not None:
-                best = best[: self._adaptive.of_level([-costs[node] for node in best])]
+                best = best[: self._adaptive.num_worth_keeping([-costs[node] for node in best])]
             # Nothing can enter below the last of a full list.
             frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
             if not frontier:
                 break
-            if self._adaptive is not None and not self._adaptive.worth_a_level([-costs[node] for node in frontier]):
+            if self._adaptive is not None and not self._adaptive.level_pays_off([-costs[node] for node in frontier]):
                 break
         # In the order of arrival: level by level, so that shapes recur.
-        kept = [0, *sorted(best)]
-        shape = TreeShape.of_nodes(kept, parents)
-        return DraftTree([tokens[node] for node in kept], shape, log_confidence=[-costs[node] for node in kept])
+        nodes = [0, *sorted(best)]
+        shape = TreeShape.from_nodes(nodes, parents)
+        return DraftTree([tokens[node] for node in nodes], shape, log_confidence=[-costs[node] for node in nodes])
 
 
-# ---- what a level is filled with: of logits or q of a drafter's columns, the target's tokens ----
+# ---- tokens of a level, from logits or q over a drafter's columns ----
 
 
 def most_likely(
     logits: Tensor, count: int, sampling: Sampling, columns: TokenColumns = ALL_TOKENS
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` most likely tokens of each row of [R, V'], best first, and their log probabilities, none above 0."""
+    """Return the `count` most likely tokens of each row of [R, V'], best first, and their log probabilities."""
     if not sampling.greedy:
         logits = sampling.scaled(logits)
     chosen, log_q = cpu_kernels.most_likely(logits, min(count, logits.shape[-1]))
@@ -439,14 +441,14 @@ def most_likely(
 
 
 def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:
-    """The `count` most likely tokens of each row of [R, V'], best first; -1 where there are no more columns."""
+    """Return the `count` most likely tokens of each row of [R, V'], best first; -1 if there are fewer columns."""
     return _padded(logits.topk(min(count, logits.shape[-1]), dim=-1).indices, count, columns)
 
 
 def draw_without_replacement(
     q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
-    """`count` different tokens from each row of q [R, V'], in the order drawn; -1 where q has no more tokens."""
+    """Draw `count` different tokens from each row of q [R, V'], in the order drawn; -1 if q has fewer tokens."""
     # The order of q / Exp(1) is the order of draws without replacement.
     order = race(q, generator).topk(min(count, q.shape[-1]), dim=-1).indices
     return _padded(order.masked_fill(q.gather(-1, order) <= 0, -1), count, columns)
@@ -455,7 +457,7 @@ def draw_without_replacement(
 def draw_independently(
     q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
-    """`count` tokens from each row of q [R, V'], with replacement."""
+    """Draw `count` tokens from each row of q [R, V'], with replacement."""
     return _padded(torch.multinomial(q, count, replacement=True, generator=generator), count, columns)
 
 
@@ -465,17 +467,17 @@ def _padded(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]
 
 
 def without_blanks(tree: DraftTree) -> DraftTree:
-    """The tree without the nodes whose token is -1 (there were fewer tokens than siblings), and all below them."""
+    """Remove nodes whose token is -1, as there were fewer tokens than siblings, and all nodes below them."""
     if -1 not in tree.tokens:
         return tree
-    kept = {-1}
+    remaining = {-1}
     for node, token in enumerate(tree.tokens):
-        if token >= 0 and tree.parents[node] in kept:
-            kept.add(node)
-    return tree.cut_to(sorted(kept - {-1}))
+        if token >= 0 and tree.parents[node] in remaining:
+            remaining.add(node)
+    return tree.cut_to(sorted(remaining - {-1}))
 
 
 def _q_of_children(q_gv: Tensor, shape: TreeShape) -> Tensor:
-    """[G, V] by depth to [N, V] by parent. The rows of the deepest leaves repeat the last depth; nobody reads them."""
+    """Expand q [G, V] by depth to [N, V] by parent node; leaves at the last depth get a row that is not read."""
     last = len(q_gv) - 1
     return q_gv.index_select(0, to_device([min(depth, last) for depth in shape.depths], q_gv.device))

@@ -1,4 +1,4 @@
-"""Lookahead decoding (arXiv 2402.02057): Jacobi iterations beside the answer feed a pool of n-grams, no drafter at all.
+"""Lookahead decoding (arXiv 2402.02057): Jacobi iterations next to the answer fill a pool of n-grams; no drafter.
 
 One forward a round runs two things, here as one draft tree under the newest token:
 * the lookahead branch, W columns of N-1 levels of guesses. Level 0 is a chain below the root, of which column 0 is the
@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.recipes.schema import Section
@@ -63,7 +63,7 @@ class Lookahead:
         self._proposed = 0
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> Lookahead:
+    def make(cls, options: Options, setting: DecodingSetting) -> Lookahead:
         return cls(setting.recipe.name, **options.model_dump())
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
@@ -108,7 +108,7 @@ class Lookahead:
         return DraftTree(tokens, TreeShape.of(tuple(parents), num_candidates))
 
     def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        """The next level, and an n-gram of every column for the pool."""
+        """Add the next level, and an n-gram of every column to the pool."""
         if len(tree) < self._proposed:
             return  # cut, at the end of the answer
         following = largest(logits[self._last_nodes]).tolist()

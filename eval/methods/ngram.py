@@ -1,4 +1,4 @@
-"""An n-gram model as the drafter: drafting at no cost (Leviathan et al., arXiv 2211.17192, sections 3.6 and 4.1).
+"""N-gram models as drafters: drafting at no cost (Leviathan et al., arXiv 2211.17192, sections 3.6 and 4.1).
 
 Fitted on the target's own answers, which the run has distilled: the counts of the tokens that followed the last
 `order - 1`; where those were never seen, of the last `order - 2`, and so on. Any tree, any temperature.
@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.recipes.schema import Section
 
@@ -49,7 +49,7 @@ class NgramModel:
                 for offset in range(size + 1):
                     key = key * vocab_size + ids[offset : len(ids) - size + offset]
                 keys[size].append(key[mask[size:].astype(bool)])
-        self._tables = [self._table(np.concatenate(found) if found else np.zeros(0, np.int64)) for found in keys]
+        self._tables = [self._table(np.concatenate(numbers) if numbers else np.zeros(0, np.int64)) for numbers in keys]
         if not len(self._tables[0]):
             raise ValueError("no token to count")
 
@@ -58,15 +58,15 @@ class NgramModel:
         pairs, counts = np.unique(keys, return_counts=True)
         contexts, followers = pairs // self.vocab_size, torch.from_numpy(pairs % self.vocab_size)
         log_counts = torch.from_numpy(np.log(counts)).float()
-        found, first = np.unique(contexts, return_index=True)
+        known_contexts, first = np.unique(contexts, return_index=True)
         bounds = [*first.tolist(), len(pairs)]
         return {
             context: (followers[begin:end], log_counts[begin:end])
-            for context, begin, end in zip(found.tolist(), bounds, bounds[1:], strict=False)
+            for context, begin, end in zip(known_contexts.tolist(), bounds, bounds[1:], strict=False)
         }
 
     def logits(self, context: list[int]) -> Tensor:
-        """fp32 [V]: log counts after the longest suffix of `context` that was seen; -inf for what never followed."""
+        """Return log counts, fp32 [V], after the longest known suffix of `context`; -inf for tokens without a count."""
         logits = torch.full((self.vocab_size,), -torch.inf)
         for size in range(min(self.order - 1, len(context)), -1, -1):
             number = 0
@@ -80,7 +80,7 @@ class NgramModel:
 
 
 class NgramDecoder:
-    """The model that drafts, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
+    """Decoder of an n-gram model, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
 
     reads_tokens = True
 
@@ -97,12 +97,12 @@ class NgramDecoder:
         self._newest = self._context([*self._newest, *committed_ids.tolist()])
 
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """Return fp32 logits [1, V] for the children of the newest committed token."""
         self._contexts = [self._newest]
         return self._model.logits(self._newest)[None].to(self._device)
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         new = [self._context([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
         self._contexts += new
         return torch.stack([self._model.logits(context) for context in new]).to(self._device)
@@ -112,7 +112,7 @@ class NgramDecoder:
 
 
 class Ngram:
-    """Makes the method from a recipe."""
+    """Method of an n-gram model, as a recipe names it."""
 
     class Options(Section):
         """Options of an n-gram model."""
@@ -121,11 +121,11 @@ class Ngram:
         num_tokens: int = Field(4, ge=1, description="the longest path that is drafted")
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> DrafterMethod:
+    def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:
         vocab_size = setting.target.config.get_text_config().vocab_size
         model = _fitted(setting.tokens_folder, options.order, vocab_size)
         decoder = NgramDecoder(model, options.num_tokens, setting.target.device)
-        return drafter_method(setting.recipe, decoder, setting.sampling, setting.generator)
+        return build_tree_drafter(setting.recipe, decoder, setting.sampling, setting.generator)
 
 
 @lru_cache(maxsize=4)

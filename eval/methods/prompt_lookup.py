@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.recipes.schema import Section
 
@@ -46,7 +46,7 @@ class PromptLookup:
         self._after: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> PromptLookup:
+    def make(cls, options: Options, setting: DecodingSetting) -> PromptLookup:
         return cls(setting.recipe.name, **options.model_dump())
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
@@ -57,8 +57,8 @@ class PromptLookup:
         self._append(committed_ids)
 
     def propose(self) -> DraftTree:
-        found = self._continuation()
-        return DraftTree([self._ids[-1], *found], TreeShape.chain(len(found)))
+        continuation = self._continuation()
+        return DraftTree([self._ids[-1], *continuation], TreeShape.chain(len(continuation)))
 
     def _continuation(self) -> list[int]:
         num_tokens = self._options.num_tokens

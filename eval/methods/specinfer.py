@@ -1,6 +1,6 @@
 """SpecInfer: one token tree from several draft models, or from several samples of one (arXiv 2305.09781).
 
-Every model grows a tree of its own, level by level: below a node at depth d-1 come k_d tokens, `<k_1, k_2, ...>` being
+Every model grows a separate tree, level by level: below a node at depth d-1 come k_d tokens, `<k_1, k_2, ...>` being
 the expansion configuration (section 3, expansion-based). At T = 0 these are the most likely ones, at T > 0 independent
 draws from that model's q. The trees are merged: equal paths share their nodes, and a token drawn twice is one node with
 two draws, each verified against the q that it came from (section 4.3, multi-step speculative sampling): lossless.
@@ -19,14 +19,13 @@ from pathlib import Path
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.drafter import draw_independently
-from draftsmith.eval.methods.registry import MethodSetting
+from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import drafter_config, load_drafter
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, ReadsTokens, StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
@@ -66,7 +65,7 @@ class SpecInfer:
             return self
 
         def widths(self) -> list[int]:
-            """k_d of every depth."""
+            """Return k_d of every depth."""
             return [*self.expansion, *[1] * (self.num_tokens - len(self.expansion))]
 
     def __init__(
@@ -84,7 +83,7 @@ class SpecInfer:
         self._newest = -1
 
     @classmethod
-    def make(cls, options: Options, setting: MethodSetting) -> SpecInfer:
+    def make(cls, options: Options, setting: DecodingSetting) -> SpecInfer:
         decoders = [_decoder(location, options.num_tokens, setting) for location in options.models]
         name = setting.recipe.name
         return cls(name, decoders, options.widths(), options.samples, setting.sampling, setting.generator)
@@ -112,16 +111,16 @@ class SpecInfer:
 
 
 class _MergedTree:
-    """Equal paths share their nodes; every draw of a node is noted with its row of q."""
+    """Merged tree: equal paths share their nodes, and a node's draws are stored with their rows of q."""
 
     def __init__(self, root_token: int) -> None:
         self.tokens, self.parents = [root_token], [-1]
         self.draws: list[list[tuple[int, int]]] = [[]]
         self.q_rows: list[Tensor] = []
-        self._node_of: dict[tuple[int, int], int] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
-        node = self._node_of.setdefault((parent, token), len(self.tokens))
+        node = self._nodes.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
@@ -136,27 +135,27 @@ class _MergedTree:
 
 
 class _Grower:
-    """One model in one round. Each of its samples has a tree of its own inside the merged one."""
+    """Trees of one model in one round: one per sample, inside the merged tree."""
 
     def __init__(self, decoder: StepwiseDecoder, samples: int) -> None:
         self._decoder = decoder
         self._depth = 0
         # The nodes of the last level, with the samples whose trees hold them.
         self._level: dict[int, set[int]] = {0: set(range(samples))}
-        self._number_of: dict[int, int] = {}  # the decoder's number of a node
+        self._decoder_index: dict[int, int] = {}  # the decoder's number of a node
 
     def grow_level(self, tree: _MergedTree, width: int, sampling: Sampling, generator: torch.Generator | None) -> None:
-        """`width` tokens more below every node of the last level, for each sample that holds it."""
+        """Add `width` tokens below every node of the last level, for each sample whose tree contains it."""
         if not self._level or self._depth == self._decoder.num_depths:
             return
         nodes, holders = list(self._level), list(self._level.values())
         if self._depth == 0:
             logits_wv = self._decoder.begin()
         else:
-            above = [self._number_of[tree.parents[node]] for node in nodes]
+            above = [self._decoder_index[tree.parents[node]] for node in nodes]
             logits_wv = self._decoder.expand([tree.tokens[node] for node in nodes], above)
         for node in nodes:
-            self._number_of[node] = len(self._number_of)
+            self._decoder_index[node] = len(self._decoder_index)
         self._depth += 1
         self._level = {}
         columns = self._decoder.columns
@@ -180,7 +179,10 @@ class _Grower:
                     self._level.setdefault(child, set()).add(sample)
 
 
-def _decoder(location: str, num_tokens: int, setting: MethodSetting) -> StepwiseDecoder:
+_load_drafter = lru_cache(maxsize=8)(load_drafter)
+
+
+def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> StepwiseDecoder:
     """Make the decoder of a language model, or of a `draft_model` drafter that was trained here."""
     folder = Path(location).expanduser()
     model_type = str(drafter_config(folder).get("model_type", "")) if folder.is_dir() else ""
@@ -191,14 +193,9 @@ def _decoder(location: str, num_tokens: int, setting: MethodSetting) -> Stepwise
             f"method {setting.recipe.name}: {location} holds a {model_type.removeprefix(MODEL_TYPE_PREFIX)} drafter, "
             "but specinfer takes language models and trained `draft_model` drafters"
         )
-    decoder = _trained(folder, setting.target).decoder(setting.max_length_tokens)
+    decoder = _load_drafter(folder, setting.target).decoder(setting.max_length_tokens)
     decoder.num_depths = num_tokens  # type: ignore[union-attr]
     return decoder  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=8)
-def _trained(folder: Path, target: PreTrainedModel) -> Drafter:
-    return load_drafter(folder, target)
 
 
 METHOD = SpecInfer

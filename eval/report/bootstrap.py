@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.bench.records import MethodRecord
+from draftsmith.eval.bench.records import MethodResult
 
 RESAMPLES, LEVEL = 4000, 0.95
 # Resamples of fewer questions too often hold a single one, whose error is 0.
@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 class QuestionSums:
     """Sums [Q] over each question's turns and runs, for a method's answers and the baseline's."""
 
-    kept: Floats  # tokens that rounds committed
+    committed: Floats  # tokens that rounds committed
     rounds: Floats
     tokens: Floats
     seconds: Floats
@@ -50,7 +50,7 @@ class QuestionSums:
 
     @staticmethod
     def of(
-        pairs_by_question: Sequence[Sequence[tuple[MethodRecord, MethodRecord]]], tasks: Sequence[str] | None = None
+        pairs_by_question: Sequence[Sequence[tuple[MethodResult, MethodResult]]], tasks: Sequence[str] | None = None
     ) -> QuestionSums:
         """Build the sums from each question's pairs (a method's answers, the baseline's answers)."""
         rows = []
@@ -67,9 +67,9 @@ class QuestionSums:
                     sum(turn.wall_time_s for turn in baseline),
                 )
             )
-        kept, rounds, tokens, seconds, baseline_tokens, baseline_seconds = np.array(rows, dtype=np.float64).T
+        committed, rounds, tokens, seconds, baseline_tokens, baseline_seconds = np.array(rows, dtype=np.float64).T
         in_order = None if tasks is None else tuple(tasks)
-        return QuestionSums(kept, rounds, tokens, seconds, baseline_tokens, baseline_seconds, in_order)
+        return QuestionSums(committed, rounds, tokens, seconds, baseline_tokens, baseline_seconds, in_order)
 
     @property
     def strata(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class QuestionSums:
             yield places, replace(self, tasks=None, **sums)
 
 
-class Figure(NamedTuple):
+class Ratio(NamedTuple):
     """A ratio of two products of equally many sums, named by fields of `QuestionSums`."""
 
     over: tuple[str, ...]
@@ -92,22 +92,22 @@ class Figure(NamedTuple):
 
 
 # Tokens per round; tokens per second over the baseline's.
-tau = Figure(("kept",), ("rounds",))
-speedup = Figure(("tokens", "baseline_seconds"), ("seconds", "baseline_tokens"))
+tau = Ratio(("committed",), ("rounds",))
+speedup = Ratio(("tokens", "baseline_seconds"), ("seconds", "baseline_tokens"))
 
 
-def figure_of(figure: Figure, sums: QuestionSums) -> float:
+def compute_ratio(figure: Ratio, sums: QuestionSums) -> float:
     """Compute the figure over all questions: pooled, or as the mean over tasks."""
     log_r, _ = _log_and_influence(figure, sums, np.ones((1, len(sums.rounds))))
     return float(np.exp(log_r[0]))
 
 
-def interval(figure: Figure, sums: QuestionSums) -> list[float] | None:
+def interval(figure: Ratio, sums: QuestionSums) -> list[float] | None:
     """Return the confidence interval of the figure at `LEVEL`, over questions; None for too few questions."""
     return _ends([(figure, sums, 1.0)])
 
 
-def paired_ratio(figure: Figure, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
+def paired_ratio(figure: Ratio, mine: QuestionSums, other: QuestionSums) -> list[float] | None:
     """Return the interval of the ratio of two methods' figures, for the same questions in the same order.
 
     Raises:
@@ -128,7 +128,7 @@ def resamples(tasks: tuple[str, ...]) -> Floats:
     return counts_rq
 
 
-def _log_and_influence(figure: Figure, sums: QuestionSums, counts_rq: Floats) -> tuple[Floats, Floats]:
+def _log_and_influence(figure: Ratio, sums: QuestionSums, counts_rq: Floats) -> tuple[Floats, Floats]:
     """Return the figure's logarithm [R], and its derivatives [R, Q] by each question's weight."""
     figures, influence_rq = [], np.empty_like(counts_rq)
     tasks = list(sums.by_task())
@@ -146,25 +146,25 @@ def _log_and_influence(figure: Figure, sums: QuestionSums, counts_rq: Floats) ->
     return np.log(mean_r), influence_rq / (len(tasks) * mean_r[:, None])
 
 
-def _ends(terms: Sequence[tuple[Figure, QuestionSums, float]]) -> list[float] | None:
+def _ends(terms: Sequence[tuple[Ratio, QuestionSums, float]]) -> list[float] | None:
     """Return the interval of the product of figures, each to the power of +1 or -1."""
     sums = terms[0][1]
     if len(sums.rounds) < FEWEST_QUESTIONS:
         return None
     tasks = sums.strata
     # The variance of a task with n questions is too small by the factor (n - 1) / n; with one question it is unknown.
-    of_task = np.array([tasks.count(task) for task in tasks])
-    if of_task.min() < 2:
+    questions_per_task = np.array([tasks.count(task) for task in tasks])
+    if questions_per_task.min() < 2:
         return None
 
     def log_and_error(counts_rq: Floats) -> tuple[Floats, Floats]:
         parts = [(sign, *_log_and_influence(figure, each, counts_rq)) for figure, each, sign in terms]
         influence_rq = np.sum([sign * influence for sign, _, influence in parts], axis=0)
-        variance_r = (counts_rq * influence_rq**2) @ (of_task / (of_task - 1))
+        variance_r = (counts_rq * influence_rq**2) @ (questions_per_task / (questions_per_task - 1))
         return np.sum([sign * log_r for sign, log_r, _ in parts], axis=0), np.sqrt(variance_r)
 
     with np.errstate(divide="ignore", invalid="ignore"):  # a resample without any round has no tau and is left out
-        (log,), (error,) = log_and_error(np.ones((1, len(of_task))))
+        (log,), (error,) = log_and_error(np.ones((1, len(questions_per_task))))
         logs_r, errors_r = log_and_error(resamples(tasks))
     if not np.isfinite(error):
         return None

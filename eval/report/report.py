@@ -65,7 +65,7 @@ TONES = {FASTER: "good", NO_GAIN: "even", SLOWER: "bad", UNCLEAR: "unknown"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SpeedVerdict:
     """Judgement of the fastest method at one temperature.
 
     why: explanation by tau and costs; None without timing. row: its row of the summary, over all questions.
@@ -90,7 +90,7 @@ def verdict_word(ends: list[float] | None) -> str:
     return SLOWER if ends[1] < 1 else NO_GAIN
 
 
-def verdicts(summary: list[Row], timing: list[Row]) -> list[Verdict]:
+def verdicts(summary: list[Row], timing: list[Row]) -> list[SpeedVerdict]:
     """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured.
 
     Args:
@@ -101,7 +101,7 @@ def verdicts(summary: list[Row], timing: list[Row]) -> list[Verdict]:
     return [_verdict(rows, timed) for rows in by_temperature(drafted_rows(summary)).values()]
 
 
-def _verdict(rows: list[Row], timed: dict[str, Row]) -> Verdict:
+def _verdict(rows: list[Row], timed: dict[str, Row]) -> SpeedVerdict:
     best = best_row(rows)
     assert best is not None
     shown, tasks = headline(best), best.get("over_tasks")
@@ -125,10 +125,10 @@ def _verdict(rows: list[Row], timed: dict[str, Row]) -> Verdict:
             f"{forward:.2f} to check the draft. {tau} / {steps} makes "
             f"{timing['speedup_predicted']:.2f}, of which decoding reaches {timing['loop_efficiency']:.0%}."
         )
-    return Verdict(word, sentence, why, best)
+    return SpeedVerdict(word, sentence, why, best)
 
 
-def fastest_trained(verdict: Verdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
+def fastest_trained(verdict: SpeedVerdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
     """Return the row of the fastest method with a trained drafter, if the verdict is about a method without one."""
     trained = {method["name"] for method in recipe["eval"]["methods"] if method["kind"] == DRAFTER_KIND}
     if verdict.row["method"] in trained:
@@ -293,13 +293,13 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
             )
     console = console or Console()
     console.print(table)
-    of_tasks = [row for row in drafted_rows(summary) if row.get("over_tasks")]
-    if of_tasks:
-        title = f"mean over {tasks_and_questions(of_tasks[0])}; intervals of 95 % over questions"
+    rows_over_tasks = [row for row in drafted_rows(summary) if row.get("over_tasks")]
+    if rows_over_tasks:
+        title = f"mean over {tasks_and_questions(rows_over_tasks[0])}; intervals of 95 % over questions"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
         for heading in ("method", "tau", "speedup", "pooled\ntau", "pooled\nspeedup"):
             table.add_column(heading, overflow="fold", justify="left" if heading == "method" else "right")
-        for row in sorted(of_tasks, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
+        for row in sorted(rows_over_tasks, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
             shown = headline(row)
             cells = [f"{number(shown[key])}{ends_in_brackets(shown[ends])}" for key, ends in FIGURES]
             pooled = [number(row[key]) for key, _ in FIGURES]
@@ -320,7 +320,7 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
         console.print(sentence)
     console.print(TAU_DEFINITION, style="italic")
     console.print(SPEEDUP_DEFINITION, style="italic")
-    if of_tasks:
+    if rows_over_tasks:
         console.print(TASKS_MEANING, style="italic")
     if sentences:
         console.print(BASELINE_MEANING, style="italic")

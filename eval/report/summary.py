@@ -46,7 +46,7 @@ import numpy as np
 
 from draftsmith.data.sources.questions import MT_BENCH
 from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, check_fair_clock
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord, check_fair_clock
 from draftsmith.eval.bench.theory import theory_row
 from draftsmith.eval.decoding.loop import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -55,13 +55,13 @@ from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 OVERALL, MEAN_OF_TASKS = "overall", "mean of tasks"
 # Figures of each category that a document may quote.
-OF_A_CATEGORY = (
+CATEGORY_FIGURES = (
     "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
     "different_answers", "numerical_ties",
 )  # fmt: skip
 
 Row = dict[str, Any]
-Pair = tuple[int, MethodRecord, MethodRecord]  # run, the method's answers, the baseline's answers
+Pair = tuple[int, MethodResult, MethodResult]  # run, the method's answers, the baseline's answers
 
 
 def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[Row]:
@@ -85,14 +85,14 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
 
 
 def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
-    return [(record.run, *record.beside_baseline(key)) for record in records if _belongs(record, category)]
+    return [(record.run, *record.with_baseline(key)) for record in records if _belongs(record, category)]
 
 
 def _belongs(record: QuestionRecord, category: str) -> bool:
     return category in (OVERALL, record.category, record.task_name)
 
 
-def _turns(answers: Iterable[MethodRecord]) -> list[AnswerRecord]:
+def _turns(answers: Iterable[MethodResult]) -> list[AnswerRecord]:
     return [turn for answer in answers for turn in answer.turns]
 
 
@@ -108,9 +108,9 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         baseline = [answer.turns for number, _, answer in pairs if number == run]
         speedups.append(_speed(chain(*mine)) / _speed(chain(*baseline)))
         by_question.append(sum(map(_speed, mine)) / sum(map(_speed, baseline)))
-    kept = [[length for turn in answer.turns for length in turn.accept_lengths] for answer in answers]
+    accept_lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for answer in answers]
     task = next(record.task_name for record in records if _belongs(record, category))
-    taus = [statistics.fmean(lengths) for lengths in kept if lengths]
+    taus = [statistics.fmean(lengths) for lengths in accept_lengths if lengths]
     return {
         "method": first.method,
         "temperature": first.temperature,
@@ -144,11 +144,11 @@ def question_sums(
     Args:
         over_tasks: Give tasks equal weight instead of pooling all tokens, if there are several.
     """
-    by_question: dict[int | str, list[tuple[MethodRecord, MethodRecord]]] = {}
+    by_question: dict[int | str, list[tuple[MethodResult, MethodResult]]] = {}
     tasks: dict[int | str, str] = {}
     for record in records:
         if _belongs(record, category):
-            by_question.setdefault(record.question_id, []).append(record.beside_baseline(key))
+            by_question.setdefault(record.question_id, []).append(record.with_baseline(key))
             tasks[record.question_id] = record.task_name
     several = over_tasks and len(set(tasks.values())) > 1
     return bootstrap.QuestionSums.of(list(by_question.values()), list(tasks.values()) if several else None)
@@ -163,13 +163,13 @@ def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
     return {
         "tasks": len(set(sums.tasks)),
         "questions": dict(Counter(sums.tasks)),
-        "tau": bootstrap.figure_of(bootstrap.tau, sums) if drafted else None,
-        "speedup_mean": bootstrap.figure_of(bootstrap.speedup, sums),
+        "tau": bootstrap.compute_ratio(bootstrap.tau, sums) if drafted else None,
+        "speedup_mean": bootstrap.compute_ratio(bootstrap.speedup, sums),
         **_intervals(sums, records[0].answers[key]),
     }
 
 
-def _intervals(sums: bootstrap.QuestionSums, answer: MethodRecord) -> dict[str, list[float] | None]:
+def _intervals(sums: bootstrap.QuestionSums, answer: MethodResult) -> dict[str, list[float] | None]:
     drafts = bool(sums.rounds.sum()) and answer.method != AUTOREGRESSIVE
     figures = {"tau_interval": bootstrap.tau, "speedup_interval": bootstrap.speedup}
     return {name: bootstrap.interval(figure, sums) if drafts else None for name, figure in figures.items()}
@@ -209,9 +209,9 @@ def draft_vocabulary_figures(turns: list[AnswerRecord]) -> dict[str, float | Non
         return dict.fromkeys(keys)
     outside = sum(turn.outside_tokens or 0 for turn in measured)
     ended = [(turn, number) for turn in measured for number in turn.ended_outside or []]
-    unkept = sum(turn.draft_depths[number] - turn.draft_lengths[number] for turn, number in ended)
-    kept = sum(sum(turn.accept_lengths) for turn in measured)
-    return dict(zip(keys, (1 - outside / kept, len(ended) / rounds, unkept / rounds), strict=True))
+    remaining = sum(turn.draft_depths[number] - turn.draft_lengths[number] for turn, number in ended)
+    committed = sum(sum(turn.accept_lengths) for turn in measured)
+    return dict(zip(keys, (1 - outside / committed, len(ended) / rounds, remaining / rounds), strict=True))
 
 
 def _speed(turns: Iterable[AnswerRecord]) -> float:
@@ -226,7 +226,7 @@ def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
     A round's tokens arrive together: each of its k tokens counts as the round's seconds / k.
     """
     rounds = [pair for turn in turns for pair in zip(turn.round_s, turn.accept_lengths, strict=True)]
-    per_token = np.repeat([seconds / kept for seconds, kept in rounds], [kept for _, kept in rounds])
+    per_token = np.repeat([seconds / tokens for seconds, tokens in rounds], [tokens for _, tokens in rounds])
     return {f"latency_p{n}_s": float(np.percentile(per_token, n)) if rounds else None for n in (50, 90)}
 
 
@@ -287,13 +287,13 @@ def acceptance_by_depth(draft_lengths: list[int]) -> list[float]:
     reached = len(draft_lengths)
     shares = []
     for depth in range(1, max(draft_lengths, default=0) + 1):
-        kept = sum(length >= depth for length in draft_lengths)
-        shares.append(kept / reached)
-        reached = kept
+        accepted = sum(length >= depth for length in draft_lengths)
+        shares.append(accepted / reached)
+        reached = accepted
     return shares
 
 
-def _median_per_round(answers: list[MethodRecord], seconds: Callable[[AnswerRecord], float]) -> float:
+def _median_per_round(answers: list[MethodResult], seconds: Callable[[AnswerRecord], float]) -> float:
     """Return the median over questions of the mean seconds per round."""
     rounds = [sum(turn.rounds for turn in answer.turns) for answer in answers]
     totals = [sum(map(seconds, answer.turns)) for answer in answers]
@@ -424,7 +424,7 @@ def evaluation_figures(
             figures |= row
         else:
             by_category = figures.setdefault("by_category", {})
-            by_category[row["category"]] = {key: row[key] for key in OF_A_CATEGORY}
+            by_category[row["category"]] = {key: row[key] for key in CATEGORY_FIGURES}
     for row in timing:
         rows[method_key(row)]["timing"] = row
     methods = {}

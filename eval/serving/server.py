@@ -45,7 +45,7 @@ from draftsmith.eval.decoding.loop import Answering, AnswerRecord, Round
 from draftsmith.eval.decoding.method import ReadsLogits
 from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.serving.protection import Guard, TimedRequests, error, page_response
 from draftsmith.eval.serving.requests import Asked, ChatAsked, CompletionAsked, TooLong, ids_of_text, ids_of_turns
 from draftsmith.eval.trees.verify import Sampling, root_only
@@ -128,7 +128,7 @@ class Running:
     features: list[Tensor]
     began_s: float
     counted: bool = True
-    method: DrafterMethod | None = None
+    method: TreeDrafter | None = None
     texts: list[str] = field(default_factory=list)
 
     def say(self, piece: Piece) -> None:
@@ -309,7 +309,7 @@ class Worker:
         """Measure this drafter's round costs, which adaptive trees need; overwrites a free sequence."""
         self._session.current = self._free()
         self._session.read_layers(self.drafter.feature_layers)
-        self._costs.give(drafter_method(self.recipe.eval.methods[0], self._decoder, Sampling()))
+        self._costs.set_costs(build_tree_drafter(self.recipe.eval.methods[0], self._decoder, Sampling()))
 
     def _begin(self, job: Job, counted: bool = True) -> Running:
         """Prefill a prompt and start its answer."""
@@ -365,7 +365,7 @@ class Worker:
             running.answer.record.round_s.append(time.perf_counter() - began_s)
             running.say(running.pieces.of_round(round_))
 
-    def _method_of(self, running: Running) -> DrafterMethod | None:
+    def _method_of(self, running: Running) -> TreeDrafter | None:
         """Return the method that drafts for an answer that runs alone.
 
         None if the answer started with a drafter of other feature layers.
@@ -374,8 +374,8 @@ class Worker:
             return None
         if running.method is None:
             recipe, job = self.recipe.eval.methods[0], running.job
-            method = drafter_method(recipe, self._decoder, job.sampling, running.generator)
-            self._costs.give(method)  # already measured by `_measure`
+            method = build_tree_drafter(recipe, self._decoder, job.sampling, running.generator)
+            self._costs.set_costs(method)  # already measured by `_measure`
             features = torch.cat(running.features)
             running.features = [features]
             method.start([*job.prompt_ids, *running.answer.record.ids[:-1]], features)
@@ -479,7 +479,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         names: Further host names by which clients may reach it, see `Guard`.
     """
     app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    name = worker.recipe.target.shown
+    name = worker.recipe.target.display_name
     # In one separate thread, so that tokenising a long text does not block the event loop, which sends the pieces.
     tokenising = ThreadPoolExecutor(1, "tokenising")
 

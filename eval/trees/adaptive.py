@@ -52,10 +52,10 @@ class RoundCosts:
 
     def of(self, nodes: int, levels: int = 1) -> float:
         """Return the cost of a round: a draft of `levels` levels, and verification of `nodes` nodes with the root."""
-        return self.draft + (levels - 1) * self.level + self._verify_of[min(nodes, len(self._verify_of)) - 1]
+        return self.draft + (levels - 1) * self.level + self._verify_costs[min(nodes, len(self._verify_costs)) - 1]
 
     @cached_property
-    def _verify_of(self) -> list[float]:
+    def _verify_costs(self) -> list[float]:
         """Cost of verification by number of nodes, from 1 on; cached, as it is read dozens of times per round."""
         return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
 
@@ -66,7 +66,7 @@ def on_curve(curve: Curve, nodes: int) -> float:
     return float(np.interp(nodes, sizes, times))
 
 
-def never_falling(curve: Curve) -> Curve:
+def isotonic_fit(curve: Curve) -> Curve:
     """Return the least-squares nearest curve on which more nodes never take less time, as dips are noise.
 
     Isotonic regression by pooling adjacent violators (Ayer et al., 1955).
@@ -95,7 +95,7 @@ class AdaptiveTree:
         self._levels = 0  # levels drafted in this round, level by level
 
     @property
-    def whole(self) -> bool:
+    def keeps_whole_trees(self) -> bool:
         """Whether trees are not cut yet."""
         return self.costs is None or self._rounds < FIRST_ROUNDS
 
@@ -110,7 +110,7 @@ class AdaptiveTree:
         accepted = math.exp(log_confidence) * self._share[_bin(log_confidence)]
         return accepted if accepted < 1.0 else 1.0
 
-    def fitting(self, tree: DraftTree) -> DraftTree:
+    def cut(self, tree: DraftTree) -> DraftTree:
         """Cut a deterministic tree with `log_confidence` to the part with the most expected tokens per second."""
         confidence = tree.log_confidence
         if tree.q is not None or confidence is None:
@@ -123,7 +123,7 @@ class AdaptiveTree:
         self._tree = tree.cut_to(sorted([0, *order[:size]]))
         return self._tree
 
-    def of_level(self, log_confidence: list[float]) -> int:
+    def num_worth_keeping(self, log_confidence: list[float]) -> int:
         """Return how many of the most confident paths to keep after a level was drafted.
 
         If each further node costs at least as much as the one before, a path that does not pay now does not pay after
@@ -135,19 +135,19 @@ class AdaptiveTree:
         self._levels += 1
         return self._best_size(log_confidence)
 
-    def worth_a_level(self, frontier: list[float]) -> bool:
+    def level_pays_off(self, frontier: list[float]) -> bool:
         """Return whether drafting another level below paths of this log confidence pays.
 
         It adds at most one token, if one of these paths is accepted.
         """
-        if self.whole:
+        if self.keeps_whole_trees:
             return True
         assert self.costs is not None
         return sum(map(self.probability, frontier)) > self.rate * self.costs.level
 
     def _best_size(self, log_confidence: list[float]) -> int:
         """Return the number of paths with the largest tokens - rate x cost; `log_confidence` is descending."""
-        if self.whole:
+        if self.keeps_whole_trees:
             return len(log_confidence)
         assert self.costs is not None
         rate = self.rate

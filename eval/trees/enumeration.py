@@ -118,7 +118,7 @@ def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
         yield weight, DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
 
 
-def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
+def joint_distribution(trees: Trees, target_logits: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
     """Return the exact distribution [V, V] of the first two tokens.
 
     If a round commits only one token, the second one is sampled from the target.
@@ -126,11 +126,11 @@ def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], s
     joint = torch.zeros(V, V, dtype=torch.float64)
     for weight, tree in trees:
         contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
-        logits = torch.stack([target_of.get(context, torch.zeros(V).double()) for context in contexts])
+        logits = torch.stack([target_logits.get(context, torch.zeros(V).double()) for context in contexts])
         for probability, verdict in every_verdict(tree, logits, sampling):
             committed = verdict.committed(tree)
             if len(committed) == 1:
-                joint[committed[0]] += weight * probability * sampling.probabilities(target_of[committed[0],])
+                joint[committed[0]] += weight * probability * sampling.probabilities(target_logits[committed[0],])
             else:
                 joint[committed[0], committed[1]] += weight * probability
     return joint
@@ -139,19 +139,19 @@ def joint_distribution(trees: Trees, target_of: dict[tuple[int, ...], Tensor], s
 def target_and_draft(seed: int) -> tuple[dict[tuple[int, ...], Tensor], list[Tensor]]:
     """Draw random logits: the target's after the empty and every one-token context, and the drafter's at two depths."""
     generator = torch.Generator().manual_seed(seed)
-    target_of: dict[tuple[int, ...], Tensor] = {(): torch.randn(V, generator=generator, dtype=torch.float64) * 1.5}
+    target_logits: dict[tuple[int, ...], Tensor] = {(): torch.randn(V, generator=generator, dtype=torch.float64) * 1.5}
     for token in range(V):
-        target_of[token,] = torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
-    return target_of, list(torch.randn(2, V, generator=generator, dtype=torch.float64) * 1.5)
+        target_logits[token,] = torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
+    return target_logits, list(torch.randn(2, V, generator=generator, dtype=torch.float64) * 1.5)
 
 
 def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
     """Return the largest |probability - the target's| of any two first tokens, over all trees and samplings."""
-    target_of, draft_logits = target_and_draft(seed)
+    target_logits, draft_logits = target_and_draft(seed)
     error = 0.0
     for sampling in samplings:
-        second = torch.stack([sampling.probabilities(target_of[token,]) for token in range(V)])
-        exact = sampling.probabilities(target_of[()])[:, None] * second
+        second = torch.stack([sampling.probabilities(target_logits[token,]) for token in range(V)])
+        exact = sampling.probabilities(target_logits[()])[:, None] * second
         q_of_depth = [sampling.probabilities(logits) for logits in draft_logits]
         # Builders never draw more siblings than q has tokens.
         support = min(int((q > 0).sum()) for q in q_of_depth)
@@ -163,5 +163,5 @@ def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
         cases += [iter([(1.0, DraftTree(tokens, TreeShape.of(parents)))]) for parents, tokens in DETERMINISTIC_TREES]
         cases += [merged_trees(q_of_depth, models) for models in MERGED_DRAWS]
         for trees in cases:
-            error = max(error, float((joint_distribution(trees, target_of, sampling) - exact).abs().max()))
+            error = max(error, float((joint_distribution(trees, target_logits, sampling) - exact).abs().max()))
     return error

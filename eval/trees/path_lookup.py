@@ -25,7 +25,7 @@ PRIOR_SAMPLED = (0.13, 0.35, 0.40, 0.45, 0.50, 0.55, 0.60, 0.70)
 PRIOR_OBSERVATIONS = 8
 
 
-class Found(NamedTuple):
+class LookupHit(NamedTuple):
     """The token after the latest occurrence of the longest known n-gram, and the n-gram's length."""
 
     token: int
@@ -49,7 +49,7 @@ class PathLookup:
     def start(self, prompt_ids: list[int]) -> None:
         """Start a new sequence, and reset the hit rates, which differ from sequence to sequence."""
         self._last: tuple[int, ...] = ()  # tokens, MAX_NGRAM at most
-        self._next_of: dict[tuple[int, ...], int] = {}
+        self._next_token: dict[tuple[int, ...], int] = {}
         self._tried = [float(PRIOR_OBSERVATIONS)] * MAX_NGRAM
         self._right = [share * PRIOR_OBSERVATIONS for share in self._prior]
         for token in prompt_ids:
@@ -58,19 +58,19 @@ class PathLookup:
     def observe(self, committed_ids: list[int]) -> None:
         """Append tokens of the answer, and count how often lookups would have predicted them."""
         for token in committed_ids:
-            found = self.find([])
-            if found is not None:
-                self._tried[found.length - 1] += 1
-                self._right[found.length - 1] += found.token == token
+            hit = self.find([])
+            if hit is not None:
+                self._tried[hit.length - 1] += 1
+                self._right[hit.length - 1] += hit.token == token
             self._append(token)
 
-    def find(self, path: list[int]) -> Found | None:
+    def find(self, path: list[int]) -> LookupHit | None:
         """Look up the token after the sequence and these tokens; None if the last of them has not occurred before."""
         last = (*self._last, *path)[-MAX_NGRAM:]
         for begin in range(len(last)):
-            token = self._next_of.get(last[begin:])
+            token = self._next_token.get(last[begin:])
             if token is not None:
-                return Found(token, len(last) - begin)
+                return LookupHit(token, len(last) - begin)
         return None
 
     def log_probability(self, length: int) -> float:
@@ -81,7 +81,7 @@ class PathLookup:
     def _append(self, token: int) -> None:
         last = self._last
         for begin in range(len(last)):
-            self._next_of[last[begin:]] = token
+            self._next_token[last[begin:]] = token
         self._last = (*last, token)[-MAX_NGRAM:]
 
 
@@ -105,17 +105,17 @@ def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
     arrivals = 0
     place, source = 0, 0
     while True:
-        found = lookup.find(paths[place])
+        hit = lookup.find(paths[place])
         children = () if source < 0 else tree.children(source)
-        found_log = -math.inf if found is None else lookup.log_probability(found.length)
+        hit_log = -math.inf if hit is None else lookup.log_probability(hit.length)
         for child in children:
             edge = tree.log_confidence[child] - tree.log_confidence[source]
-            if found is not None and tree.tokens[child] == found.token:
-                edge, found = max(edge, found_log), None
+            if hit is not None and tree.tokens[child] == hit.token:
+                edge, hit = max(edge, hit_log), None
             heapq.heappush(heap, (-log_confidence[place] - edge, arrivals, place, tree.tokens[child], child))
             arrivals += 1
-        if found is not None:
-            heapq.heappush(heap, (-log_confidence[place] - found_log, arrivals, place, found.token, -1))
+        if hit is not None:
+            heapq.heappush(heap, (-log_confidence[place] - hit_log, arrivals, place, hit.token, -1))
             arrivals += 1
         if not heap or len(tokens) > nodes:
             break

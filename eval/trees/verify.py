@@ -79,7 +79,7 @@ class TreeShape:
         return TreeShape.of(tuple(range(-1, num_drafted)))
 
     @staticmethod
-    def of_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
+    def from_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
         """Return the shape of a subset of a tree's nodes, ascending and with their parents.
 
         Args:
@@ -88,10 +88,10 @@ class TreeShape:
             num_candidates: As for the whole tree.
         """
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
-        kept = tuple(new_index[parents[node]] for node in nodes)
+        new_parents = tuple(new_index[parents[node]] for node in nodes)
         if num_candidates is None:
-            return TreeShape.of(kept)
-        return TreeShape.of(kept, sum(node < num_candidates for node in nodes))
+            return TreeShape.of(new_parents)
+        return TreeShape.of(new_parents, sum(node < num_candidates for node in nodes))
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -177,7 +177,7 @@ class DraftTree:
         if len(nodes) == len(self):
             return self
         tokens = [self.tokens[node] for node in nodes]
-        shape = TreeShape.of_nodes(nodes, self.parents, self.shape.num_candidates)
+        shape = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates)
         confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in nodes]
         if self.draws is None:
             q = None if self.q is None else self.q.index_select(0, to_device(nodes, self.q.device))
@@ -292,7 +292,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
     while True:
         node = path[-1]
         p = sampling.probabilities(logits[node])
-        for child, q in drawn_below(tree, node, p.dtype):
+        for child, q in draws_below(tree, node, p.dtype):
             token = tree.tokens[child]
             # 1. Accept x with probability min(1, p(x) / (l q(x))), where l is the lenience; for a deterministic child q
             # is the point mass on it.
@@ -308,7 +308,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
             return Verdict(path, chooser.draw(p))
 
 
-def drawn_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
+def draws_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:
     """Yield the draws below a node in the order in which they are tried, with their q [V]; None: deterministic."""
     if tree.q is None:
         for child in tree.children(node):

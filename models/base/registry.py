@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
-from draftsmith.hub import hub_id, told_in_one_sentence
+from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 
@@ -179,7 +179,7 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
     folder, published = Path(location).expanduser(), hub_id(location)
     if folder.is_dir() or published is None:
         return folder
-    with told_in_one_sentence(f"{what} {location} cannot be loaded (it is no folder here, so a Hub id)", published[0]):
+    with hub_errors(f"{what} {location} cannot be loaded (it is no folder here, so a Hub id)", published[0]):
         folder = _fetched(*published)
     config = folder / "config.json"
     values = read_json(config, dict[str, Any], f"look at {location} on the Hub") if config.is_file() else {}

@@ -1,4 +1,4 @@
-"""A drafter as a causal language model of its own: draft models, and PARD's shape (arXiv 2504.18583).
+"""Drafters as complete causal language models: draft models, and PARD's shape (arXiv 2504.18583).
 
 PARD drafts in one forward too: the newest token is followed by K equal mask tokens. That is a `parallel` drafter that
 reads embeddings only and has one mask: the mask becomes the embedding of a token that no text has, the padding token
@@ -30,11 +30,11 @@ from draftsmith.models.formats.layout import (
 )
 from draftsmith.models.groups.layers import OTHER_KINDS
 
-OF_DRAFT_MODELS = (
+DRAFT_MODEL_RULES = (
     no_scaled_embeddings("and other layers' classes do not", tuple(OTHER_KINDS)),
     only("draft_vocab_size", None, "engines want a draft model's vocabulary to be the target's, all of it"),
 )
-OF_PARD = (
+PARD_RULES = (
     Refusal(
         "distinct masks", lambda config: config.num_masks > 1 and not config.shared_mask,
         "no engine has {config.num_masks} distinct masks, as this drafter has",
@@ -47,7 +47,7 @@ OF_PARD = (
     only("mask_residual", False, "engines do not add the newest token to its masks"),
     only("markov_rank", 0, "PARD has no Markov head"),
     no_scaled_embeddings("and a mask is none"),
-    *OF_DRAFT_MODELS,
+    *DRAFT_MODEL_RULES,
 )  # fmt: skip
 
 
@@ -90,12 +90,12 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 EXPORTERS = {
     ("draft_model", "vllm"): Exporter(
-        to_draft_model, parameters, OF_DRAFT_MODELS, "draft_model", needs_target=always, has_logits_of=has_targets_class
+        to_draft_model, parameters, DRAFT_MODEL_RULES, "draft_model", needs_target=always, logits_fit=has_targets_class
     ),
     ("parallel", "vllm"): Exporter(
-        to_pard, parameters, OF_PARD, "draft_model", parallel=True, needs_target=always, has_logits_of=has_targets_class
+        to_pard, parameters, PARD_RULES, "draft_model", parallel=True, needs_target=always, logits_fit=has_targets_class
     ),
     ("draft_model", "sglang"): Exporter(
-        to_draft_model, parameters, OF_DRAFT_MODELS, "STANDALONE", needs_target=always, has_logits_of=has_targets_class
+        to_draft_model, parameters, DRAFT_MODEL_RULES, "STANDALONE", needs_target=always, logits_fit=has_targets_class
     ),
 }

@@ -1,12 +1,14 @@
-"""DFlash's layout, and what DSpark (a Markov and a confidence head), DFlash 2 (convolutions, a selector) and LiLiCorr
-(a lattice, convolutions or none) add to it.
+"""DFlash's layout, and the additions of DSpark, DFlash 2 and LiLiCorr.
 
-Ours is this layout, name by name. Its layers are Qwen 3's whatever the target's are, embedding and head are the
-target's; of a draft vocabulary, which vLLM alone knows, the target's rows of the head go along. Engines count the
-layers that are read from 0 by their *outputs*: their id is one less than ours. Whether a block is causal stands there
-thrice: vLLM has looked for it in `dflash_config`, and takes layers with a window for causal ones where nothing says
-otherwise, as SGLang does, which knows `is_causal` alone. LiLiCorr's first checkpoints number the parts of the lattice's
-two-layer maps; vLLM loads names alone, which SGLang and TensorRT-LLM do too.
+DSpark adds a Markov and a confidence head, DFlash 2 convolutions and a selector, LiLiCorr a lattice and, optionally,
+convolutions.
+
+Our tensor names are this layout's. Its layers are Qwen 3's for every target; embedding and head are the target's. With
+a draft vocabulary, which only vLLM supports, the target's rows of the head are written too. Engines number feature
+layers from 0 by their *outputs*: their id is one less than ours. Whether a block is causal is written in three places:
+vLLM has read it from `dflash_config`, and by default takes layers with a window to be causal, as does SGLang, which
+reads only `is_causal`. LiLiCorr's first checkpoints number the parts of the lattice's two-layer maps; vLLM, SGLang and
+TensorRT-LLM load them by name only.
 """
 
 from collections.abc import Mapping
@@ -22,8 +24,7 @@ from draftsmith.models.formats.layout import (
     Exporter,
     Parameters,
     Refusal,
-    config_of_speculators,
-    drafted_of_all,
+    drafted_mask,
     dtype_name,
     kind_of_layers,
     llama_config,
@@ -31,31 +32,32 @@ from draftsmith.models.formats.layout import (
     only,
     own_rope,
     renamed,
+    speculators_keys,
     take_borrowed,
 )
 from draftsmith.models.groups.layers import of_kind
 
-OF_BLOCKS = (
+BLOCK_RULES = (
     no_scaled_embeddings("and engines do not for a block"),
     only("mask_residual", False, "engines do not add the newest token to its masks"),
 )
-OF_DFLASH = (
-    *OF_BLOCKS,
+DFLASH_RULES = (
+    *BLOCK_RULES,
     only("markov_rank", 0, "DFlash has no Markov head", "drafter.kind=dspark"),
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row", "drafter.kind=dspark"),
 )
-OF_DSPARK = (*OF_BLOCKS, only("sample_from_anchor", True, "engines draft its first token from the newest one's row"))
-OF_DFLASH2 = (
-    *OF_BLOCKS,
+DSPARK_RULES = (*BLOCK_RULES, only("sample_from_anchor", True, "engines draft token 1 from the newest one's row"))
+DFLASH2_RULES = (
+    *BLOCK_RULES,
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
     only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
 )
-# Of its block, whose values the drafters here have not.
+# Config keys that our drafters do not implement, with the values at which they change nothing.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
-OF_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
-OF_CONVOLUTION_AND_SELECTOR = (*OF_CONVOLUTION, "selector_rank", "selector_top_k")
-# Of the lattice, theirs by ours. A width of 0 there is the target's.
-OF_LATTICE = {
+CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+DFLASH2_KEYS = (*CONVOLUTION_KEYS, "selector_rank", "selector_top_k")
+# The lattice's config keys by our options. A width of 0 in a checkpoint stands for the target's hidden size.
+LATTICE_KEYS = {
     "lattice_top_k": "lilicorr_candidate_topk",
     "lattice_hidden_size": "lilicorr_hidden_size",
     "lattice_factor_dim": "lilicorr_factor_dim",
@@ -65,16 +67,16 @@ OF_LATTICE = {
     "lattice_logit_scale": "lilicorr_logit_scale",
     "lattice_vector_eps": "lilicorr_vector_eps",
 }
-# Names in the first checkpoints, by today's.
-OF_TWO_LAYERS = {
+# Tensor names in LiLiCorr's first checkpoints, by today's names.
+TWO_LAYER_NAMES = {
     "lilicorr.feature_norm.": "lilicorr.feature_mlp.0.",
     "lilicorr.feature_mlp.up_proj.": "lilicorr.feature_mlp.1.",
     "lilicorr.feature_mlp.down_proj.": "lilicorr.feature_mlp.3.",
     "lilicorr.layers.#.mlp.up_proj.": "lilicorr.layers.#.mlp.0.",
     "lilicorr.layers.#.mlp.down_proj.": "lilicorr.layers.#.mlp.2.",
 }
-OF_LILICORR = (
-    *OF_DFLASH2,
+LILICORR_RULES = (
+    *DFLASH2_RULES,
     Refusal(
         "`lattice_top_k` that is no power of two up to 16",
         lambda config: config.lattice_top_k not in (1, 2, 4, 8, 16),
@@ -82,15 +84,15 @@ OF_LILICORR = (
         "drafter.options.lattice_top_k=8",
     ),
 )
-OF_SPECULATORS = (only("causal", False, "in the library's blocks every row sees every row"),)
-OF_SGLANG = (
+SPECULATORS_RULES = (only("causal", False, "in the library's blocks every row sees every row"),)
+SGLANG_RULES = (
     only("draft_vocab_size", None, "SGLang's blocks are read off the target's whole head"),
     only("causal", False, "in SGLang's blocks every row sees every row"),
 )
 
 
 def has_draft_vocabulary(config: DrafterConfig) -> bool:
-    """Whether rows of the target's head are written too."""
+    """Return True if the drafter has a draft vocabulary, so that rows of the target's head are written too."""
     return config.draft_vocab_size is not None
 
 
@@ -98,28 +100,28 @@ def has_draft_vocabulary(config: DrafterConfig) -> bool:
 
 
 def to_dflash(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines."""
+    """Convert a DFlash drafter for vLLM and SGLang."""
     return Checkpoint({**_config(drafter), "architectures": ["DFlashDraftModel"]}, _tensors(drafter))
 
 
 def to_dflash2(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines, which look for its keys in `dflash_config`."""
+    """Convert a DFlash 2 drafter for vLLM and SGLang, which read its keys from `dflash_config`."""
     config = {**_config(drafter), "architectures": ["DFlash2DraftModel"]}
-    config["dflash_config"] |= {key: getattr(drafter.config, key) for key in OF_CONVOLUTION_AND_SELECTOR}
+    config["dflash_config"] |= {key: getattr(drafter.config, key) for key in DFLASH2_KEYS}
     return Checkpoint(config, _tensors(drafter))
 
 
 def to_lilicorr(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines, which look for its keys in `dflash_config`."""
+    """Convert a LiLiCorr drafter for vLLM and SGLang, which read its keys from `dflash_config`."""
     ours, config = drafter.config, {**_config(drafter), "architectures": ["LiLiCorrDraftModel"]}
-    lattice = {theirs: getattr(ours, key) for key, theirs in OF_LATTICE.items()}
-    convolution = {key: getattr(ours, key) for key in OF_CONVOLUTION} if ours.conv_kernel_size else {}
+    lattice = {theirs: getattr(ours, key) for key, theirs in LATTICE_KEYS.items()}
+    convolution = {key: getattr(ours, key) for key in CONVOLUTION_KEYS} if ours.conv_kernel_size else {}
     config["dflash_config"] |= {"lilicorr_enabled": True, **lattice, **convolution}
     return Checkpoint(config, _tensors(drafter))
 
 
 def to_speculators(drafter: Drafter) -> Checkpoint:
-    """Write it for the speculators library, whose tensors are the same, and for vLLM, which reads its config too."""
+    """Convert a drafter for the speculators library, with the same tensors; vLLM reads this config too."""
     ours, kind = drafter.config, drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
     written = EXPORTERS[kind, "vllm"].write(drafter)
     layers = dict(written.config)
@@ -128,7 +130,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         del layers[key]
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DFlash2DraftModel"],
-        **config_of_speculators(drafter, kind),
+        **speculators_keys(drafter, kind),
         "transformer_layer_config": layers,
         "draft_vocab_size": layers.pop("draft_vocab_size", layers["vocab_size"]),
         "block_size": ours.block_size,
@@ -138,13 +140,13 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         "sample_from_anchor": False,
         "tie_word_embeddings": False,
         "dtype": layers["dtype"],
-        **{key: own[key] for key in OF_CONVOLUTION_AND_SELECTOR if key in own},
+        **{key: own[key] for key in DFLASH2_KEYS if key in own},
     }
     return Checkpoint(config, written.tensors)
 
 
 def to_dspark(drafter: Drafter) -> Checkpoint:
-    """Write it for both engines, which look for its keys at the top of the config."""
+    """Convert a DSpark drafter for vLLM and SGLang, which read its keys from the top level of the config."""
     has_confidence = bool(drafter.config.confidence_weight)
     own = {
         "architectures": ["Qwen3DSparkModel"],
@@ -191,23 +193,23 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read either engine's.
+    """Convert a checkpoint of either engine into our parameters.
 
     Raises:
-        UserError: It was made for a target of another shape.
+        UserError: The checkpoint was made for a target of another shape.
     """
     kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
     rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
-    found = _of_blocks(checkpoint, target_config)
-    return replace(found, options={**found.options, **rope}, assumed=assumed)
+    result = _read_blocks(checkpoint, target_config)
+    return replace(result, options={**result.options, **rope}, assumed=assumed)
 
 
-def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     config, state = checkpoint.config, dict(checkpoint.tensors)
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
     causal = config.get("is_causal", known.get("causal"))
-    if "speculators_model_type" in config:  # whose layers without a window are never causal
+    if "speculators_model_type" in config:  # its layers without a window are never causal
         known["target_layer_ids"] = [layer - 1 for layer in config["aux_hidden_state_layer_ids"]]
         causal = window is not None and not config.get("sliding_window_non_causal", True)
     options = {
@@ -221,16 +223,14 @@ def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     borrowed = take_borrowed(state)
     if "d2t" in state:
         options["draft_vocab_size"] = len(state["d2t"])
-        state["t2d"] = drafted_of_all(state["d2t"], target_config["vocab_size"])
+        state["t2d"] = drafted_mask(state["d2t"], target_config["vocab_size"])
     if {"candidate_selector.hidden_projection.weight", "lilicorr.out_head.weight"} & state.keys():
         for key, plain in PLAIN_LOGITS.items():
             if (known.get(key) or plain) != plain:
                 raise UserError(f"config.json: {key} is {known[key]}, which drafters here have not: only {plain}")
         if "lilicorr.out_head.weight" in state:
-            return _of_lattice(options, known, state, borrowed, target_config["hidden_size"])
-        return Parameters(
-            "dflash2", options | {key: known[key] for key in OF_CONVOLUTION_AND_SELECTOR}, state, borrowed
-        )
+            return _read_lattice(options, known, state, borrowed, target_config["hidden_size"])
+        return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
     options["markov_rank"] = known["markov_rank"]
@@ -240,25 +240,26 @@ def _of_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("dspark", options, state, borrowed)
 
 
-def _of_lattice(
+def _read_lattice(
     options: dict[str, Any],
     known: Mapping[str, Any],
     state: dict[str, Tensor],
     borrowed: dict[str, Tensor],
     hidden_size: int,
 ) -> Parameters:
-    options |= {key: known[theirs] for key, theirs in OF_LATTICE.items()}
+    options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
     options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
     options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
     if options["conv_kernel_size"]:
         options["conv_group_size"] = known["conv_group_size"]
-    return Parameters("lilicorr", options, renamed(state, OF_TWO_LAYERS, back=True), borrowed)
+    return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
 
 
 def _window(known: Mapping[str, Any]) -> int | None:
-    """
+    """Return the sliding window in tokens; None if the layers have none.
+
     Raises:
-        UserError: Some layers have a window and some have none, or nothing says how wide it is.
+        UserError: Only some layers have a window, or the config does not give its size.
     """
     kinds = set(known.get("layer_types") or ())
     slides = "sliding_attention" in kinds or bool(known.get("use_swa"))
@@ -277,26 +278,28 @@ def _window(known: Mapping[str, Any]) -> int | None:
 
 EXPORTERS = {
     ("dflash", "vllm"): Exporter(
-        to_dflash, parameters, OF_DFLASH, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
+        to_dflash, parameters, DFLASH_RULES, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
     ),
-    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*OF_DFLASH, *OF_SGLANG), "DFLASH", in_blocks=True),
-    ("dflash2", "vllm"): Exporter(to_dflash2, parameters, OF_DFLASH2, "dflash", in_blocks=True),
-    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*OF_DFLASH2, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
+    ("dflash2", "vllm"): Exporter(to_dflash2, parameters, DFLASH2_RULES, "dflash", in_blocks=True),
+    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
     ("dflash", "speculators"): Exporter(
         to_speculators,
         parameters,
-        (*OF_DFLASH, *OF_SPECULATORS),
+        (*DFLASH_RULES, *SPECULATORS_RULES),
         "dflash",
         needs_target=has_draft_vocabulary,
         in_blocks=True,
     ),
     ("dflash2", "speculators"): Exporter(
-        to_speculators, parameters, (*OF_DFLASH2, *OF_SPECULATORS), "dflash", in_blocks=True
+        to_speculators, parameters, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash", in_blocks=True
     ),
-    ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, OF_LILICORR, "dflash", in_blocks=True),
-    ("lilicorr", "sglang"): Exporter(to_lilicorr, parameters, (*OF_LILICORR, *OF_SGLANG), "DFLASH", in_blocks=True),
+    ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, LILICORR_RULES, "dflash", in_blocks=True),
+    ("lilicorr", "sglang"): Exporter(
+        to_lilicorr, parameters, (*LILICORR_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True
+    ),
     ("dspark", "vllm"): Exporter(
-        to_dspark, parameters, OF_DSPARK, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
+        to_dspark, parameters, DSPARK_RULES, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
     ),
-    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*OF_DSPARK, *OF_SGLANG), "DSPARK", in_blocks=True),
+    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", in_blocks=True),
 }

@@ -1,17 +1,17 @@
-"""EAGLE's layouts, and those of EAGLE-3 and P-EAGLE with its mask: engines', the authors', the speculators library's.
+"""Layouts of EAGLE, EAGLE-3 and P-EAGLE, as engines, the authors' code and the speculators library read them.
 
-**EAGLE.** Ours is this layout: `fc` and one decoder layer without input norm; embedding and head are the target's. The
-bias of `fc` is where readers differ: vLLM drops it without a word, SGLang always has one, the authors' code has one
-unless the config says `bias: false`. vLLM reads the same key as the attention's bias, so it is not written for it.
+**EAGLE.** Our tensor names are this layout's: `fc` and one decoder layer without input norm; embedding and head are the
+target's. Readers differ in the bias of `fc`: vLLM silently drops it, SGLang always has one, the authors' code has one
+unless the config says `bias: false`. vLLM reads that key as the attention's bias, so it is not written for vLLM.
 
-**EAGLE-3.** Ours is this layout but for one name: the first layer is `midlayer` there, `layers.0` here and in
-speculators. `d2t` are offsets in all, `t2d` is written for the authors' code and ignored by engines. Engines count the
-fused layers each in their own way: vLLM's ids are ours (0 the embeddings), SGLang's are one less and in `eagle_config`.
+**EAGLE-3.** One name differs: the first layer is `midlayer` there, `layers.0` here and in speculators. `d2t` holds
+offsets in all layouts; `t2d` is written for the authors' code and ignored by engines. Engines number the fused layers
+differently: vLLM's ids are ours (0 for the embeddings), SGLang's are one less and in `eagle_config`.
 
-vLLM reads the speculators library's config too, the layers' keys from `transformer_layer_config`, where the number of
-fused layers must be given for it; SGLang does not. `norm_before_residual` is always written: its default differs
-between the shapes and the readers. The norms of EAGLE-3.1 are in both places: vLLM takes P-EAGLE's `fc_norm` from the
-layers' keys alone.
+vLLM reads the speculators library's config too, with the layers' keys and the number of fused layers from
+`transformer_layer_config`; SGLang does not. `norm_before_residual` is always written, as its default differs between
+shapes and readers. The norms of EAGLE-3.1 are written in both places: vLLM reads P-EAGLE's `fc_norm` only from the
+layers' keys.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,7 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
-    config_of_speculators,
-    drafted_of_all,
+    drafted_mask,
     dtype_name,
     has_uncapped_logits,
     kind_of_layers,
@@ -43,6 +42,7 @@ from draftsmith.models.formats.layout import (
     only,
     own_rope,
     renamed,
+    speculators_keys,
     take_borrowed,
     with_output_biases,
     without_zero_biases,
@@ -50,22 +50,22 @@ from draftsmith.models.formats.layout import (
 from draftsmith.models.groups.layers import of_kind
 
 NAMES = {"layers.0.": "midlayer."}
-# EAGLE-3.1's and their relatives: keys of the options, and of engines' configs.
+# Norms of EAGLE-3.1 and related drafters: the same keys in our options and in engines' configs.
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
-# Where a P-EAGLE or PARD config may keep its mask token: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
+# Keys of the mask token in P-EAGLE and PARD configs: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 # ---- what can be expressed ----
 
-REFUSALS = (
+EAGLE3_RULES = (
     no_scaled_embeddings("and EAGLE-3's classes do not"),
     no_layers_but((*LLAMA_LIKE, "qwen3"), "vLLM has no EAGLE-3 class with {config.layers_of[model_type]}'s layers"),
 )
-OF_PEAGLE = (*REFUSALS, only("markov_rank", 0, "P-EAGLE has no Markov head"))
-# SGLang and the authors' code run Llama's layer alone.
+PEAGLE_RULES = (*EAGLE3_RULES, only("markov_rank", 0, "P-EAGLE has no Markov head"))
+# SGLang and the authors' code run Llama's layer only.
 LLAMA_ALONE = (
-    *REFUSALS,
+    *EAGLE3_RULES,
     no_layers("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
     NO_ATTENTION_BIAS,
     only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
@@ -110,7 +110,7 @@ def to_sglang(drafter: Drafter) -> Checkpoint:
 
 
 def to_authors(drafter: Drafter) -> Checkpoint:
-    """Write it for code that always has a head of its own, and gives `fc` a bias unless the config says no."""
+    """Convert an EAGLE-3 drafter for the authors' code, which needs an LM head, and a bias of `fc` by default."""
     config = {**_config(drafter), "bias": False}
     config["eagle_config"] = {  # theirs has no key for it; importers of this layout look here
         "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in drafter.config.feature_layers]
@@ -119,7 +119,7 @@ def to_authors(drafter: Drafter) -> Checkpoint:
 
 
 def to_speculators(drafter: Drafter) -> Checkpoint:
-    """Write it with the target's LM head where the drafter has none: the library's class always has one."""
+    """Convert a drafter for the speculators library, whose class needs an LM head: the target's by default."""
     written = to_vllm(drafter)
     layers, kind = written.config, "peagle" if "mask_hidden" in written.tensors else "eagle3"
     layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
@@ -129,7 +129,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         del layers["pard_token"]
     config: dict[str, Any] = {
         "architectures": ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"],
-        **config_of_speculators(drafter, kind),
+        **speculators_keys(drafter, kind),
         "transformer_layer_config": layers,
         "norm_before_residual": layers.pop("norm_before_residual"),
         **{key: layers[key] for key in NORMS},
@@ -144,7 +144,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
 
 
 def _with_head(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, Tensor]:
-    """Add the target's head, in the drafter's dtype, if there is none."""
+    """Add the target's LM head, in the drafter's dtype, if the drafter has none."""
     if "lm_head.weight" not in tensors:
         head = cast(nn.Linear, drafter.attached.lm_head).weight.detach()
         tensors["lm_head.weight"] = head.to(drafter.dtype)
@@ -158,13 +158,13 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 
 
 def _norms(config: DrafterConfig) -> dict[str, bool]:
-    """Return the norms' keys as engines name them; all are off where a reader does not find them."""
+    """Return the norms' keys, which engines take to be False if they are missing."""
     return {key: bool(getattr(config, key, False)) for key in NORMS}
 
 
 def _tensors(drafter: Drafter, config: Mapping[str, Any]) -> dict[str, Tensor]:
     tensors = renamed(drafter.state_dict(), NAMES)
-    if drafter.config.draft_vocab_size == config["vocab_size"]:  # a head of its own for all tokens: no map
+    if drafter.config.draft_vocab_size == config["vocab_size"]:  # its own head has all tokens: no map
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     return with_output_biases(tensors, config)
 
@@ -183,19 +183,19 @@ def flattened(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read any of these layouts.
+    """Convert a checkpoint of EAGLE-3 or P-EAGLE, in any of these layouts, into our parameters.
 
     Raises:
-        UserError: It was made for another target, or does not say which layers of the target it reads.
+        UserError: It was made for another target, or its feature layers are not known.
     """
     config = checkpoint.config
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
-    layers_of = of_kind(kind, target_config)
-    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layers_of)
-    rope, of_rope = own_rope(checkpoint, layers_of)
-    layers, of_layers = _feature_layers(config, target_config)
+    layer_config = of_kind(kind, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layer_config)
+    rope, rope_assumed = own_rope(checkpoint, layer_config)
+    layers, layers_assumed = _feature_layers(config, target_config)
     options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **rope}
-    assumed = (*of_layers, *of_rope)
+    assumed = (*layers_assumed, *rope_assumed)
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     nested = config.get("eagle_config") or {}
     options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
@@ -204,7 +204,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         options["draft_vocab_size"] = drafted
         head = state.pop("lm_head.weight")
         borrowed = take_borrowed(state)
-        state |= {"t2d": drafted_of_all(state["d2t"], vocabulary), "lm_head.weight": head}
+        state |= {"t2d": drafted_mask(state["d2t"], vocabulary), "lm_head.weight": head}
     else:
         borrowed = take_borrowed(state)
         state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
@@ -217,19 +217,21 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("peagle", options, state, borrowed, assumed=assumed)
 
 
-def with_own_head(found: Parameters) -> Parameters:
-    """Read a head that has all tokens and is not the target's as that of a draft vocabulary of all tokens."""
-    head = found.borrowed["lm_head"]
+def with_own_head(params: Parameters) -> Parameters:
+    """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
+    head = params.borrowed["lm_head"]
     all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
-    others = {name: value for name, value in found.borrowed.items() if name != "lm_head"}
-    options = {**found.options, "draft_vocab_size": len(head)}
-    return replace(found, options=options, state={**found.state, **all_tokens, "lm_head.weight": head}, borrowed=others)
+    others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
+    options = {**params.options, "draft_vocab_size": len(head)}
+    state = {**params.state, **all_tokens, "lm_head.weight": head}
+    return replace(params, options=options, state=state, borrowed=others)
 
 
-def refuse_final_state(config: Mapping[str, Any]) -> None:
-    """
+def check_fused_layers(config: Mapping[str, Any]) -> None:
+    """Check that an EAGLE-3 checkpoint reads fused layers, and not only the target's final hidden states.
+
     Raises:
-        UserError: An EAGLE-3 checkpoint reads the target's final hidden state, and no fused layers.
+        UserError: It does not.
     """
     nested = config.get("eagle_config") or {}
     for place, keys in (("eagle_config.", nested), ("", config)):
@@ -242,9 +244,9 @@ def refuse_final_state(config: Mapping[str, Any]) -> None:
 
 
 def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any]) -> tuple[list[int], tuple[str, ...]]:
-    """Return the layers that are read, and what was assumed.
+    """Return the feature layers, and a note on the assumptions made.
 
-    By default they are 2, L/2 and L-3, as all readers have it, where these are three.
+    The default is that of all readers: 2, L/2 and L-3, if these are three layers.
 
     Raises:
         UserError: The config contradicts itself, or the default is not in the target.
@@ -259,8 +261,8 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
                 f"{len(layers)} layers: correct the one that is wrong"
             )
         if ids is not None and nested is not None and layers != [layer + 1 for layer in nested]:
-            said = f"{layers} (after that many layers) and in eagle_config {list(nested)} (counted from 0)"
-            return layers, (f"its config names other layers in two places, {said}: the first were taken",)
+            places = f"{layers} (after that many layers) and in eagle_config {list(nested)} (counted from 0)"
+            return layers, (f"its config names other layers in two places, {places}: the first were taken",)
         return layers, ()
     num_layers = target_config["num_hidden_layers"]
     if 2 < num_layers // 2 < num_layers - 3:
@@ -275,7 +277,7 @@ def _feature_layers(config: Mapping[str, Any], target_config: Mapping[str, Any])
 
 # ---- EAGLE ----
 
-OF_EAGLE = (
+EAGLE_RULES = (
     no_scaled_embeddings("and EAGLE's classes do not"),
     no_layers("qwen3", "its Llama layer has no q/k norms"),
     no_layers_but(LLAMA_LIKE, "its Llama layer does not run {config.layers_of[model_type]}'s layers"),
@@ -306,15 +308,15 @@ def _eagle(drafter: Drafter, **keys: Any) -> Checkpoint:
 
 
 def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read any of EAGLE's layouts.
+    """Convert a checkpoint in any of EAGLE's layouts into our parameters.
 
     Raises:
-        UserError: It was made for a target of another shape.
+        UserError: The checkpoint was made for a target of another shape.
     """
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
-    layers_of = of_kind(kind, target_config)
-    rope, assumed = own_rope(checkpoint, layers_of)
-    state = without_zero_biases(dict(checkpoint.tensors), layers_of)
+    layer_config = of_kind(kind, target_config)
+    rope, assumed = own_rope(checkpoint, layer_config)
+    state = without_zero_biases(dict(checkpoint.tensors), layer_config)
     borrowed = take_borrowed(state)
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
@@ -322,21 +324,21 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     return Parameters("eagle", {"fc_bias": biased, "layers": kind, **rope}, state, borrowed, assumed=assumed)
 
 
-# The first kind of a format is what a kind without a place there is told to train: EAGLE-3.
+# A kind that a format does not support is advised to train the format's first kind here: EAGLE-3.
 EXPORTERS = {
-    ("eagle3", "vllm"): Exporter(to_vllm, parameters, REFUSALS, "eagle3", has_logits_of=has_uncapped_logits),
+    ("eagle3", "vllm"): Exporter(to_vllm, parameters, EAGLE3_RULES, "eagle3", logits_fit=has_uncapped_logits),
     ("peagle", "vllm"): Exporter(
-        to_vllm, parameters, OF_PEAGLE, "eagle3", parallel=True, has_logits_of=has_uncapped_logits
+        to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits
     ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
-    ("eagle3", "speculators"): Exporter(to_speculators, parameters, REFUSALS, "eagle3", needs_target=always),
+    ("eagle3", "speculators"): Exporter(to_speculators, parameters, EAGLE3_RULES, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
-        to_speculators, parameters, OF_PEAGLE, "eagle3", parallel=True, needs_target=always
+        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always
     ),
     ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
     ("eagle", "vllm"): Exporter(
-        eagle_to_vllm, eagle_parameters, (*OF_EAGLE, FC_BIAS), "eagle", has_logits_of=has_uncapped_logits
+        eagle_to_vllm, eagle_parameters, (*EAGLE_RULES, FC_BIAS), "eagle", logits_fit=has_uncapped_logits
     ),
-    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS), "EAGLE"),
-    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*OF_EAGLE, NO_ATTENTION_BIAS)),
+    ("eagle", "sglang"): Exporter(eagle_to_sglang, eagle_parameters, (*EAGLE_RULES, NO_ATTENTION_BIAS), "EAGLE"),
+    ("eagle", "eagle"): Exporter(eagle_to_authors, eagle_parameters, (*EAGLE_RULES, NO_ATTENTION_BIAS)),
 }

@@ -1,9 +1,8 @@
-"""A trained drafter as another program loads it: where it can go, how it is served there, and the folder.
+"""Export of trained drafters to other programs: supported formats, serving commands, and the exported folder.
 
-A folder is written whole or not at all. Its config is then compared with the target's (RoPE, norms, vocabulary,
-positions), and its tensors, read back into our names, with the drafter's. What depends on a drafter's options and on
-its target is asked of its config, so it can be said before any training. A kind without an exporter for a format is
-refused by it.
+A folder is written completely or not at all. Its config is then compared with the target's (RoPE, norms, vocabulary,
+positions), and its tensors, converted back to our names, with the drafter's. Whether a format can express a drafter
+depends on its config only, so that this can be checked before training. A format refuses kinds without an exporter.
 """
 
 import json
@@ -26,7 +25,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import OTHER_LOGITS, Checkpoint, Exporter, config_differences, drafted_tokens
-from draftsmith.models.target.gguf_file import gguf_file_of
+from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -41,34 +40,34 @@ FORMATS = {
     "medusa": "FasterDecoding/Medusa",
     "hydra": "zankner/Hydra",
 }
-# The first vLLM that has it, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
+# First vLLM version with a feature, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
 FIRST_VLLM = {"parallel_drafting": "0.16", "dflash": "0.20"}
-# And that of a kind which is served by the method of another: vllm-project/vllm, pull request 52816; the first one that
-# was read here.
+# And with a kind that is served by the method of another kind: vllm-project/vllm, pull request 52816; and the first
+# version in which we found it.
 FIRST_VLLM_OF_KIND = {"dflash2": "0.28", "lilicorr": "0.32"}
-FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # where an engine is not called as its format
+FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # engines whose format has another name
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
 }  # fmt: skip
-# Why no format has a place for a kind, where more can be said than which kinds have one.
+# Why no format supports a kind, and the kind to train instead.
 NO_PLACE = {
     "medusa2": ("it changes the target itself, by a LoRA that no format carries", "medusa"),
     "eagle_parallel": ("no engine has K distinct masks, and none has masks in EAGLE's first shape", "peagle"),
     "pass_embeddings": ("no engine drafts with the target's own layers and K distinct masks", "peagle"),
 }
 EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a later export may replace
-# By these in a folder's path vLLM takes it for something else, whatever `method` says: config/speculative.py:1326-1349.
+# With one of these in a folder's path vLLM ignores `method`: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
-# Options that say nothing of the weights: a loss and what it counts, and whether a single mask is called shared.
+# Options that do not affect the weights.
 UNCOMPARED = ("loss", "teacher_mass", "shared_mask")
 
 
 @dataclass
 class Export:
-    """`export.json`: what was exported, and how it is served.
+    """Content of `export.json`: the exported drafter and its serving command.
 
-    drafter_sha256: Hashes of the drafter's weights files when it was exported.
+    drafter_sha256: SHA-256 of the drafter's weights files at the time of the export.
     """
 
     to: str
@@ -81,33 +80,34 @@ class Export:
 
 @dataclass
 class Exported:
-    """A folder, and what to do with it."""
+    """An exported folder, and its description for the user."""
 
     folder: Path
     made: Export
     caveat: str | None
 
     def lines(self) -> list[str]:
-        """Say what to print; the command is alone on the last line."""
+        """Return the lines to print; the last one is the serving command, if there is one."""
         done = f"{self.made.kind} drafter, checked by name, shape and value: {self.folder}"
         warned = [] if self.caveat is None else [f"Mind: {self.caveat}"]
         if self.made.command is None:
             return [done, *warned]
-        return [done, *warned, f"Serve it ({versions_of(self.made.kind, self.made.to)}):", self.made.command]
+        return [done, *warned, f"Serve it ({version_sentence(self.made.kind, self.made.to)}):", self.made.command]
 
 
 # ---- where a drafter can go ----
 
 
-def kind_of(config: DrafterConfig) -> str:
-    """Return `drafter.kind`."""
+def get_kind(config: DrafterConfig) -> str:
+    """Return the recipe's `drafter.kind`."""
     return config.model_type.removeprefix(MODEL_TYPE_PREFIX)
 
 
 def check_format(to: str) -> None:
-    """
+    """Check that the format exists.
+
     Raises:
-        UserError: There is no such format.
+        UserError: It does not.
     """
     if to not in FORMATS:
         formats = ", ".join(FORMATS)
@@ -115,35 +115,36 @@ def check_format(to: str) -> None:
 
 
 def refusal(config: DrafterConfig, to: str) -> str | None:
-    """Say why this drafter cannot go into this format, and with which recipe line it could; None if it can."""
-    exporter = EXPORTERS.get((kind_of(config), to))
+    """Return why a format cannot express this drafter, and the recipe line that would help; None if it can."""
+    exporter = EXPORTERS.get((get_kind(config), to))
     if exporter is None:
-        return no_place(kind_of(config), to)
-    refusals = exporter.refusals if exporter.has_logits_of(config) else (*exporter.refusals, OTHER_LOGITS)
+        return no_place(get_kind(config), to)
+    refusals = exporter.refusals if exporter.logits_fit(config) else (*exporter.refusals, OTHER_LOGITS)
     return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
 
 def no_place(kind: str, to: str) -> str:
-    """Say why a format takes no drafter of a kind that has no exporter for it, whatever kind that is."""
+    """Return why a format does not support a kind, and which kind to train instead."""
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
     why, other = NO_PLACE.get(kind, (f"it takes {', '.join(kinds)} and has no place for {kind}", kinds[0]))
     return f"{why}: train with drafter.kind={other}"
 
 
-def refuse_inexpressible(config: DrafterConfig, to: str) -> None:
-    """
+def check_expressible(config: DrafterConfig, to: str) -> None:
+    """Check that a format can express the drafter.
+
     Raises:
-        UserError: The format cannot express the drafter.
+        UserError: It cannot.
     """
     if refused := refusal(config, to):
-        raise UserError(f"this {kind_of(config)} drafter cannot go `--to {to}`: {refused}")
+        raise UserError(f"this {get_kind(config)} drafter cannot go `--to {to}`: {refused}")
 
 
 # ---- how it is served there ----
 
 
 def caveat(config: DrafterConfig, to: str) -> str | None:
-    """Say what a server will do otherwise than training did, though it can serve the drafter."""
+    """Return how serving differs from training, for a drafter that can be served; None if it does not."""
     if to in ("vllm", "sglang", "speculators") and getattr(config, "first_token", False):
         return (
             "it has a row for a conversation's first token, which engines have not, so that a few drafts will differ: "
@@ -152,8 +153,8 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
     return None
 
 
-def versions_of(kind: str, to: str) -> str:
-    """Say which version of the engine a folder is for, and which is too old for it, where that is known."""
+def version_sentence(kind: str, to: str) -> str:
+    """Return the engine version that a folder is for, and the oldest that supports it, if that is known."""
     exporter = EXPORTERS[kind, to]
     feature = "parallel_drafting" if exporter.parallel else exporter.method
     named, first = feature, FIRST_VLLM.get(feature)
@@ -165,19 +166,19 @@ def versions_of(kind: str, to: str) -> str:
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
-    """Return vLLM's argument of that name, for this folder."""
-    exporter = EXPORTERS[kind_of(config), "vllm"]
+    """Return vLLM's argument `speculative_config` for an exported folder."""
+    exporter = EXPORTERS[get_kind(config), "vllm"]
     values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
 
 def loading_words(recipe: Recipe, to: str) -> list[str]:
-    """Say how the recipe loads its target in options of vLLM and SGLang, whose own choice of dtype may differ.
+    """Return options that make an engine load the target as the recipe does: dtype, revision, devices, chat template.
 
-    On as many devices as when it answered. SGLang has no option for variables of the chat template: they go with each
-    request. llama.cpp's dtype is its file's.
+    The number of devices is that of distillation. SGLang has no option for variables of the chat template: they go with
+    each request. llama.cpp's dtype is that of the file.
     """
-    target, distill = recipe.answering, recipe.data.distill
+    target, distill = recipe.teacher, recipe.data.distill
     if to == "gguf":
         kwargs = target.chat_template_kwargs
         return ["--jinja", *(["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else [])]
@@ -193,12 +194,12 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
 def serving_command(
     config: DrafterConfig, to: str, target: str, folder: str, loading: Sequence[str] = ()
 ) -> str | None:
-    """Return the command that starts a server with this folder, or None where the format has none.
+    """Return the command that starts a server with this folder; None if the format has no server.
 
     Args:
-        loading: Of `loading_words`.
+        loading: Options from `loading_words`.
     """
-    exporter, tokens = EXPORTERS[kind_of(config), to], drafted_tokens(config)
+    exporter, tokens = EXPORTERS[get_kind(config), to], drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
@@ -220,10 +221,10 @@ def serving_command(
 
 
 def trained_drafter(recipe: Recipe) -> Drafter:
-    """Read the run's own drafter, without its target.
+    """Load the run's own drafter, without its target.
 
     Raises:
-        UserError: There is none.
+        UserError: The run has no trained drafter.
     """
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
@@ -237,11 +238,11 @@ def export_run(
     """Export the run's own drafter.
 
     Args:
-        target_gguf: For `gguf`, the target as llama.cpp serves it; by default the recipe's `target.gguf_file`.
-        dtype: For `gguf`, of the weights: one of `llamacpp.DTYPES`, by default bf16.
+        target_gguf: For `gguf`: the target's GGUF file; default: the recipe's `target.gguf_file`.
+        dtype: For `gguf`: dtype of the weights, one of `llamacpp.DTYPES`; default: bf16.
 
     Raises:
-        UserError: No such format, no trained drafter, or one that the format cannot express.
+        UserError: The format does not exist or cannot express the drafter, or there is no trained drafter.
     """
     check_format(to)
     if to != "gguf" and (target_gguf is not None or dtype is not None):
@@ -250,16 +251,16 @@ def export_run(
     drafter = trained_drafter(recipe)
     folder = run.root / "export" / to if folder is None else folder.expanduser()
     check_writable(folder.parent)
-    refuse_inexpressible(drafter.config, to)
+    check_expressible(drafter.config, to)
     gguf = None
     if to == "gguf":  # before the target is loaded
         if dtype not in (None, *llamacpp.DTYPES):
             raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
-        gguf = GgufTarget(gguf_of_target(recipe.target, target_gguf), dtype or "bf16")
-    if EXPORTERS[kind_of(drafter.config), to].needs_target(drafter.config):
+        gguf = GgufTarget(get_target_gguf(recipe.target, target_gguf), dtype or "bf16")
+    if EXPORTERS[get_kind(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target = target_location(recipe.answering) if gguf is None else str(gguf.file)
+    target = target_location(recipe.teacher) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))
@@ -267,24 +268,24 @@ def export_run(
 
 @dataclass(frozen=True)
 class GgufTarget:
-    """The target's GGUF file, and the dtype of the drafter's weights in its own."""
+    """The target's GGUF file, and the dtype of the weights in the drafter's GGUF file."""
 
     file: Path
     dtype: str
 
 
-def gguf_of_target(recipe: TargetRecipe, file: Path | None) -> Path:
-    """Return the target's GGUF file: the one that is named, or the recipe's.
+def get_target_gguf(recipe: TargetRecipe, file: Path | None) -> Path:
+    """Return the target's GGUF file: `file`, or by default the recipe's.
 
     Raises:
-        UserError: There is none.
+        UserError: The file does not exist, or neither is given.
     """
     if file is None and recipe.gguf_file is not None:
-        return gguf_file_of(recipe)
+        return get_gguf_file(recipe)
     if file is None or not file.expanduser().is_file():
-        given = "" if file is None else f"{file} is no file: "
+        why = "" if file is None else f"{file} is no file: "
         raise UserError(
-            f"{given}--to gguf needs the target as llama.cpp serves it, whose tokenizer goes into the drafter's file: "
+            f"{why}--to gguf needs the target as llama.cpp serves it, whose tokenizer goes into the drafter's file: "
             "--target-gguf FILE"
         )
     return file.expanduser()
@@ -299,32 +300,32 @@ def export_drafter(
     loading: Sequence[str] = (),
     gguf: GgufTarget | None = None,
 ) -> Export:
-    """Write `folder` in this format.
+    """Write the drafter into a folder in this format.
 
     Args:
-        drafter: Attached to its target, where the exporter asks for it (`needs_target`).
-        target: Where the target is, for the command.
-        drafter_folder: Where the drafter was read from.
-        loading: How the target is loaded, for the command: of `loading_words`.
-        gguf: For `gguf`.
+        drafter: Attached to its target if the exporter needs it (`needs_target`).
+        target: Location of the target, for the command.
+        drafter_folder: Folder that the drafter was loaded from.
+        loading: Options from `loading_words`, for the command.
+        gguf: Only for the format `gguf`.
 
     Raises:
-        UserError: The format cannot express it, or the folder holds something else.
+        UserError: The format cannot express the drafter, or the folder holds something else.
     """
     config = drafter.config
-    refuse_inexpressible(config, to)
-    exporter = EXPORTERS[kind_of(config), to]
+    check_expressible(config, to)
+    exporter = EXPORTERS[get_kind(config), to]
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no export: name another place with --folder")
-    taken = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
-    if to == "vllm" and exporter.method not in NAMED_METHODS and taken is not None:
+    reserved = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
+    if to == "vllm" and exporter.method not in NAMED_METHODS and reserved is not None:
         raise UserError(
-            f"vLLM takes every folder with `{taken}` in its path for another method: export this drafter to a path "
+            f"vLLM takes every folder with `{reserved}` in its path for another method: export this drafter to a path "
             "without it, with --folder"
         )
     made = Export(
         to=to,
-        kind=kind_of(config),
+        kind=get_kind(config),
         target=target,
         num_speculative_tokens=drafted_tokens(config),
         command=serving_command(config, to, target, str(folder.absolute()), loading),
@@ -342,7 +343,7 @@ def export_drafter(
         if gguf is not None:
             whole = Checkpoint(written.config, tensors)
             llamacpp.write_gguf(
-                partial / llamacpp.FILE, whole, kind_of(config), config.layers_of, tokenizer, gguf.dtype
+                partial / llamacpp.FILE, whole, get_kind(config), config.layers_of, tokenizer, gguf.dtype
             )
         elif exporter.weights_file.endswith(".safetensors"):
             save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
@@ -361,19 +362,20 @@ def export_drafter(
 
 
 def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype: str | None = None) -> None:
-    """
+    """Read an exported folder back and compare it with the drafter.
+
     Args:
-        gguf_dtype: Of the weights in a GGUF file, which are rounded to it.
+        gguf_dtype: Dtype that the weights of a GGUF file were rounded to.
 
     Raises:
-        RuntimeError: The folder holds not what its reader asks for, or not the drafter: a bug of ours.
+        RuntimeError: They differ, which is a bug of ours.
     """
     config = drafter.config
     if gguf_dtype is None:
         read = read_checkpoint(folder)
     else:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, kind_of(config), config.layers_of)
+        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, get_kind(config), config.layers_of)
         read = Checkpoint(values, tensors)
     wrong = []
     if "num_attention_heads" in read.config:
@@ -383,7 +385,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         back, state = exporter.read(read, config.target_config), drafter.state_dict()
         if config.draft_vocab_size == config.target_config["vocab_size"]:
             back = eagle.with_own_head(back)
-        wrong += [] if back.kind == kind_of(config) else [f"it would be read as {back.kind}"]
+        wrong += [] if back.kind == get_kind(config) else [f"it would be read as {back.kind}"]
         wrong += [
             f"option {key} would be read as {value!r}"
             for key, value in back.options.items()
@@ -400,7 +402,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
 
 
 def _same(ours: Tensor, read: Tensor, gguf_dtype: str | None) -> bool:
-    """Whether a tensor is what was written, up to the rounding of a GGUF file's dtype."""
+    """Return whether a tensor is the one that was written, up to the rounding of a GGUF file's dtype."""
     if gguf_dtype is None:
         return ours.dtype == read.dtype and torch.equal(ours, read)
     if not ours.is_floating_point() or ours.shape != read.shape:

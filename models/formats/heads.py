@@ -1,14 +1,14 @@
 """Medusa's layouts and Hydra's: heads that each predict one depth.
 
-Medusa: vLLM's, and FasterDecoding's, which vLLM 0.32 reads too (vLLM 0.33 has no Medusa any more). Block j of head i is
+Medusa: vLLM's layout, and FasterDecoding's, which vLLM 0.32 reads too (vLLM 0.33 dropped Medusa). Block j of head i is
 `blocks.{i}.layers.{j}` here and in vLLM, `{i}.{j}.linear` in FasterDecoding's; the LM head after n blocks is
-`lm_heads.{i}` or `{i}.{n}`. With `lm_heads: shared` the target's head is written out for vLLM; FasterDecoding's code
-knows no shared head.
+`lm_heads.{i}` or `{i}.{n}`. With `lm_heads: shared` the target's head is written for vLLM; FasterDecoding's code has
+no shared head.
 
 Hydra (zankner/Hydra): `hydra_lm_head.pt` holds the sequentially dependent heads of the kind `mlp`. Block 0 of head i
 reads the feature and i + 1 embeddings; its `linear` and `res_connection` are our `linear` and `residual`. All further
-blocks of a head are one block there, written as often as it is used. Its LM heads have biases. Hydra++ (`prefix-mlp`)
-attends to the prefix from its first feature on, where ours has a row before it: it has no layout here.
+blocks of a head are one block there, written once per use. Its LM heads have biases. Hydra++ (`prefix-mlp`) is not
+supported: it attends to the prefix from the first feature on, ours from a row before it.
 """
 
 import re
@@ -42,7 +42,8 @@ def _faster_decoding_names(blocks: int) -> dict[str, str]:
     return {"blocks.#.layers.#.": "#.#.linear.", "lm_heads.#.": f"#.{blocks}."}
 
 
-# The heads that are ours, and what a config says where it is silent (hydra_heads/mlp_head.py, hydra_model.py).
+# Config values of the heads that we implement, and the defaults of missing keys (hydra_heads/mlp_head.py,
+# hydra_model.py).
 HYDRA_KEYS = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 HYDRA_DEFAULTS = {"hydra_head_arch": "mlp", "grounded_heads": False, "hidden_state_offset": 0}
 
@@ -52,7 +53,7 @@ SHARED_HEAD = only("lm_heads", "separate", "each of its heads has an LM head")
 DRAFT_VOCABULARY = only(
     "draft_vocab_size", None, "it has no draft vocabulary (vLLM's token_map for Medusa is read with a shared head only)"
 )
-OF_HYDRA = (
+HYDRA_RULES = (
     only("prefix_attention", False, "our prefix attention has a row that theirs has not"),
     only("embedding_norm", False, "its heads read embeddings as they are"),
     SHARED_HEAD,
@@ -124,10 +125,10 @@ def _sizes(drafter: Drafter) -> dict[str, Any]:
 
 
 def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read both layouts of Medusa, with or without FasterDecoding's prefix.
+    """Convert a Medusa checkpoint of either layout, with or without FasterDecoding's prefix, into our parameters.
 
     Raises:
-        UserError: It was made for a target of another size.
+        UserError: It was made for a target of another hidden size, or has no Medusa blocks.
     """
     state = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in checkpoint.tensors.items()}
     blocks = [int(match[1]) for name in state if (match := re.match(r"\d+\.(\d+)\.linear\.", name))]
@@ -136,7 +137,7 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
     heads, layers = _counts(state, r"blocks\.(\d+)\.layers\.(\d+)\.weight")
     if not heads:
         raise UserError("the checkpoint has no Medusa blocks: give one in vLLM's or FasterDecoding's layout")
-    _refuse_other_size(state["blocks.0.layers.0.weight"], target_config)
+    _check_size(state["blocks.0.layers.0.weight"], target_config)
     for i in range(heads):
         for j in range(layers):
             weight = state[f"blocks.{i}.layers.{j}.weight"]
@@ -147,20 +148,20 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
 
 
 def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
-    """Read Hydra's layout.
+    """Convert a Hydra checkpoint into our parameters.
 
     Raises:
-        UserError: It is of another kind than ours, or was made for a target of another size.
+        UserError: Its heads are of another kind, or it was made for a target of another hidden size.
     """
-    for key, wanted in HYDRA_KEYS.items():
-        said = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
-        if said != wanted:
+    for key, expected in HYDRA_KEYS.items():
+        value = checkpoint.config.get(key, HYDRA_DEFAULTS[key])
+        if value != expected:
             raise UserError(
-                f"the checkpoint's config says {key}: {said}, but of Hydra's heads only those with {key}: {wanted} are "
-                "among the drafters here: import one of these"
+                f"the checkpoint's config says {key}: {value}, and drafters here have Hydra's heads with {key}: "
+                f"{expected} only: import one with these"
             )
     state = renamed(checkpoint.tensors, HYDRA_NAMES, back=True)
-    _refuse_other_size(state["heads.0.0.linear.weight"], target_config)
+    _check_size(state["heads.0.0.linear.weight"], target_config)
     biases = [name for name in state if re.match(r"lm_heads\.\d+\.bias", name)]
     biased = any(state[name].any() for name in biases)
     if not biased:
@@ -171,12 +172,12 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
 
 
 def _counts(state: Mapping[str, Tensor], block: str) -> tuple[int, int]:
-    """Count heads, and blocks of a head, by the two numbers in the names of blocks."""
+    """Return the number of heads, and of blocks per head, from the two indices in the names of blocks."""
     places = [(int(match[1]), int(match[2])) for name in state if (match := re.match(block, name))]
     return 1 + max((i for i, _ in places), default=-1), 1 + max((j for _, j in places), default=-1)
 
 
-def _refuse_other_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
+def _check_size(block_weight: Tensor, target_config: Mapping[str, Any]) -> None:
     if block_weight.shape[0] != target_config["hidden_size"]:
         raise UserError(
             f"the checkpoint's heads have {block_weight.shape[0]} features, but the target "
@@ -192,5 +193,5 @@ EXPORTERS = {
         (SHARED_HEAD, DRAFT_VOCABULARY),
         weights_file="medusa_lm_head.safetensors",
     ),
-    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, OF_HYDRA, weights_file="hydra_lm_head.pt"),
+    ("hydra", "hydra"): Exporter(to_hydra, hydra_parameters, HYDRA_RULES, weights_file="hydra_lm_head.pt"),
 }

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError, reason
-from draftsmith.files import check_writable, read_json, sha256_of, share_as_usual
-from draftsmith.hub import hub_id, told_in_one_sentence
+from draftsmith.files import check_writable, file_sha256, read_json, share_as_usual
+from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
@@ -94,7 +94,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
         drafter.save_pretrained(partial)
         share_as_usual(partial)
         kind = drafter.config.model_type.removeprefix("draftsmith-")
-        files = {file.name: sha256_of(file) for file in _weights_files(source)}
+        files = {file.name: file_sha256(file) for file in _weights_files(source)}
         made = Imported(location, kind, target.config._name_or_path, files, list(assumed))
         (partial / IMPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
         training = {
@@ -177,7 +177,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     """
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
-    eagle.refuse_final_state(config)
+    eagle.check_fused_layers(config)
     if any(re.match(r"(medusa_heads?\.)?\d+\.\d+\.linear\.|blocks\.\d+\.layers\.", name) for name in names):
         return "Medusa", heads.medusa_parameters
     if "hydra_mlp.0.0.linear.weight" in names:
@@ -237,6 +237,6 @@ def _place(location: str) -> Path:
         return folder
     if published is None:
         raise UserError(f"{location} is no folder, and no `user/repo` of the Hub: name a checkpoint")
-    with told_in_one_sentence(f"{location} cannot be imported (it is no folder here, so a Hub id)", published[0]):
+    with hub_errors(f"{location} cannot be imported (it is no folder here, so a Hub id)", published[0]):
         patterns = ["config.json", *WEIGHTS]
         return Path(snapshot_download(published[0], revision=published[1], allow_patterns=patterns))

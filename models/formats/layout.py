@@ -1,7 +1,7 @@
-"""What a layout is made of: checkpoints, exporters, refusals, and the names and config keys that layouts share.
+"""Parts of all layouts: checkpoints, exporters, refusals, and shared tensor names and config keys.
 
-A layout turns a drafter into a `Checkpoint` and back into `Parameters`. Configs are written in Llama's keys, in which
-every reader of these layouts looks for them; old readers find RoPE under its old keys too.
+A layout converts a drafter into a `Checkpoint`, and a checkpoint into `Parameters`. Configs are written with Llama's
+keys, which every reader of these layouts knows; RoPE also under its old keys, for old readers.
 """
 
 import itertools
@@ -19,21 +19,21 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter, DrafterConfig
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 
-# Layers that Llama's classes run: Mistral's and Qwen 2's differ from Llama's in sliding windows, which drafters do not
-# have, and in biases.
+# Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in sliding windows, which
+# drafters do not have, and in biases.
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
-# What a drafter's layers take from the target, and what a foreign config may not say otherwise.
+# Config keys that a drafter's layers take from the target; a foreign config must have equal values.
 LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "rope_parameters", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
 HARMLESS_KEYS = ("max_position_embeddings", "initializer_range")
-LLAMAS = "drafter.options.layers=llama"  # the way out where a reader does not run the drafter's layers
+LLAMAS = "drafter.options.layers=llama"  # advice if a reader cannot run the drafter's layers
 
 
 @dataclass
 class Checkpoint:
-    """`config.json` and tensors by name, as a reader wants them."""
+    """Config and tensors by name, in the layout of a reader."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -44,10 +44,10 @@ class Parameters:
     """A kind of drafter, its options, and its state dict.
 
     Args:
-        borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target: they must be the
-            target's, the head's rows those of the state's `d2t` where it has one.
-        other_row: The row of that embedding that is the drafter's own mask.
-        assumed: What the checkpoint does not say, and is taken for so; sentences without a full stop.
+        borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
+            The head has only the rows of `d2t` if the state has one.
+        other_row: Row of the embedding that is the drafter's own mask, and may differ.
+        assumed: Assumptions about facts that the checkpoint does not state; sentences without a full stop.
     """
 
     kind: str
@@ -60,13 +60,13 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a layout cannot express some drafters of a kind that it takes.
+    """Rule by which a layout refuses some drafters of a kind that it supports.
 
     Args:
-        drafters: Which ones, in words for the documents.
-        applies: Whether a config is one of these.
-        why: For `str.format` with the drafter's `config`.
-        recipe_line: What would make it expressible.
+        drafters: The refused drafters, in words for the documents.
+        applies: Returns whether a drafter of this config is refused.
+        why: The reason; a template for `str.format` with the drafter's `config`.
+        recipe_line: Recipe line that makes the drafter expressible.
     """
 
     drafters: str
@@ -79,17 +79,17 @@ class Refusal:
 
 
 def has_plain_logits(config: DrafterConfig) -> bool:
-    """Whether the logits are what a head gives: the drafter's own, or that of a target that changes nothing."""
+    """Return whether logits are an LM head's plain output: of the drafter's own head, or the target changes nothing."""
     return config.has_own_heads or config.target_logits.is_plain
 
 
 def has_uncapped_logits(config: DrafterConfig) -> bool:
-    """Whether a reader of `logit_scale` makes the same logits, as vLLM's EAGLE classes do."""
+    """Return whether a reader that supports `logit_scale` only, as vLLM's EAGLE classes, gives the same logits."""
     return config.has_own_heads or config.target_logits.cap is None
 
 
 def has_targets_class(config: DrafterConfig) -> bool:
-    """Whether the logits are right in a model of the target's own class."""
+    """Return whether a model of the target's own class gives the same logits."""
     return has_plain_logits(config) or config.layers == "target"
 
 
@@ -97,23 +97,23 @@ OTHER_LOGITS = Refusal(
     "a target that scales or caps its logits",
     lambda config: True,
     "its logits are those of the target's LM head, which are {config.target_logits}, and the reader's are not",
-    "drafter.kind=eagle3 and drafter.options.draft_vocab_size, for a head of its own",
+    "drafter.kind=eagle3 and drafter.options.draft_vocab_size, for a separate head",
 )
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """How drafters of one kind are written in one format, and read back.
+    """Conversion of drafters of one kind to one format, and back.
 
     Args:
-        write, read: The two directions.
-        refusals: What the layout cannot express; the first one that applies is told.
-        method: The engine's name for it; empty if there is no server.
-        parallel: Whether all depths come from one forward.
-        needs_target: Whether writing a drafter of this config takes tensors of the target.
-        in_blocks: Whether its config says how many tokens are drafted, always all of them.
-        weights_file: Where its reader looks for tensors.
-        has_logits_of: Whether its reader makes of a drafter's head what this config's target does, see
+        write, read: The conversions to and from the format.
+        refusals: Rules for drafters that it cannot express; the first one that applies is reported.
+        method: The engine's name of the method; empty if the format has no server.
+        parallel: All depths come from one forward.
+        needs_target: Returns whether writing a drafter of this config needs tensors of the target.
+        in_blocks: The config fixes the number of draft tokens.
+        weights_file: Name of the file with the tensors.
+        logits_fit: Returns whether the reader computes the same logits as this config's target, see
             `models/target_logits.py`.
     """
 
@@ -125,16 +125,16 @@ class Exporter:
     needs_target: Callable[[DrafterConfig], bool] = lambda config: False
     in_blocks: bool = False
     weights_file: str = "model.safetensors"
-    has_logits_of: Callable[[DrafterConfig], bool] = has_plain_logits
+    logits_fit: Callable[[DrafterConfig], bool] = has_plain_logits
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
-    """Return how many tokens a chain of this drafter drafts."""
+    """Return the number of draft tokens in a chain of this drafter."""
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
-def config_of_speculators(drafter: Drafter, kind: str) -> dict[str, Any]:
-    """What every config of the speculators library says of its kind, and of the target."""
+def speculators_keys(drafter: Drafter, kind: str) -> dict[str, Any]:
+    """Return the keys of every config of the speculators library: its kind, and the target."""
     return {
         "speculators_model_type": kind,
         "speculators_config": {
@@ -150,19 +150,19 @@ def config_of_speculators(drafter: Drafter, kind: str) -> dict[str, Any]:
 
 
 def always(config: DrafterConfig) -> bool:
-    """Need the target for every drafter, for `Exporter.needs_target`."""
+    """Return True for every drafter, for `Exporter.needs_target`."""
     return True
 
 
 def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], back: bool = False) -> dict[str, Tensor]:
-    """Give tensors the names that a layout has for them, or with `back` ours.
+    """Rename tensors from our names to a layout's, or with `back` from the layout's to ours.
 
     Args:
-        names: Beginnings of names, ours to theirs, `#` for a number; the first that fits is replaced.
+        names: Prefixes of names, ours to theirs, with `#` for a number; the first that matches is replaced.
     """
     pairs = [(theirs, ours) if back else (ours, theirs) for ours, theirs in names.items()]
     patterns = [(re.compile(re.escape(old).replace(r"\#", r"(\d+)")), new) for old, new in pairs]
-    found = {}
+    result = {}
     for name, value in tensors.items():
         for old, new in patterns:
             if match := old.match(name):
@@ -170,23 +170,23 @@ def renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], back: bool 
                     new = new.replace("#", number, 1)
                 name = new + name[match.end() :]
                 break
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def only(option: str, value: Any, why: str, otherwise: str = "") -> Refusal:
-    """Refuse drafters whose option has another value.
+    """Build the rule that refuses drafters whose option has another value.
 
     Args:
         otherwise: Another recipe line that would help.
     """
-    wanted = json.dumps(value).strip('"')
-    line = f"drafter.options.{option}={wanted}" + (f", or {otherwise}" if otherwise else "")
-    return Refusal(f"`{option}` other than {wanted}", lambda config: getattr(config, option, value) != value, why, line)
+    text = json.dumps(value).strip('"')
+    line = f"drafter.options.{option}={text}" + (f", or {otherwise}" if otherwise else "")
+    return Refusal(f"`{option}` other than {text}", lambda config: getattr(config, option, value) != value, why, line)
 
 
 def no_scaled_embeddings(why: str, layers: Collection[str] = ("target", *OTHER_KINDS)) -> Refusal:
-    """Refuse drafters with such `layers` for Gemma's targets, whose embeddings are scaled as they are read."""
+    """Build the rule that refuses drafters with such `layers` for Gemma's targets, which scale their embeddings."""
 
     def applies(config: DrafterConfig) -> bool:
         return config.target_config["model_type"].startswith("gemma") and config.layers in layers
@@ -196,12 +196,12 @@ def no_scaled_embeddings(why: str, layers: Collection[str] = ("target", *OTHER_K
 
 
 def no_layers(model_type: str, why: str) -> Refusal:
-    """Refuse drafters with layers of this `model_type`."""
+    """Build the rule that refuses drafters with layers of this `model_type`."""
     return Refusal(f"{model_type}'s layers", lambda config: config.layers_of["model_type"] == model_type, why, LLAMAS)
 
 
 def no_layers_but(model_types: Collection[str], why: str) -> Refusal:
-    """Refuse drafters with layers of other types, or with another activation than silu."""
+    """Build the rule that refuses drafters with layers of other types, or with another activation than silu."""
 
     def applies(config: DrafterConfig) -> bool:
         layers = config.layers_of
@@ -218,13 +218,13 @@ NO_ATTENTION_BIAS = Refusal(
 )
 
 
-def _has_biases(layers_of: Mapping[str, Any]) -> bool:
-    """Whether queries, keys and values have biases."""
-    return layers_of["model_type"] == "qwen2" or bool(layers_of.get("attention_bias"))
+def _has_biases(layer_config: Mapping[str, Any]) -> bool:
+    """Return whether queries, keys and values have biases."""
+    return layer_config["model_type"] == "qwen2" or bool(layer_config.get("attention_bias"))
 
 
 def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str, Any]:
-    """Make a `config.json` of `num_layers` layers of the drafter's kind, with the target's vocabulary, untied."""
+    """Build a `config.json` of `num_layers` of the drafter's layers with the target's vocabulary, embeddings untied."""
     source = layers_config(config.layers_of, num_layers)
     values = {key: getattr(source, key, None) for key in LAYER_KEYS}
     values["head_dim"] = values["head_dim"] or source.hidden_size // source.num_attention_heads
@@ -248,7 +248,7 @@ def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str
 
 
 def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Add zeros for the output biases that Llama's classes have wherever they have biases, and Qwen 2 has not."""
+    """Add zero output biases, which Llama's classes have if they have any biases, and Qwen 2 does not."""
     if not config["attention_bias"]:
         return tensors
     missing = {
@@ -259,64 +259,64 @@ def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) ->
     return {**missing, **tensors}
 
 
-def without_zero_biases(state: dict[str, Tensor], layers_of: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Undo `with_output_biases`."""
-    if layers_of["model_type"] != "qwen2":
+def without_zero_biases(state: dict[str, Tensor], layer_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Remove zero output biases, as added by `with_output_biases`."""
+    if layer_config["model_type"] != "qwen2":
         return state
     return {name: value for name, value in state.items() if not name.endswith("o_proj.bias") or value.any()}
 
 
 def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take embedding and head out of a state; returns them by name."""
+    """Remove embedding and head from a state dict. Returns them by name."""
     names = ("embed_tokens", "lm_head")
     return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
 
 
 def drafted_ids(d2t: Tensor) -> Tensor:
-    """[W] ids in the target's vocabulary, from offsets [W]."""
+    """Convert offsets [W] of a draft vocabulary to ids [W] of the target's vocabulary."""
     return d2t + torch.arange(len(d2t))
 
 
-def drafted_of_all(d2t: Tensor, vocabulary: int) -> Tensor:
-    """[V], the `t2d` of offsets [W]."""
+def drafted_mask(d2t: Tensor, vocabulary: int) -> Tensor:
+    """Convert offsets [W] of a draft vocabulary to its mask `t2d` [V]."""
     t2d = torch.zeros(vocabulary, dtype=torch.bool)
     t2d[drafted_ids(d2t)] = True
     return t2d
 
 
 def dtype_name(drafter: Drafter) -> str:
-    """Return the name of its dtype, `float32` and the like."""
+    """Return the name of the drafter's dtype, such as `float32`."""
     return str(drafter.dtype).removeprefix("torch.")
 
 
 def config_differences(
-    config: Mapping[str, Any], layers_of: Mapping[str, Any], exactly: bool, own_rope: bool = False
+    config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool, own_rope: bool = False
 ) -> list[str]:
-    """List where a config, as transformers reads it, says something else of its layers than ours have.
+    """List the keys in which the layers of a config, as transformers reads it, differ from our layers.
 
     Args:
-        layers_of: What ours are made from.
-        exactly: Also compare keys that no output of ours depends on: the number of positions, the initial range.
-        own_rope: Whether ours may have another RoPE.
+        layer_config: The config that our layers are built from.
+        exactly: Also compare keys that do not affect the output: the number of positions, the initial range.
+        own_rope: Do not compare RoPE.
     """
-    ours, theirs = layers_config(layers_of, 1), _as_transformers_reads(config)
-    found = []
+    ours, theirs = layers_config(layer_config, 1), _as_transformers_reads(config)
+    differences = []
     for key in LAYER_KEYS:
         if key == "rope_parameters" and own_rope:
             continue
-        wanted, value = getattr(ours, key, None), getattr(theirs, key, None)
+        expected, value = getattr(ours, key, None), getattr(theirs, key, None)
         if key == "head_dim":
-            wanted = wanted or ours.hidden_size // ours.num_attention_heads
+            expected = expected or ours.hidden_size // ours.num_attention_heads
             value = value or theirs.hidden_size // theirs.num_attention_heads
         if key == "rope_parameters":
-            wanted, value = _known(wanted), _known(value)
-        if value != wanted and (exactly or key not in HARMLESS_KEYS):
-            found.append(f"{key} is {value} where the target's layers have {wanted}")
-    return found
+            expected, value = _known(expected), _known(value)
+        if value != expected and (exactly or key not in HARMLESS_KEYS):
+            differences.append(f"{key} is {value} where the target's layers have {expected}")
+    return differences
 
 
 def _as_transformers_reads(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """Read the keys of a foreign config that its layers are made from."""
+    """Build transformers' config from the keys of a foreign config that its layers depend on."""
     model_type = config.get("model_type")
     values = {key: config[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if config.get(key) is not None}
     return AutoConfig.for_model(model_type if model_type in SUPPORTED_MODEL_TYPES else "llama", **values)
@@ -326,17 +326,17 @@ def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (rope or {}).items() if value is not None}
 
 
-def own_rope(checkpoint: Checkpoint, layers_of: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the option `rope`, if a foreign checkpoint's layers have another RoPE than ours, and what was assumed."""
+def own_rope(checkpoint: Checkpoint, layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the option `rope` if a foreign checkpoint has another RoPE than our layers, and the assumptions made."""
     config = checkpoint.config
-    ours = _known(layers_config(layers_of, 1).rope_parameters)
+    ours = _known(layers_config(layer_config, 1).rope_parameters)
     theirs = _known(_as_transformers_reads(config).rope_parameters)
     if theirs == ours:
         return {}, ()
     theta = f"{theirs['rope_theta']:,.0f}"
     if config.get("rope_theta") is None and not config.get("rope_parameters"):
         return {"rope": theirs}, (f"its config names no rope_theta: {theta} was taken, as its readers do",)
-    sentence = f"its layers have RoPE of their own ({theta}), where the target's have {ours.get('rope_theta', 0):,.0f}"
+    sentence = f"its layers have another RoPE ({theta}) than the target's ({ours.get('rope_theta', 0):,.0f})"
     return {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)
 
 
@@ -346,34 +346,34 @@ def kind_of_layers(
     kinds: Collection[str] = ("target", *OTHER_KINDS),
     with_own_rope: bool = False,
 ) -> str:
-    """Which of these kinds the layers of a foreign checkpoint are of, see `of_kind`.
+    """Return the kind of a foreign checkpoint's layers, one of `kinds`; see `of_kind`.
 
     Args:
-        with_own_rope: Whether our drafters of this layout may have another RoPE than the target.
+        with_own_rope: Our drafters of this layout may have another RoPE than the target.
 
     Raises:
-        UserError: They are not of the target's shape, the only one that our drafters have; or its vocabulary is not.
+        UserError: Its layers do not have the target's shape, or it has another vocabulary.
     """
     config = checkpoint.config
     differences, model_type = list[str](), config.get("model_type")
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
     # Layers that have the target's RoPE come first.
     for another_rope, kind in itertools.product((False, True) if with_own_rope else (False,), kinds):
-        layers_of = of_kind(kind, target_config)
-        own = layers_of["model_type"]
+        layer_config = of_kind(kind, target_config)
+        own = layer_config["model_type"]
         # Mistral's and Qwen 2's are written as Llama's.
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
         if another_rope and own != model_type and own not in LLAMA_LIKE:
             continue
-        found = config_differences(config, layers_of, exactly=False, own_rope=another_rope)
-        if biased != _has_biases(layers_of):
-            found.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
+        wrong = config_differences(config, layer_config, exactly=False, own_rope=another_rope)
+        if biased != _has_biases(layer_config):
+            wrong.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
         if config.get("vocab_size") != target_config["vocab_size"]:
-            found.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
-        if not found:
+            wrong.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
+        if not wrong:
             return kind
-        differences += [each for each in found if not (with_own_rope and each.startswith("rope_parameters"))]
+        differences += [each for each in wrong if not (with_own_rope and each.startswith("rope_parameters"))]
     first = differences[0] if differences else f"layers are {model_type}'s"
     raise UserError(
         f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "

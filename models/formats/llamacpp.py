@@ -84,8 +84,8 @@ ROPE = Refusal(
     "others for other lengths",
     "a target with plain RoPE",
 )
-OF_EAGLE3 = (
-    *eagle.REFUSALS,
+EAGLE3_RULES = (
+    *eagle.EAGLE3_RULES,
     no_layers("qwen3", "its EAGLE-3 layer has no q/k norms"),
     NO_ATTENTION_BIAS,
     Refusal(
@@ -103,8 +103,8 @@ OF_ITS_SELECTOR = Refusal(
     "it keeps k(k + 1) scores of {config.selector_top_k} candidates in a row of the hidden size, {config.hidden_size}",
     "fewer in drafter.options.selector_top_k",
 )
-OF_DRAFT_MODELS = (
-    *causal_lm.OF_DRAFT_MODELS,
+DRAFT_MODEL_RULES = (
+    *causal_lm.DRAFT_MODEL_RULES,
     no_layers_but(ARCHITECTURES, "draft models of {config.layers_of[model_type]}'s layers are not written yet"),
     ROPE,
 )
@@ -112,22 +112,22 @@ OF_DRAFT_MODELS = (
 
 def _for_llamacpp(exporter: Exporter, method: str, *refusals: Refusal) -> Exporter:
     """An engine's layout in a GGUF file; a head of all tokens stays the target's."""
-    return replace(exporter, method=method, refusals=refusals, weights_file=FILE, has_logits_of=has_plain_logits)
+    return replace(exporter, method=method, refusals=refusals, weights_file=FILE, logits_fit=has_plain_logits)
 
 
 EXPORTERS = {
-    ("eagle3", "gguf"): _for_llamacpp(eagle.EXPORTERS["eagle3", "vllm"], "draft-eagle3", *OF_EAGLE3),
+    ("eagle3", "gguf"): _for_llamacpp(eagle.EXPORTERS["eagle3", "vllm"], "draft-eagle3", *EAGLE3_RULES),
     ("dflash", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dflash", "vllm"], "draft-dflash", *dflash.OF_DFLASH, ROPE
+        dflash.EXPORTERS["dflash", "vllm"], "draft-dflash", *dflash.DFLASH_RULES, ROPE
     ),
     ("dflash2", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dflash2", "vllm"], "draft-dflash", *dflash.OF_DFLASH2, OF_ITS_SELECTOR, ROPE
+        dflash.EXPORTERS["dflash2", "vllm"], "draft-dflash", *dflash.DFLASH2_RULES, OF_ITS_SELECTOR, ROPE
     ),
     ("dspark", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dspark", "vllm"], "draft-dspark", *dflash.OF_DSPARK, ROPE
+        dflash.EXPORTERS["dspark", "vllm"], "draft-dspark", *dflash.DSPARK_RULES, ROPE
     ),
     ("draft_model", "gguf"): _for_llamacpp(
-        causal_lm.EXPORTERS["draft_model", "vllm"], "draft-simple", *OF_DRAFT_MODELS
+        causal_lm.EXPORTERS["draft_model", "vllm"], "draft-simple", *DRAFT_MODEL_RULES
     ),
 }  # fmt: skip
 
@@ -229,7 +229,7 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             sliding = [True] * config["num_hidden_layers"]
             values |= {"attention.sliding_window": window, "attention.sliding_window_pattern": sliding}
     if kind == "dflash2":
-        values |= {key: config["dflash_config"][key] for key in dflash.OF_CONVOLUTION_AND_SELECTOR}
+        values |= {key: config["dflash_config"][key] for key in dflash.DFLASH2_KEYS}
     if kind == "dspark":
         values |= {"sample_from_anchor": True, "has_confidence_head": bool(config["enable_confidence_head"])}
     return values

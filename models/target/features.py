@@ -1,6 +1,6 @@
-"""The features that drafters read of a target: hidden states of some of its layers, caught while it runs.
+"""Target features that drafters read: hidden states of some of its layers, captured in its forward.
 
-Shapes: B batch, S sequence, D hidden, F = D times the number of layers asked for.
+Shapes: B batch, S sequence, D hidden, F = D times the number of feature layers.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def target_features(
     layers: tuple[int, ...] = (FINAL_FEATURES,),
     with_gradient: bool = False,
 ) -> Tensor:
-    """[B, S, F]: what the drafter reads of the target. One forward, no logits, no KV cache, no layer too many."""
+    """Return the features [B, S, F], by one forward without logits, KV cache, or layers above the last one needed."""
     with torch.set_grad_enabled(with_gradient), FeatureTap(target, layers, stop_early=True) as tap:
         with contextlib.suppress(_AllTapped):
             target.base_model(
@@ -35,17 +35,17 @@ def target_features(
 
 
 class _AllTapped(Exception):
-    """Thrown out of the target's forward when every layer that is wanted has run."""
+    """Raised inside the target's forward once all feature layers have run."""
 
 
 class FeatureTap:
-    """Catches hidden states of a target while it runs.
+    """Hooks that capture hidden states of a target in its forward.
 
     Args:
         target: A causal language model.
-        layers: Which, in the order they are concatenated: k >= 0 is the residual stream after k layers (0 the
-            embeddings; vLLM's `eagle_aux_hidden_state_layer_ids`), `FINAL_FEATURES` what the LM head reads.
-        stop_early: End the forward as soon as the last of them is there, by `_AllTapped`.
+        layers: Feature layers, in the order of concatenation: k >= 0 is the residual stream after k layers (0 for the
+            embeddings; vLLM's `eagle_aux_hidden_state_layer_ids`), `FINAL_FEATURES` the input of the LM head.
+        stop_early: End the forward after the last feature layer, by `_AllTapped`.
 
     Raises:
         UserError: A layer id is too large, or the target's layers cannot be found.
@@ -61,7 +61,7 @@ class FeatureTap:
         if residual and (residual[0] < 0 or residual[-1] > len(blocks)):
             raise UserError(f"feature layers {list(layers)} do not exist: the target has layers 0 to {len(blocks)}")
         if FINAL_FEATURES in layers:
-            self._hooks.append(decoder_of(target).register_forward_hook(self._catch_output(FINAL_FEATURES)))
+            self._hooks.append(get_text_decoder(target).register_forward_hook(self._catch_output(FINAL_FEATURES)))
         for layer in residual:
             if layer == 0:
                 self._hooks.append(
@@ -77,12 +77,16 @@ class FeatureTap:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off the target again."""
+        """Remove the hooks from the target."""
         for hook in self._hooks:
             hook.remove()
 
     def take(self) -> Tensor:
-        """[B, S, F] of the last forward, F = len(layers) * D."""
+        """Return the features [B, S, F] of the last forward, F = len(layers) * D.
+
+        Raises:
+            UserError: A layer's hidden states are not of the shape [B, S, D].
+        """
         parts = [self._caught[layer] for layer in self._layers]
         self._caught.clear()
         for layer, part in zip(self._layers, parts, strict=True):
@@ -95,7 +99,7 @@ class FeatureTap:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def forget(self) -> None:
-        """Drop what a forward that failed has caught."""
+        """Drop the hidden states of a forward that failed."""
         self._caught.clear()
 
     def _catch_output(self, layer: int) -> Any:
@@ -113,28 +117,28 @@ class FeatureTap:
 
 
 def drop_decoder_layers(target: PreTrainedModel) -> None:
-    """Leave the embedding, the final norm and the LM head: all that training on features from disk asks for.
+    """Remove the decoder layers, which training on features from disk does not need.
 
-    A target whose layers are kept under a name that is not known here stays whole.
+    A target whose layers cannot be found stays whole.
     """
     with contextlib.suppress(UserError):
         del decoder_layers(target)[:]
 
 
-def decoder_of(target: PreTrainedModel) -> nn.Module:
+def get_text_decoder(target: PreTrainedModel) -> nn.Module:
     """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
     base = target.base_model
-    found = base.get_decoder() if hasattr(base, "get_decoder") else base
-    return found if isinstance(found, nn.Module) else base
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    return decoder if isinstance(decoder, nn.Module) else base
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """The target's decoder layers, first to last.
+    """Return the target's decoder layers, first to last.
 
     Raises:
-        UserError: They are kept under a name that is not known here.
+        UserError: They cannot be found.
     """
-    decoder, num_layers = decoder_of(target), target_value(target.config, "num_hidden_layers")
+    decoder, num_layers = get_text_decoder(target), target_value(target.config, "num_hidden_layers")
     for name in ("layers", "h", "blocks"):
         blocks = getattr(decoder, name, None)
         if isinstance(blocks, nn.ModuleList) and len(blocks) == num_layers:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.models.cpu_kernels import PackedLinear
 from draftsmith.models.cpu_layers import CpuLayers, has_static_rope, is_of_family
-from draftsmith.models.target.features import decoder_of
+from draftsmith.models.target.features import get_text_decoder
 
 
 class CpuTarget:
@@ -40,7 +40,7 @@ class CpuTarget:
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:
         """Return it, or None where `cpu_layers.h` does not compute this target, or its layers are not packed."""
-        decoder: Any = decoder_of(target)
+        decoder: Any = get_text_decoder(target)
         known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
         if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
             return None

@@ -1,8 +1,7 @@
-"""A target from a GGUF file: converted once into a folder of safetensors, which every process, and vLLM, then loads.
+"""Targets from GGUF files: converted once into a folder of safetensors, which all processes and vLLM load.
 
-transformers reads the architectures and quantizations that it knows and gives plain weights (`gguf_file=`). The folder
-is in draftsmith's cache and is named after the file's content and the dtype, so that nobody mixes two versions up; it
-gets its name when it is whole.
+transformers dequantizes the architectures and quantizations that it supports (`gguf_file=`). The folder is in
+draftsmith's cache, is named after a hash of the file and the dtype, and gets this name once it is complete.
 """
 
 import os
@@ -24,14 +23,14 @@ from draftsmith.recipes.schema import TargetRecipe
 
 
 def converted_folder(recipe: TargetRecipe) -> Path:
-    """The checkpoint that `target.gguf_file` stands for; converts it the first time.
+    """Return the folder of the converted `target.gguf_file`; convert it the first time.
 
-    With `dtype: auto` it is kept in fp32, which holds every dequantized weight exactly.
+    `dtype: auto` stands for fp32, which represents every dequantized weight exactly.
 
     Raises:
-        UserError: There is no such file, the package gguf is missing, or transformers does not know its architecture.
+        UserError: The file or the package gguf is missing, or transformers does not support the architecture.
     """
-    file = gguf_file_of(recipe)
+    file = get_gguf_file(recipe)
     dtype = "float32" if recipe.dtype == "auto" else recipe.dtype
     folder = cache_root() / "gguf" / f"{file.stem}-{sampled_hash([file])}-{dtype}"
     if (folder / "config.json").is_file():
@@ -43,15 +42,15 @@ def converted_folder(recipe: TargetRecipe) -> Path:
     return folder
 
 
-def gguf_file_of(recipe: TargetRecipe) -> Path:
-    """In the folder `target.model`, or downloaded from the repository of that name."""
+def get_gguf_file(recipe: TargetRecipe) -> Path:
+    """Return the GGUF file in the folder `target.model`, or download it from that repository."""
     assert recipe.gguf_file is not None
     folder = Path(recipe.model).expanduser()
     if folder.is_dir():
         file = folder / recipe.gguf_file
         if not file.is_file():
-            there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
-            raise UserError(f"target.gguf_file {recipe.gguf_file} is not in {folder}: GGUF files there are {there}")
+            files = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
+            raise UserError(f"target.gguf_file {recipe.gguf_file} is not in {folder}: GGUF files there are {files}")
         return file
     return Path(
         read_pretrained(
@@ -71,22 +70,22 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
     def read(model_class: Any, **options: Any) -> Any:
         try:
             return model_class.from_pretrained(file.parent, gguf_file=file.name, **options)
-        except (struct.error, IndexError, KeyError, TypeError) as error:  # what its parser comes to in a damaged file
+        except (struct.error, IndexError, KeyError, TypeError) as error:  # raised by its parser for a damaged file
             raise ValueError(f"{type(error).__name__}: {error}") from None
 
     what, location = "target.gguf_file", str(file)
     tokenizer = read_pretrained(what, location, lambda: read(AutoTokenizer))
-    found = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype))
-    # A fresh model of the same architecture: the one that was read is marked as quantized, and would not be saved.
-    config = type(found.config).from_dict(
-        {key: value for key, value in found.config.to_dict().items() if key != "quantization_config"}
+    model = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype))
+    # A new model of the same architecture, as one that is marked as quantized cannot be saved.
+    config = type(model.config).from_dict(
+        {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     )
     config.dtype = dtype
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    plain.load_state_dict(found.state_dict(), assign=True)
+    plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = found.generation_config
+    plain.generation_config = model.generation_config
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
         plain.save_pretrained(partial)

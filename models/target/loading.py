@@ -1,4 +1,4 @@
-"""The target model p: loaded once, and frozen."""
+"""Loading of the target model p, frozen, with its tokenizer and configs."""
 
 import json
 import os
@@ -23,27 +23,27 @@ from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.cuda_attention import use_split_sdpa
 from draftsmith.models.target.text_model import (
-    attention_to_load_with,
     auto_class,
+    choose_attention,
+    is_bidirectional,
     name_base_model,
-    sees_what_comes_after,
     text_alone,
     text_config,
     use_exact_attention,
 )
-from draftsmith.models.target.windows import positions_of, takes_masks, tokens_within_windows
+from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
-# What transformers, SGLang and vLLM give a chat template themselves.
-GIVEN_TO_TEMPLATES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+# Variables that transformers, SGLang and vLLM pass to a chat template themselves.
+BUILTIN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
-NVIDIA = Path("/proc/driver/nvidia/version")  # where its driver is loaded
+NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
 
 def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target in eval mode with frozen weights, on its device, and its tokenizer.
+    """Load the target in eval mode with frozen weights, on its device, and its tokenizer.
 
     Raises:
         UserError: The model cannot be found or read, is not decoder-only, or its tokenizer has no chat template.
@@ -54,7 +54,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
     tokenizer = load_tokenizer(recipe)
     options = {
         "dtype": "auto" if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
-        "attn_implementation": attention_to_load_with(config, recipe.attn_implementation),
+        "attn_implementation": choose_attention(config, recipe.attn_implementation),
     }
     if recipe.quantization is not None:
         from draftsmith.models.target.quantized import quantization_options
@@ -62,7 +62,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
         options |= quantization_options(recipe)
     device = target_device(recipe)
     if device.type != "cpu" or recipe.quantization is not None:
-        options["device_map"] = {"": device}  # tensor by tensor to where it stays: the host never holds it whole
+        options["device_map"] = {"": device}  # load tensor by tensor: the host never holds the whole model
     target = load_weights("target.model", location, auto_class(config), **options, **where)
     target = _frozen(recipe, text_alone(target, recipe.model)).to(device)
     use_grouped_sdpa(target)
@@ -71,14 +71,14 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
-    """The target's tokenizer.
+    """Load the target's tokenizer.
 
     Raises:
-        UserError: It cannot be found or read, has no chat template, or one that does not know `chat_template_kwargs`.
+        UserError: It cannot be found or read, or its chat template is missing or lacks `chat_template_kwargs`.
     """
     location = target_location(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))
-    _read(location, lambda: tokenizer("Hello"))  # a damaged one may load and do nothing else
+    _read(location, lambda: tokenizer("Hello"))  # a damaged one may load and then fail
     if recipe.chat_template is not None:
         tokenizer.chat_template = recipe.chat_template
     if not tokenizer.chat_template:
@@ -92,7 +92,7 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
 
 
 def template_variables(template: str) -> set[str]:
-    """The names that a chat template reads and does not set itself; none if it is no Jinja."""
+    """Return the variables that a chat template reads and does not set; empty if it is not valid Jinja."""
     try:
         without_marks = GENERATION_MARK.sub("", template)
         return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_marks))
@@ -101,15 +101,15 @@ def template_variables(template: str) -> set[str]:
 
 
 def with_variables(template: str, values: dict[str, Any]) -> str:
-    """Set variables of a chat template in its own text, so that whoever renders it has them.
+    """Set variables at the start of a chat template, so that every renderer uses them.
 
     Raises:
-        UserError: The template reads no such variable.
+        UserError: The template does not read such a variable.
     """
     known = template_variables(template)
     for name in values:
         if name not in known:
-            switches = known - GIVEN_TO_TEMPLATES
+            switches = known - BUILTIN_VARIABLES
             raise UserError(
                 f"key `target.chat_template_kwargs`: the target's chat template reads no variable {name}: "
                 f"{did_you_mean(name, sorted(switches), 'leave it out')}"
@@ -120,7 +120,7 @@ def with_variables(template: str, values: dict[str, Any]) -> str:
 
 
 def _jinja(value: Any) -> str:
-    """A JSON value as Jinja writes it: its null is none."""
+    """Convert a JSON value to Jinja, whose null is `none`."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {_jinja(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -129,10 +129,10 @@ def _jinja(value: Any) -> str:
 
 
 def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
-    """The target's, made from its config where it ships none.
+    """Load the target's generation config, or build it from the target's config.
 
     Raises:
-        UserError: It is damaged: transformers would go on without it, and so without its end tokens.
+        UserError: It is damaged: transformers would ignore it, with its end tokens.
     """
     location = target_location(recipe)
     if (Path(location) / "generation_config.json").is_file():
@@ -144,7 +144,7 @@ def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
 
 
 def weights_hash(recipe: TargetRecipe) -> str | None:
-    """What changes when another model is put in the target's folder, or the Hub's commit; no weight is loaded."""
+    """Return a hash of the weights' files in the target's folder, or the Hub's commit; loads no weights."""
     folder = Path(target_location(recipe))
     if not folder.is_dir():
         return getattr(load_target_config(recipe), "_commit_hash", None)
@@ -152,7 +152,7 @@ def weights_hash(recipe: TargetRecipe) -> str | None:
 
 
 def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
-    """The target's config, without its weights.
+    """Load the target's config.
 
     Raises:
         UserError: It cannot be found or read, or is not that of a decoder-only model.
@@ -164,7 +164,7 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
             "a decoder-only causal language model such as Llama or Qwen"
         )
-    if sees_what_comes_after(config):
+    if is_bidirectional(config):
         raise UserError(
             f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens see "
             "what comes after them; speculative decoding here needs a causal language model such as Llama or Qwen"
@@ -173,7 +173,7 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
 
 
 def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
-    """The target as its config describes it, on torch's default device (`torch.device("meta")`: at no cost)."""
+    """Build the target from its config on torch's default device, which may be `torch.device("meta")`."""
     whole = load_target_config(recipe)
     config = text_config(whole, recipe.model)
     dtype = (config.dtype or whole.dtype or torch.float32) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
@@ -182,7 +182,7 @@ def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
         lambda: AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
-            attn_implementation=attention_to_load_with(config, recipe.attn_implementation),
+            attn_implementation=choose_attention(config, recipe.attn_implementation),
             trust_remote_code=recipe.trust_remote_code,
         ),
     )
@@ -204,7 +204,11 @@ def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def target_location(recipe: TargetRecipe) -> str:
-    """The local folder or Hub id that `target.model` stands for."""
+    """Return the local folder or Hub id of `target.model`.
+
+    Raises:
+        UserError: It looks like a path and is no folder, or the embedded target is missing.
+    """
     if recipe.model == "embedded":
         if not (EMBEDDED_TARGET / "config.json").is_file():
             raise UserError(
@@ -222,10 +226,10 @@ def target_location(recipe: TargetRecipe) -> str:
 
 
 def target_device(recipe: TargetRecipe) -> torch.device:
-    """The recipe's device, or CUDA if there is one, else CPU.
+    """Return the recipe's device; default: CUDA if available, else CPU.
 
     Raises:
-        UserError: The device cannot be used, or none is named and there is a GPU that torch cannot use.
+        UserError: The device cannot be used, or by default there is a GPU that torch cannot use.
     """
     if recipe.device is None:
         if torch.cuda.is_available():
@@ -254,22 +258,22 @@ def unseen_gpu() -> str | None:
 
 
 def device_sentence(device: torch.device) -> str:
-    """Say what a device is, and which CUDA torch has."""
+    """Describe a device, with the versions of torch and CUDA."""
     if device.type != "cuda":
         return f"{device}, torch {torch.__version__}"
     return f"{device}, {torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
 def longest_sequence_tokens(target: Any) -> int | None:
-    """Return how many tokens the target can hold in decoding: its positions.
+    """Return the longest sequence that the target can decode, in tokens; None if there is no limit.
 
-    Where its layers look less far back, and take no masks of their own, it is what they see.
+    It is the number of positions, or the smallest window if the target does not accept our masks.
     """
-    return positions_of(target) if takes_masks(target) else tokens_within_windows(target)
+    return get_max_positions(target) if takes_masks(target) else tokens_within_windows(target)
 
 
 def session_tokens(target: Any, most: int) -> int:
-    """Return so many tokens, or as many as the target can hold."""
+    """Return `most` tokens, or the target's limit if that is lower."""
     return min(most, longest_sequence_tokens(target) or most)
 
 

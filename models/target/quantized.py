@@ -1,6 +1,6 @@
-"""The target in 8 or 4 bits by bitsandbytes: `target.quantization`. The embedding and the LM head stay as they are.
+"""The target in 8 or 4 bits by bitsandbytes: `target.quantization`. Embedding and LM head are not quantised.
 
-It is another target then, everywhere: features, answers and the proof of identity are those of the quantised model.
+The quantised model is then the target in all stages: features, answers and the proof of identity are its own.
 LLM.int8() is arXiv 2208.07339; nf4 and the quantised scales are QLoRA's (2305.14314).
 """
 
@@ -14,14 +14,14 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.recipes.schema import TargetRecipe
 
-NF4_BLOCK, SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one of their own
+NF4_BLOCK, SCALES_BLOCK = 64, 256  # weights per scale, and scales per scale of scales
 INT8_BYTES = 1.0
-# Half a byte, a scale in 8 bits for each block, and an fp32 one for each block of scales.
+# Half a byte, an 8-bit scale per block, and an fp32 scale per block of scales.
 NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * SCALES_BLOCK)
 
 
 def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
-    """For `from_pretrained`; empty without `target.quantization`.
+    """Return the arguments of `from_pretrained`; empty without `target.quantization`.
 
     Raises:
         UserError: bitsandbytes is not installed.
@@ -46,7 +46,7 @@ def quantization_options(recipe: TargetRecipe) -> dict[str, Any]:
 
 
 def saved_bytes(recipe: TargetRecipe, target: PreTrainedModel) -> int:
-    """What quantisation takes off an unquantised target of this shape, which may have no values."""
+    """Return the bytes that quantisation saves; `target` is not quantised, and may be on the meta device."""
     if recipe.quantization is None:
         return 0
     weight_bytes = INT8_BYTES if recipe.quantization == "int8" else NF4_BYTES

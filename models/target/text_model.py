@@ -1,7 +1,7 @@
-"""The text model of a checkpoint: which class reads it, how its attention is computed, and its text part alone.
+"""The text model of a checkpoint: its class, its attention implementation, and its extraction from a wrapper.
 
-Some checkpoints hold text and vision in one (Gemma 3, Mistral 3): the wrapper is read, and its text model goes on by
-itself, with the wrapper's weights, so that everything else sees a causal language model like any other.
+Some checkpoints hold text and vision (Gemma 3, Mistral 3): the wrapper is loaded, and its text model is used alone,
+with the wrapper's weights, as a causal language model.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from draftsmith.errors import UserError
 from draftsmith.models.target.view import is_wrapper
-from draftsmith.models.target.windows import windows_of
+from draftsmith.models.target.windows import get_windows
 
 EAGER, SDPA = "eager", "sdpa"
-# Attributes of attention layers whose terms transformers' `sdpa` drops without a word.
+# Attributes of attention layers whose terms transformers' `sdpa` silently drops.
 NOT_IN_SDPA = {"sinks": "attention sinks", "attn_logit_softcapping": "a soft cap of its attention's scores"}
 TRIED_IDS = 6
 TOLERANCE_FRAC = 0.02
@@ -31,26 +31,26 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def name_base_model(target: PreTrainedModel) -> None:
-    """Let `base_model` find the layers of a class whose prefix is that of its wrapper, as Llama 4's."""
+    """Set `base_model_prefix` for a class that has its wrapper's prefix, such as Llama 4's."""
     if target.base_model is target and isinstance(getattr(target, "model", None), PreTrainedModel):
         target.base_model_prefix = "model"
 
 
-def sees_what_comes_after(config: PreTrainedConfig) -> bool:
-    """Whether it is an encoder that could be a decoder and is none, as BERT."""
+def is_bidirectional(config: PreTrainedConfig) -> bool:
+    """Return whether the model is an encoder of a class that could be a decoder, such as BERT."""
     could_be_either = any("is_decoder" in vars(each).get("__annotations__", {}) for each in type(config).__mro__)
     return could_be_either and not getattr(config, "is_decoder", False)
 
 
-def attention_to_load_with(config: PreTrainedConfig, asked: str) -> str:
-    """Return the attention implementation asked for, or `eager` where the target's class has no other."""
+def choose_attention(config: PreTrainedConfig, requested: str) -> str:
+    """Return the requested attention implementation, or `eager` if the target's class does not support it."""
     mapping = auto_class(config)._model_mapping
     known = type(config) in mapping
-    return EAGER if asked == SDPA and known and not mapping[type(config)]._supports_sdpa else asked
+    return EAGER if requested == SDPA and known and not mapping[type(config)]._supports_sdpa else requested
 
 
 def use_exact_attention(target: PreTrainedModel) -> None:
-    """Take `eager` in place of `sdpa` where that drops a term of this target's attention."""
+    """Switch from `sdpa` to `eager` if `sdpa` drops a term of this target's attention."""
     if not dropped_by_sdpa(target):
         return
     if str(target.config._attn_implementation) != EAGER:
@@ -68,7 +68,7 @@ def dropped_by_sdpa(target: PreTrainedModel) -> list[str]:
 
 
 def attention_sentence(target: PreTrainedModel) -> str:
-    """Say which implementation computes the target's attention, and why it is not `sdpa`."""
+    """Return the name of the target's attention implementation, and why it is not `sdpa`."""
     name = str(target.config._attn_implementation)
     terms = dropped_by_sdpa(target)
     if name == EAGER and terms:
@@ -77,15 +77,15 @@ def attention_sentence(target: PreTrainedModel) -> str:
 
 
 def running_sentence(target: PreTrainedModel) -> str:
-    """Say how the target is run: its attention, and how far back its layers look."""
-    return f"attention by {attention_sentence(target)}; {windows_of(target).sentence()}"
+    """Describe the target's attention implementation and its sliding windows."""
+    return f"attention by {attention_sentence(target)}; {get_windows(target).sentence()}"
 
 
 def text_alone(model: PreTrainedModel, where: str) -> PreTrainedModel:
-    """Return the text model of a wrapper as a causal language model with the same tensors; others as they are.
+    """Return a wrapper's text model as a causal language model with the same tensors; other models unchanged.
 
     Args:
-        where: The target as the user names it, for messages.
+        where: The user's name of the target, for messages.
 
     Raises:
         UserError: transformers has no class for the text model alone, or it gives other logits than the wrapper.
@@ -93,7 +93,10 @@ def text_alone(model: PreTrainedModel, where: str) -> PreTrainedModel:
     config = model.config
     if not is_wrapper(config):
         return model
-    text = model_without_weights(text_config(config, where), model.config._attn_implementation)
+    with torch.device("meta"):
+        text: Any = AutoModelForCausalLM.from_config(
+            text_config(config, where), attn_implementation=config._attn_implementation
+        )
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if head is None or type(decoder) is not type(text.base_model):
         raise _no_text_model(config, where)
@@ -108,7 +111,7 @@ def text_alone(model: PreTrainedModel, where: str) -> PreTrainedModel:
 
 
 def text_config(config: PreTrainedConfig, where: str) -> PreTrainedConfig:
-    """Return the config of the causal language model that a checkpoint's text is.
+    """Return the config of a checkpoint's text model as a causal language model.
 
     Raises:
         UserError: transformers has no class for the text model alone.
@@ -123,13 +126,6 @@ def text_config(config: PreTrainedConfig, where: str) -> PreTrainedConfig:
     return text
 
 
-def model_without_weights(config: PreTrainedConfig, attention: str, **options: Any) -> PreTrainedModel:
-    """Make a causal language model of this config whose tensors have no values and take no memory."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
-    return model
-
-
 def _no_text_model(config: PreTrainedConfig, where: str) -> UserError:
     return UserError(
         f"target.model {where} ({config.model_type}) holds text and more in one model, and transformers has no class "
@@ -139,9 +135,10 @@ def _no_text_model(config: PreTrainedConfig, where: str) -> UserError:
 
 @torch.no_grad()
 def _check_same_logits(wrapper: PreTrainedModel, text: PreTrainedModel, where: str) -> None:
-    """
+    """Compare the logits of wrapper and text model for a few tokens.
+
     Raises:
-        UserError: The wrapper's logits of a few tokens are not the text model's.
+        UserError: They differ.
     """
     vocabulary = text.config.vocab_size
     ids = torch.arange(1, TRIED_IDS + 1, device=wrapper.device)[None] * (vocabulary // (TRIED_IDS + 1))

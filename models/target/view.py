@@ -1,7 +1,7 @@
-"""One view of a target's config, under the names that the rest of this package reads.
+"""Uniform view of a target's config: one value under one name, for the rest of the package.
 
-Configs say the same things in several ways: in a wrapper's `text_config`, under names of their time (`n_layer`), as a
-list with a value for each layer, or as RoPE for each type of layer. Whoever needs a number of the target reads it here.
+Configs differ: values are in a wrapper's `text_config`, under old names (`n_layer`), in a list by layer, or by type of
+layer, as for RoPE.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# What each value is called in configs that transformers does not translate itself: old ones, and the models' own code.
+# Other names of values in configs that transformers does not translate: old ones, and those of models' own code.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "vocab_size": (),
@@ -19,15 +19,15 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
 }
-# Values that some configs give for each layer; the last layer's is what a drafter is made after.
+# Values that some configs give for each layer; a drafter uses the last layer's.
 BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-# The width of the embedding where it may be another than the layers'.
+# Width of the embedding in configs where it may differ from the layers'.
 EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size", "d_embed")
 FULL_ATTENTION = "full_attention"
 
 
 def target_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what a target's config says of its text model, with one value under one name each."""
+    """Return the config values of the target's text model, each under one name."""
     text = config.get_text_config()
     values = {**text.to_dict(), "model_type": text.model_type}
     for name in OTHER_NAMES:
@@ -46,21 +46,21 @@ def target_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def target_value(config: PreTrainedConfig, name: str) -> Any:
-    """Return one of `OTHER_NAMES` of a target's text model, whatever its config calls it; None if it has none."""
+    """Return the value of a key of `OTHER_NAMES`, under any of its names; None if the config has none."""
     text = config.get_text_config()
-    found = (getattr(text, each, None) for each in (name, *OTHER_NAMES[name]))
-    return next((value for value in found if value is not None), None)
+    values = (getattr(text, each, None) for each in (name, *OTHER_NAMES[name]))
+    return next((value for value in values if value is not None), None)
 
 
 def flat_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the RoPE of layers that attend to the whole past, in transformers' form; None if the config has none."""
     rope = values.get("rope_parameters")
     if isinstance(rope, Mapping):
-        of_types = {kind: value for kind, value in rope.items() if isinstance(value, Mapping) and "rope_theta" in value}
-        if of_types:
-            whole = [kind for kind in of_types if "sliding" not in kind and "chunked" not in kind]
-            chosen = FULL_ATTENTION if FULL_ATTENTION in of_types else (whole or [*of_types])[0]
-            return copy.deepcopy(dict(of_types[chosen]))
+        by_type = {kind: value for kind, value in rope.items() if isinstance(value, Mapping) and "rope_theta" in value}
+        if by_type:
+            whole = [kind for kind in by_type if "sliding" not in kind and "chunked" not in kind]
+            chosen = FULL_ATTENTION if FULL_ATTENTION in by_type else (whole or [*by_type])[0]
+            return copy.deepcopy(dict(by_type[chosen]))
         return copy.deepcopy(dict(rope))
     theta = values.get("rope_theta")
     if theta is None:
@@ -76,5 +76,5 @@ def embedding_width(values: Mapping[str, Any]) -> int:
 
 
 def is_wrapper(config: PreTrainedConfig) -> bool:
-    """Whether the model is text and something else, as vision, in one checkpoint."""
+    """Return whether the checkpoint holds a text model and others, such as vision."""
     return config.get_text_config() is not config

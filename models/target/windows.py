@@ -1,9 +1,9 @@
-"""How far back a target's layers look: sliding windows and chunks, which a mask for draft trees has to repeat.
+"""Sliding windows and chunks of a target's layers, which a mask for draft trees must repeat.
 
-transformers makes these masks itself, but for a 4-D mask, which it takes as it is for every layer. So a mask of our own
-is made for each type of layer: `{"full_attention": ..., "sliding_attention": ...}`, or one where all layers are alike.
+transformers builds these masks itself, except if it gets a 4-D mask, which it uses unchanged in every layer. So we
+build a mask for each type of layer: `{"full_attention": ..., "sliding_attention": ...}`, or one for a single type.
 
-Shapes: A rows of a batch, N queries, S tokens that are attended to.
+Shapes: A rows of a batch, N queries, S keys.
 """
 
 import weakref
@@ -19,19 +19,19 @@ from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
 Masks = Tensor | dict[str, Tensor]
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
-# Parts of names of layer types that keep a state instead of keys and values, which no tree can share.
+# Parts of names of layer types with a state instead of keys and values, which the nodes of a tree cannot share.
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm")
 
 
 @dataclass(frozen=True)
 class Window:
-    """A token sees the last `tokens` tokens, itself included; with `chunked` those of its own chunk of so many."""
+    """A token attends to the last `tokens` tokens, itself included; with `chunked` to its chunk of `tokens` tokens."""
 
     tokens: int
     chunked: bool = False
 
     def hides(self, query_n: Tensor, key_s: Tensor) -> Tensor:
-        """[..., N, S] whether a key's position is out of reach of a query's; both [..., n]."""
+        """Return [..., N, S]: True if a key is outside a query's window. Both are positions [..., n]."""
         query_n1, key_1s = query_n[..., :, None], key_s[..., None, :]
         if self.chunked:
             return key_1s // self.tokens != query_n1 // self.tokens
@@ -46,27 +46,27 @@ class Windows:
     """The windows of a target's layers.
 
     Args:
-        of_types: By type of layer; those without one are not in it.
+        by_type: Windows by type of layer, for the types that have one.
         types: All types of layers, sorted.
-        unknown: The smallest window that some layers have in a form that no mask here repeats.
+        unknown: The smallest window of a form that our masks do not support.
     """
 
-    of_types: Mapping[str, Window]
+    by_type: Mapping[str, Window]
     types: tuple[str, ...]
     unknown: int | None = None
 
     @property
     def smallest(self) -> int | None:
         """Return the tokens within which all layers attend to everything; None: always."""
-        sizes = [window.tokens for window in self.of_types.values()]
+        sizes = [window.tokens for window in self.by_type.values()]
         return min([*sizes, *([] if self.unknown is None else [self.unknown])], default=None)
 
     def reached(self, length_tokens: int) -> bool:
-        """Whether some layer no longer sees all of so many tokens."""
+        """Return whether some layer does not attend to all of `length_tokens` tokens."""
         return self.smallest is not None and length_tokens > self.smallest
 
     def masks(self, mask: Tensor, query_n: Tensor, key_s: Tensor) -> Masks:
-        """Make the masks of each type of layer from that of full attention.
+        """Build the masks of each type of layer from the mask of full attention.
 
         Args:
             mask: Additive, [B, 1, N, S].
@@ -75,44 +75,44 @@ class Windows:
         """
         closed = torch.finfo(mask.dtype).min
         made = {
-            kind: mask.masked_fill(self.of_types[kind].hides(query_n, key_s), closed) if kind in self.of_types else mask
+            kind: mask.masked_fill(self.by_type[kind].hides(query_n, key_s), closed) if kind in self.by_type else mask
             for kind in self.types
         }
         return made[self.types[0]] if len(self.types) == 1 else made
 
-    def row_masks(self, seen_as: Tensor, position_a: Tensor, dtype: torch.dtype) -> Masks:
-        """Make the masks of a forward of one token a row, for rows of several lengths.
+    def row_masks(self, visible_as: Tensor, position_a: Tensor, dtype: torch.dtype) -> Masks:
+        """Build the masks of a forward of one token per row, for rows of different lengths.
 
         Args:
-            seen_as: [A, S] bool, the tokens of each row, which stand at positions 0, 1, ...
-            position_a: [A] that of the new token of each row.
+            visible_as: [A, S] bool, the tokens of each row, at positions 0, 1, ...
+            position_a: [A] position of each row's new token.
         """
-        if not self.reached(seen_as.shape[1]):
-            return seen_as
-        mask = torch.zeros(seen_as.shape, dtype=dtype, device=seen_as.device)
-        mask.masked_fill_(~seen_as, torch.finfo(dtype).min)
-        places = torch.arange(seen_as.shape[1], device=seen_as.device)
+        if not self.reached(visible_as.shape[1]):
+            return visible_as
+        mask = torch.zeros(visible_as.shape, dtype=dtype, device=visible_as.device)
+        mask.masked_fill_(~visible_as, torch.finfo(dtype).min)
+        places = torch.arange(visible_as.shape[1], device=visible_as.device)
         return self.masks(mask[:, None, None], position_a[:, None, None], places)
 
     def sentence(self) -> str:
-        """Say what the layers see."""
+        """Describe the windows in a few words."""
         if self.smallest is None:
             return "all layers see the whole text"
-        sizes = sorted({str(window) for window in self.of_types.values()})
+        sizes = sorted({str(window) for window in self.by_type.values()})
         some = "all" if len(self.types) == 1 and self.unknown is None else "some"
         return f"{some} layers see {' or '.join(sizes) or f'a window of {self.unknown:,} tokens'}"
 
 
-def windows_of(target: Any) -> Windows:
-    """Return the windows of a target's layers: what its config names, where its class looks at it.
+def get_windows(target: Any) -> Windows:
+    """Return the windows of a target's layers: those of its config, if its class uses them.
 
-    A target without weights, as in a plan, is taken at its config's word.
+    For a target without weights, as in a plan, the class is not tested.
     """
-    windows = _of_config(target.config.get_text_config())
-    if not windows.of_types or not _has_values(target):
+    windows = _from_config(target.config.get_text_config())
+    if not windows.by_type or not _has_values(target):
         return windows
     if target not in _windows:
-        _windows[target] = windows if _are_looked_at(target) else Windows({}, windows.types, windows.unknown)
+        _windows[target] = windows if _uses_windows(target) else Windows({}, windows.types, windows.unknown)
     return _windows[target]
 
 
@@ -122,32 +122,32 @@ def _has_values(target: Any) -> bool:
 
 
 @torch.no_grad()
-def _are_looked_at(target: Any) -> bool:
-    """Whether a window of one token changes what the target says: some configs have a key that their class ignores."""
+def _uses_windows(target: Any) -> bool:
+    """Return whether a window of one token changes the output, as some classes ignore their config's key."""
     text = target.config.get_text_config()
-    kept = {name: getattr(text, name) for name in WINDOW_KEYS if _size(text, name) is not None}
-    ids, found = torch.arange(1, 4, device=target.device)[None], []
+    original = {name: getattr(text, name) for name in WINDOW_KEYS if _size(text, name) is not None}
+    ids, outputs = torch.arange(1, 4, device=target.device)[None], []
     try:
         for size in (len(ids[0]) + 1, 1):
-            for name in kept:
+            for name in original:
                 setattr(text, name, size)
-            found.append(target.base_model(input_ids=ids, use_cache=False)[0])
+            outputs.append(target.base_model(input_ids=ids, use_cache=False)[0])
     finally:
-        for name, value in kept.items():
+        for name, value in original.items():
             setattr(text, name, value)
-    return not torch.allclose(*found)
+    return not torch.allclose(*outputs)
 
 
-def _of_config(text: Any) -> Windows:
+def _from_config(text: Any) -> Windows:
     kinds = getattr(text, "layer_types", None) or []
     sliding, chunk = (_size(text, name) for name in WINDOW_KEYS)
     if kinds:
-        found = {}
+        windows = {}
         for kind in sorted(set(kinds)):
             size, chunked = (chunk, True) if "chunked" in kind else (sliding, False)
             if size is not None and ("chunked" in kind or "sliding" in kind):
-                found[kind] = Window(size, chunked)
-        return Windows(found, tuple(sorted(set(kinds))))
+                windows[kind] = Window(size, chunked)
+        return Windows(windows, tuple(sorted(set(kinds))))
     if sliding is not None and getattr(text, "use_sliding_window", True):
         return Windows({"all": Window(sliding)}, ("all",))
     # GPT-Neo's local layers mask by themselves, by columns.
@@ -165,50 +165,50 @@ _taking_masks: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDicti
 
 
 def takes_masks(target: Any) -> bool:
-    """Whether masks for each type of layer reach the target's layers, tried once on three tokens."""
-    windows = windows_of(target)
+    """Return whether the target applies masks by type of layer; tested once on three tokens."""
+    windows = get_windows(target)
     if windows.unknown is not None:
         return False
-    if len(windows.types) == 1 or not windows.of_types or not _has_values(target):
+    if len(windows.types) == 1 or not windows.by_type or not _has_values(target):
         return True
     if target not in _taking_masks:
-        _taking_masks[target] = _tried(target, windows)
+        _taking_masks[target] = _accepts_masks(target, windows)
     return _taking_masks[target]
 
 
 @torch.no_grad()
-def _tried(target: Any, windows: Windows) -> bool:
+def _accepts_masks(target: Any, windows: Windows) -> bool:
     ids = torch.arange(1, 4, device=target.device)[None]
     mask = torch.zeros(1, 1, 3, 3, dtype=target.dtype, device=target.device)
     mask.masked_fill_(torch.ones_like(mask).triu(1) > 0, torch.finfo(mask.dtype).min)
     place = torch.arange(3, device=target.device)
-    alone = Windows({kind: Window(1) for kind in windows.of_types}, windows.types)
+    alone = Windows({kind: Window(1) for kind in windows.by_type}, windows.types)
 
     def output(masks: Masks) -> Tensor:
-        found: Tensor = target.base_model(input_ids=ids, attention_mask=masks, use_cache=False)[0]
-        return found
+        hidden: Tensor = target.base_model(input_ids=ids, attention_mask=masks, use_cache=False)[0]
+        return hidden
 
     plain = output(mask)
     try:
         same, other = (output(each) for each in (dict.fromkeys(windows.types, mask), alone.masks(mask, place, place)))
-    except Exception:  # whatever a model says that expects one mask
+    except Exception:  # of any type, from a model that expects one mask
         return False
     return bool((plain - same).abs().amax() < 0.1 * (plain - other).abs().amax())
 
 
-def positions_of(target: Any) -> int | None:
-    """Return the positions that the target was made for; None if its config names no limit."""
+def get_max_positions(target: Any) -> int | None:
+    """Return the target's maximum number of positions; None if its config has no limit."""
     value = target_value(target.config, "max_position_embeddings")
     return value if isinstance(value, int) else None
 
 
 def tokens_within_windows(target: Any) -> int | None:
-    """Return the tokens within which every mask for full attention is right; None if there is no limit."""
-    known = [limit for limit in (positions_of(target), windows_of(target).smallest) if limit is not None]
+    """Return the length up to which full attention equals the windows; None if there is no limit."""
+    known = [limit for limit in (get_max_positions(target), get_windows(target).smallest) if limit is not None]
     return min(known) if known else None
 
 
 def has_recurrent_layers(target: Any) -> bool:
-    """Whether some layers keep a state instead of keys and values: linear attention, Mamba and the like."""
+    """Return whether some layers keep a state instead of keys and values, such as linear attention or Mamba."""
     kinds = getattr(target.config.get_text_config(), "layer_types", None) or []
     return bool(getattr(target, "_is_stateful", False)) or any(part in kind for kind in kinds for part in RECURRENT)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from support.tiny_runs import tiny_run
 from typer.testing import CliRunner
 
-from draftsmith.errors import exit_with_one_sentence, what_the_system_refused
+from draftsmith.errors import exit_with_one_sentence, os_error_message
 from draftsmith.eval.commands import cli
 from draftsmith.eval.commands.console import write_json
 from draftsmith.files import write_atomically
@@ -36,7 +36,9 @@ def to_arrow(file: Path) -> None:
         to_arrow,
     ],
 )
-def test_no_library_hides_a_full_disk(tiny_disk: Path, capsys: pytest.CaptureFixture[str], write: Any) -> None:
+def test_full_disk_is_reported_through_every_library(
+    tiny_disk: Path, capsys: pytest.CaptureFixture[str], write: Any
+) -> None:
     """Whatever words they have for it."""
     with pytest.raises(SystemExit) as caught, exit_with_one_sentence():
         write(tiny_disk / "file")
@@ -64,8 +66,8 @@ def test_no_library_hides_a_full_disk(tiny_disk: Path, capsys: pytest.CaptureFix
         (RuntimeError("a bug"), None),
     ],
 )
-def test_which_errors_are_the_systems(error: Exception, sentence: str | None) -> None:
-    said = what_the_system_refused(error)
+def test_os_error_message(error: Exception, sentence: str | None) -> None:
+    said = os_error_message(error)
     assert said is None if sentence is None else said is not None and said.startswith(sentence)
 
 
@@ -74,7 +76,7 @@ def test_a_bug_keeps_its_traceback() -> None:
         raise ZeroDivisionError
 
 
-def test_a_write_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         write_atomically(tmp_path / "a", "text")
@@ -82,7 +84,7 @@ def test_a_write_that_failed_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("command", ["distill", "features", "train", "eval", "run", "tune", "prove"])
-def test_a_runs_dir_that_is_a_file_is_told_before_the_work(
+def test_runs_dir_that_is_a_file_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     def too_late(*_: Any, **__: Any) -> None:
@@ -99,7 +101,7 @@ def test_a_runs_dir_that_is_a_file_is_told_before_the_work(
 
 
 @pytest.mark.parametrize("command", ["doctor", "compare"])
-def test_a_json_file_that_cannot_be_is_told_before_the_work(
+def test_unwritable_json_file_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr(cli, "heading", lambda *_: pytest.fail("the work has begun"))
@@ -135,7 +137,7 @@ with exit_with_one_sentence():
 """
 
 
-def test_a_limit_of_the_shell_is_one_sentence(tmp_path: Path) -> None:
+def test_file_limit_of_the_shell_is_one_sentence(tmp_path: Path) -> None:
     """`ulimit -f`, where torch writes what it says nothing of: an optimiser's state, say."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "state.pt")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -144,7 +146,7 @@ def test_a_limit_of_the_shell_is_one_sentence(tmp_path: Path) -> None:
     assert "(`ulimit -a` tells the limits)" in result.stderr.splitlines()[-1]
 
 
-def test_a_disk_that_does_not_hold_the_weights_is_told_before_the_first_step(tmp_path: Path, tiny_disk: Path) -> None:
+def test_too_small_disk_is_reported_before_the_first_step(tmp_path: Path, tiny_disk: Path) -> None:
     values = tiny_run(tmp_path).model_dump()
     root = tiny_disk / "run"
     (root / "data").mkdir(parents=True)

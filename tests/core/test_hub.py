@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from support.fake_hub import refused
 
 from draftsmith.errors import UserError
-from draftsmith.hub import told_in_one_sentence
+from draftsmith.hub import hub_errors
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ from draftsmith.hub import told_in_one_sentence
         (ValueError("of\nanother kind"), "tried: of another kind"),
     ],
 )
-def test_sentences(error: Exception, sentence: str) -> None:
-    with pytest.raises(UserError) as caught, told_in_one_sentence("tried", "me/x"):
+def test_errors_become_sentences(error: Exception, sentence: str) -> None:
+    with pytest.raises(UserError) as caught, hub_errors("tried", "me/x"):
         raise error
     assert str(caught.value).startswith("tried: ")
     assert sentence in str(caught.value)
 
 
-def test_a_full_disk_is_none_of_the_hubs_refusals() -> None:
-    with pytest.raises(RuntimeError, match="wrapped"), told_in_one_sentence("tried", "me/x"):
+def test_full_disk_is_no_error_of_the_hub() -> None:
+    with pytest.raises(RuntimeError, match="wrapped"), hub_errors("tried", "me/x"):
         raise RuntimeError("wrapped") from OSError(28, "No space left on device", "a")
 
 
@@ -53,18 +53,18 @@ def test_a_full_disk_is_none_of_the_hubs_refusals() -> None:
         (lambda: HfApi("http://127.0.0.1:9").model_info("me/x"), "failed or broke off (ConnectError)"),
     ],
 )
-def test_what_huggingface_hub_itself_raises(
+def test_errors_raised_by_huggingface_hub(
     call: Callable[[], Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     huggingface_hub.utils.close_session()
-    with pytest.raises(UserError) as caught, told_in_one_sentence("tried", "me/x"):
+    with pytest.raises(UserError) as caught, hub_errors("tried", "me/x"):
         call()
     assert sentence in str(caught.value)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.utils.close_session()
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE keeps this machine off"), told_in_one_sentence("tried", "me/x"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE keeps this machine off"), hub_errors("tried", "me/x"):
         HfApi("http://127.0.0.1:9").model_info("me/x")
     huggingface_hub.utils.close_session()

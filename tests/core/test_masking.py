@@ -47,7 +47,7 @@ def test_trees() -> None:
     assert masked({"api_key_env": "sk-1"}) == {}
 
 
-def test_a_token_of_the_hub_belongs_into_the_environment(tmp_path: Path) -> None:
+def test_hub_token_in_a_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train.hub_token.*HF_TOKEN") as caught:
         training_arguments({"hub_token": "hf_abc"}, tmp_path, seed=0)
     assert "hf_abc" not in str(caught.value)

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     ],
     ids=["one", "a program", "tokenising"],
 )
-def test_a_killed_process_leaves_none_behind(tmp_path: Path, script: str) -> None:
+def test_killed_process_leaves_no_children(tmp_path: Path, script: str) -> None:
     file = tmp_path / "parent.py"
     file.write_text(script)
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

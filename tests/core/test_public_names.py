@@ -8,7 +8,7 @@ import pytest
 import draftsmith
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     found = {name: getattr(draftsmith, name) for name in draftsmith.__all__}
     assert {name: value.__name__ for name, value in found.items() if name != "__version__"} == {
         name: name for name in found if name != "__version__"

@@ -25,7 +25,7 @@ def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result["date"].endswith("Z")
 
 
-def test_a_script_is_named_as_from_the_folder_it_is_called_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_path_is_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["benchmarks/serving.py", "eval.runs=3"])
     write_result(tmp_path / "a.json", {"tau": 2.5})

@@ -33,9 +33,7 @@ def installed_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_somebody_elses_repository_around_the_environment_is_not_ours(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repository_around_the_environment_is_ignored(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed_in(repository, monkeypatch)
     assert provenance.source_commit() is None
 
@@ -51,6 +49,6 @@ def test_a_tag_does_not_stand_for_the_hash(repository: Path, monkeypatch: pytest
     assert provenance.source_commit() == f"{commit}-dirty"
 
 
-def test_without_git_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
     assert provenance.source_commit() is None

@@ -7,13 +7,13 @@ from support.tiny_models import tiny_parallel, tiny_target
 from support.tiny_runs import save_target
 
 from draftsmith.eval.bench import costs
-from draftsmith.eval.methods.drafter import DrafterMethod
+from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.schema import MethodRecipe, TargetRecipe
+from draftsmith.recipes.schema import MethodConfig, TargetRecipe
 
 PROMPT = [1, 5, 6, 7]
-TREE = MethodRecipe(name="tree", tree="best_first", nodes=6, branch=3)
+TREE = MethodConfig(name="tree", tree="best_first", nodes=6, branch=3)
 
 
 def test_answers_are_the_targets_own() -> None:
@@ -33,8 +33,8 @@ def test_every_tree_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookups fill all the tree's places on a target that repeats itself; adaptive trees know what rounds cost."""
     monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
     target = tiny_target(initializer_range=0.02)
-    looking = MethodRecipe(name="x", tree="best_first", nodes=6, branch=3, lookup=True)
-    adaptive = MethodRecipe(name="x", tree="adaptive", nodes=6, branch=3)
+    looking = MethodConfig(name="x", tree="best_first", nodes=6, branch=3, lookup=True)
+    adaptive = MethodConfig(name="x", tree="adaptive", nodes=6, branch=3)
     with SpeculativeDecoder(target, None, max_length_tokens=64) as plain:
         expected = plain.answer(PROMPT, 58).ids
     with SpeculativeDecoder(target, None, tiny_parallel(target), looking, max_length_tokens=64) as decoder:
@@ -43,7 +43,7 @@ def test_every_tree_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(found.accept_lengths) == 7
     with SpeculativeDecoder(target, None, tiny_parallel(target), adaptive, max_length_tokens=64) as decoder:
         assert decoder.answer(PROMPT, 58).ids == expected
-        assert isinstance(decoder.method, DrafterMethod)
+        assert isinstance(decoder.method, TreeDrafter)
         assert decoder.method.adaptive is not None
         known = decoder.method.adaptive.costs
         assert known is not None

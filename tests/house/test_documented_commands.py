@@ -28,7 +28,7 @@ from support.places import ROOT
 from typer.main import get_group
 
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.methods.registry import method_of
+from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
@@ -161,7 +161,7 @@ def check_recipe(recipe: Recipe, distils: bool = False) -> None:
         module.ENGINE.Options.model_validate(recipe.data.distill.options)
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
-            method_of(method)
+            load_method_class(method)
     assert set(recipe.train) <= {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments))}
 
 

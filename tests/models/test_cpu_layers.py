@@ -25,7 +25,7 @@ from draftsmith.eval.decoding.compiled_session import CompiledSession, open_sess
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, root_only
 from draftsmith.models import cpu_kernels
 from draftsmith.models.base.registry import drafter_kinds
@@ -42,7 +42,7 @@ from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters import medusa2
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -859,7 +859,7 @@ def test_greedy_answers_are_the_unpacked_targets(name: str, tree: str) -> None:
         drafter = tiny_drafter_of("eagle", target).freeze()
         if packed:
             pack_linears(drafter)
-        recipe = MethodRecipe.model_validate(
+        recipe = MethodConfig.model_validate(
             {
                 "name": "x",
                 "tree": tree,
@@ -870,7 +870,7 @@ def test_greedy_answers_are_the_unpacked_targets(name: str, tree: str) -> None:
         )
         with TargetSession(target, 64, drafter.feature_layers) as session:
             decoder = drafter.decoder(64)
-            method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), GREEDY)
+            method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), GREEDY)
             for one in (method, Autoregressive()):
                 answers.append(generate(session, one, PROMPT, GREEDY, 30).ids)
     assert all(answer == answers[0] for answer in answers)
@@ -960,7 +960,7 @@ def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple
     """
     logits, trees, end = [], [], prompt
     decoder.start(ids[:prompt], features[:prompt])
-    recipe = MethodRecipe.model_validate({"name": "x", "tree": "best_first", "nodes": 9, "branch": 3})
+    recipe = MethodConfig.model_validate({"name": "x", "tree": "best_first", "nodes": 9, "branch": 3})
     builder = tree_builder(recipe, decoder)
     for size in (0, 1, 3, 2, 5):
         for again in range(2):

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 SCALED = [
     ("cohere", {"logit_scale": 0.0625}, LogitShape(0.0625)),
@@ -151,9 +151,9 @@ def test_a_scaled_target_trains_and_drafts_as_its_unscaled_twin(kind: str, optio
         drafter.freeze()
         answers.append([])
         for sampling in (Sampling(0.0), Sampling(1.0)):
-            decoder, recipe = drafter.decoder(64), MethodRecipe(name="x", kind="drafter")
+            decoder, recipe = drafter.decoder(64), MethodConfig(name="x", kind="drafter")
             generator = torch.Generator().manual_seed(3)
-            method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator)
+            method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), sampling, generator)
             with TargetSession(target, 64, drafter.feature_layers) as session:
                 record = generate(session, method, [5, 9, 20, 33], sampling, 24, frozenset(), generator)
             answers[-1].append((record.ids, record.accept_lengths))
@@ -196,4 +196,4 @@ def test_exports_where_the_reader_has_other_logits(kind: str, options: dict[str,
 def test_a_capped_head_is_not_exported() -> None:
     config = load_drafter_class("eagle3").from_target(capped_target(), {"feature_layers": [0, 1]}).config
     assert config.target_logits == LogitShape(1.0, 2.0)
-    assert not EXPORTERS["eagle3", "vllm"].has_logits_of(config)
+    assert not EXPORTERS["eagle3", "vllm"].logits_fit(config)

@@ -85,7 +85,7 @@ def on_a_tiny_target(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAPERS)
-def test_the_papers_form_from_the_datas_own_answers_to_its_tree(name: str, tmp_path: Path) -> None:
+def test_training_on_the_datas_answers_end_to_end(name: str, tmp_path: Path) -> None:
     template = load_recipe(name).target.chat_template or chat_families.LLAMA2
     recipe = on_a_tiny_target(name, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
     assert run_distill(recipe)["conversations"]["kept"] == 8
@@ -100,7 +100,7 @@ def test_the_papers_form_from_the_datas_own_answers_to_its_tree(name: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-def test_from_answers_to_the_export(name: str, tmp_path: Path) -> None:
+def test_distillation_to_export_end_to_end(name: str, tmp_path: Path) -> None:
     model_type, changes, template, smaller = LARGE[name]
     own_answers = [
         "data.distill.engine=transformers", "data.distill.options={batch_size: 4}", "data.distill.max_new_tokens=12",

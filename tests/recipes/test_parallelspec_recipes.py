@@ -56,7 +56,7 @@ def test_the_eagle_flavour_has_a_projection_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
-def test_what_the_paper_says_of_data_and_training(name: str, tmp_path: Path) -> None:
+def test_data_and_training_match_the_paper(name: str, tmp_path: Path) -> None:
     """Table 1: ShareGPT as it is. What the paper does not name is off: a schedule, warm-up, clipping, a loss of p."""
     recipe = load_recipe(name)
     assert recipe.data.distill.engine == "none"
@@ -91,7 +91,7 @@ def test_the_trees_are_the_baselines() -> None:
 
 
 @pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
-def test_table_2_is_what_the_recipes_head_says(name: str) -> None:
+def test_table_2_overrides_in_the_recipe_header(name: str) -> None:
     """The target answers, within what vLLM is given for a prompt and an answer; in a run folder of its own."""
     (overrides,) = re.findall(r"^#   (name=.*)$", find_recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
     recipe = load_recipe(name, overrides.split())

@@ -88,11 +88,11 @@ OF_FILES = [
     (BOMB, [], "aliases stand for more than 10,000 values: write them out"),
     (BOMB.replace("train", "no_such_key"), [], "aliases stand for more than 10,000 values"),
     ("name: a", [f"train={FLOW_BOMB}"], "aliases stand for more than 10,000 values"),
-    ("name: a\nseed: 1\nseed: 2\n", [], "the key seed is there twice"),
-    ("name: a\ntrain: {x: 1, y: 2, x: 3}\n", [], "the key x is there twice"),
+    ("name: a\nseed: 1\nseed: 2\n", [], "the key seed is repeated"),
+    ("name: a\ntrain: {x: 1, y: 2, x: 3}\n", [], "the key x is repeated"),
     ("name: a", ["seed=1" + "0" * 5000], "the value is not valid YAML"),
     ("name: a", ["seed"], "override `seed` must look like section.key=value"),
-    ("name: a", ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys of its own"),
+    ("name: a", ["name.x=1"], "override `name.x=1`: `name` is text, not a section with keys"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, values: Any, overrides: list[
     assert overrides or str(file) in str(caught.value)
 
 
-def test_a_value_may_stand_in_a_file(tmp_path: Path) -> None:
+def test_override_reads_its_value_from_a_file(tmp_path: Path) -> None:
     sources = tmp_path / "sources.yaml"
     sources.write_text("- {source: a.jsonl, weight: 5}\n- source: b.jsonl\n")
     recipe = load_recipe(write(tmp_path, {"name": "a"}), [f"data.conversations.mixture=@{sources}"])
@@ -130,7 +130,7 @@ def test_a_missing_recipe_names_the_nearest() -> None:
         load_recipe("quikstart.yaml")
 
 
-def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever in a recipe it stands; what is no path stays as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
     values = {
@@ -209,7 +209,7 @@ EXTENDING_MISTAKES = [
 
 
 @pytest.mark.parametrize(("child", "sentence"), EXTENDING_MISTAKES)
-def test_a_mistake_names_the_file_that_made_it(tmp_path: Path, child: str, sentence: str) -> None:
+def test_error_names_the_file_and_line(tmp_path: Path, child: str, sentence: str) -> None:
     file = write_files(
         tmp_path,
         child=child,
@@ -224,7 +224,7 @@ def test_a_mistake_names_the_file_that_made_it(tmp_path: Path, child: str, sente
     assert "\n" not in str(caught.value)
 
 
-def test_an_override_is_no_line_of_a_file(tmp_path: Path) -> None:
+def test_error_of_an_override_names_no_line(tmp_path: Path) -> None:
     file = write_files(tmp_path, child="extends: quickstart\nname: child\neval: {runs: 2}\n")
     with pytest.raises(UserError, match=r"child\.yaml: key `eval\.runs`"):
         load_recipe(file, ["eval.runs=0"])

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process at a time, and is continued with what it was begun with, or not at all."""
+"""A run's folder belongs to one process at a time, and is continued with what it was started with, or not at all."""
 
 import subprocess
 import sys
@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from draftsmith.errors import UserError
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import (
     OWNER_FILE,
     RunFolder,
-    alone_in_its_run,
     check_settings,
     run_lock,
+    with_run_lock,
     write_settings,
 )
 from draftsmith.recipes.schema import Recipe
@@ -34,7 +34,7 @@ def test_the_run_folder_records_recipe_and_provenance(tmp_path: Path) -> None:
     assert load_recipe(folder.root / "recipe.yaml") == recipe
     stages = yaml.safe_load((folder.root / "provenance.json").read_text())
     assert list(stages) == ["distill", "train"]
-    assert stages["train"]["inputs_sha256"] == {"recipe": sha256_of(source)}
+    assert stages["train"]["inputs_sha256"] == {"recipe": file_sha256(source)}
     assert {"python", "torch", "transformers"} <= set(stages["train"]["versions"])
 
 
@@ -61,12 +61,12 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     process.wait()
 
 
-@alone_in_its_run("eval")
+@with_run_lock("eval")
 def stage(recipe: Recipe, answer: int) -> int:
     return answer
 
 
-def test_the_other_process_is_named(
+def test_lock_error_names_the_other_process(
     tmp_path: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(name="mine", runs_dir=str(tmp_path / "runs"))
@@ -77,7 +77,7 @@ def test_the_other_process_is_named(
     assert stage(recipe, 3) == 3
 
 
-def test_a_dead_process_holds_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_dead_process_releases_the_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.kill()
     holder.wait()
     root = tmp_path / "runs" / "mine"
@@ -87,7 +87,7 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, holder: "subprocess.Popen[
     assert not (root / OWNER_FILE).exists()
 
 
-def test_an_error_gives_it_back(tmp_path: Path) -> None:
+def test_error_releases_the_lock(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(KeyError), run_lock(tmp_path, "tune"):
             raise KeyError
@@ -129,7 +129,7 @@ def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], t
     check_settings(file, SETTINGS | {"data.max_length_tokens": 8}, "measure again", ["data.max_length_tokens"])
     with pytest.raises(UserError) as caught:
         check_settings(file, SETTINGS | changed, "measure again", ["data.max_length_tokens"])
-    assert str(caught.value) == f"{tmp_path} was begun with {told}: {WAY_OUT}"
+    assert str(caught.value) == f"{tmp_path} was started with {told}: {WAY_OUT}"
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes
         check_settings(file, SETTINGS, "train anew")
 
 
-def test_a_key_that_may_fall_may_not_go_missing(tmp_path: Path) -> None:
+def test_key_that_may_decrease_must_not_disappear(tmp_path: Path) -> None:
     write_settings(tmp_path / "settings.json", SETTINGS)
     without = {key: value for key, value in SETTINGS.items() if key != "data.max_length_tokens"}
     with pytest.raises(UserError, match=r"data.max_length_tokens = 512, now it is None"):

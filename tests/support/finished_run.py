@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.artifacts import write_tuned
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 LONGEST_S = 30.0  # of a command; a run here takes a second or two
 INPUTS = ("chats.jsonl", "questions.jsonl", "run.yaml")
@@ -96,7 +96,7 @@ def finished_run(parent: Path) -> FinishedRun:
         result = run.call(command)
         assert result.exit_code == 0, (command, result.output, result.exception)
         if command == "train":
-            write_tuned(run.root / "drafter", MethodRecipe(name="x", tree="best_first", nodes=3))
+            write_tuned(run.root / "drafter", MethodConfig(name="x", tree="best_first", nodes=3))
     shutil.copytree(folder, whole)
     return run
 

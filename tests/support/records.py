@@ -1,13 +1,13 @@
 """Measurement records whose figures can be checked by hand."""
 
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.decoding.loop import AnswerRecord
 
 
 def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True) -> QuestionRecord:
     """10 tokens in 3 rounds of 3 after a first token; the baseline takes 9 rounds."""
 
-    def answered(method: str, wall: float, accepted: list[int], ids: list[int]) -> MethodRecord:
+    def answered(method: str, wall: float, accepted: list[int], ids: list[int]) -> MethodResult:
         settings = {
             "target": "12ab",
             "dtype": "float32",
@@ -31,7 +31,7 @@ def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True
             choose_s=0.03 * len(accepted),
             commit_s=0.04 * len(accepted),
         )
-        return MethodRecord(method, 0.0, 1.0, "p", False, settings, [answer], 0)
+        return MethodResult(method, 0.0, 1.0, "p", False, settings, [answer], 0)
 
     answers = {
         "autoregressive@0": answered("autoregressive", baseline_seconds, [1] * 9, [1] * 10),

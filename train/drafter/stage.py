@@ -25,7 +25,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_c
 from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.loading import load_target_config
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run, check_settings, write_settings
+from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
@@ -43,9 +43,9 @@ from draftsmith.train.drafter.training_arguments import (
     enable_gradient_checkpointing,
     recipe_arguments,
 )
-from draftsmith.train.features.cache import open_features, refuse_obstacle
+from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
-from draftsmith.train.processes.launch import Launch, launch_of, refuse_what_cannot_work, told_of_a_lost_process
+from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, report_lost_process
 
 SETTINGS = "settings.json"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
@@ -59,8 +59,8 @@ HARMLESS_TRAIN_KEYS = (
 EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy", "save_steps")
 
 
-@alone_in_its_run("train")
-@told_of_a_lost_process()
+@with_run_lock("train")
+@report_lost_process()
 def train_drafter(recipe: Recipe) -> TrainReport:
     """Train the recipe's drafter on `runs/<name>/data/tokens`, resuming from the last checkpoint if there is one.
 
@@ -72,11 +72,11 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     run = RunFolder(recipe)
     args = recipe_arguments(recipe)
     offline = recipe.data.features.source == "offline"
-    launch = launch_of(args)
-    refuse_what_cannot_work(recipe, args, launch)
+    launch = detect_launch(args)
+    check_launch(recipe, args, launch)
     refuse_missing_trackers(args.report_to)
     if offline:
-        refuse_obstacle(recipe)
+        check_offline_support(recipe)
     tokens = load_tokens(run, recipe.name)
     to_train, to_eval = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
     if args.eval_strategy != "no" and to_eval is None:

@@ -50,7 +50,7 @@ from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metri
 from draftsmith.train.drafter.shown import ShownTraining
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
-from draftsmith.train.processes.launch import launch_of
+from draftsmith.train.processes.launch import detect_launch
 from draftsmith.train.processes.split_weights import load_whole_weights, set_up_fsdp, set_up_zero, whole_weights
 
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
@@ -220,7 +220,7 @@ class DrafterTrainer(Trainer):
             if isinstance(dataset, Dataset) and ROWS_COLUMN not in dataset.column_names:
                 dataset = dataset.add_column(ROWS_COLUMN, [[row] for row in range(len(dataset))])
         kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
-        self._launch = launch_of(args)
+        self._launch = detect_launch(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
         # Rows: loss sum, correct, labels of each depth; of this process, since processes last added them up.

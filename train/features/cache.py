@@ -28,7 +28,7 @@ from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import weights_hash
-from draftsmith.recipes.run_folder import RunFolder, refuse_other_settings
+from draftsmith.recipes.run_folder import RunFolder, check_same_settings
 from draftsmith.recipes.schema import Recipe
 
 INDEX_NAME = "index.json"
@@ -87,13 +87,13 @@ class FeatureIndex:
         """Shards that are not written yet."""
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
 
-    def refuse_others(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
+    def check_matches(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
         """Check that these features have a recipe's settings and include its layers.
 
         Raises:
             UserError: They do not; the message names the first key that differs.
         """
-        refuse_other_settings(folder, self.settings, settings, "write the features again")
+        check_same_settings(folder, self.settings, settings, "write the features again")
         if not set(layers) <= set(self.layers):
             raise UserError(
                 f"{folder} holds layers {list(self.layers)} of the target, and drafter.kind with drafter.options now "
@@ -197,7 +197,7 @@ class FeatureCache:
     def _opened(self, shard: Shard) -> Any:
         if shard.file not in self._open:
             file = self._folder / shard.file
-            wanted = [shard.tokens, self._index.hidden_size]
+            expected = [shard.tokens, self._index.hidden_size]
             try:
                 opened = safe_open(file, framework="pt")
                 shapes = {layer: opened.get_slice(str(layer)).get_shape() for layer in self._layers}
@@ -205,7 +205,7 @@ class FeatureCache:
                 raise UserError(
                     f"{file} cannot be read ({error}): delete it, then `draftsmith features` again"
                 ) from None
-            if any(shape != wanted for shape in shapes.values()):
+            if any(shape != expected for shape in shapes.values()):
                 raise UserError(
                     f"{file} does not hold what {INDEX_NAME} says: delete it, then `draftsmith features` again"
                 )
@@ -217,7 +217,7 @@ class FeatureCache:
         return {**self.__dict__, "_open": {}}
 
 
-def refuse_obstacle(recipe: Recipe) -> None:
+def check_offline_support(recipe: Recipe) -> None:
     """Check that drafters of this kind can be trained on features from disk.
 
     Raises:
@@ -261,5 +261,5 @@ def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> Feature
             f"recipe `{recipe.name}` first, or set data.features.source=online"
         )
     layers = drafter.layers_read
-    index.refuse_others(folder, feature_settings(recipe, tokens_hash), layers)
+    index.check_matches(folder, feature_settings(recipe, tokens_hash), layers)
     return FeatureCache(folder, index, layers)

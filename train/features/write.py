@@ -28,15 +28,15 @@ from draftsmith.files import bytes_text, free_bytes_at
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_device
 from draftsmith.progress import Progress, progress_bar
-from draftsmith.recipes.run_folder import RunFolder, alone_in_its_run
+from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.features.cache import (
     SHARD_BYTES,
     FeatureIndex,
     Shard,
+    check_offline_support,
     cut_into_shards,
     feature_settings,
-    refuse_obstacle,
     write_shard,
 )
 from draftsmith.train.features.without_weights import models_without_weights
@@ -75,11 +75,11 @@ class Projection:
         )
         if not self.missing:
             return f"{self.folder} is complete ({size}): nothing to do"
-        there = self.total_bytes - self.missing_bytes
-        left = f", of which {bytes_text(there)} are there" if there else ""
+        written = self.total_bytes - self.missing_bytes
+        left = f", of which {bytes_text(written)} are there" if written else ""
         return f"{self.folder} takes {size}{left}; {bytes_text(self.free_bytes)} are free on that disk"
 
-    def refuse_what_does_not_fit(self) -> None:
+    def check_disk_space(self) -> None:
         """Check that the missing shards fit on the disk, with a margin.
 
         Raises:
@@ -117,7 +117,7 @@ def project_features(recipe: Recipe) -> Projection:
     Raises:
         UserError: No tokens yet, the drafter cannot be trained on features from disk, or the folder holds others.
     """
-    refuse_obstacle(recipe)
+    check_offline_support(recipe)
     run = RunFolder(recipe)
     tokens = load_tokens(run, recipe.name)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
@@ -128,11 +128,11 @@ def project_features(recipe: Recipe) -> Projection:
     if index is None:
         index = FeatureIndex(layers, hidden_size, settings, [])
         index = replace(index, shards=cut_into_shards(row_lengths(tokens), index.bytes_per_token))
-    index.refuse_others(run.features, settings, layers)
+    index.check_matches(run.features, settings, layers)
     return Projection(run.features, tokens, index, index.missing(run.features), free_bytes_at(run.features))
 
 
-@alone_in_its_run("features")
+@with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
     """Write the missing shards; of several processes each writes a part.
 

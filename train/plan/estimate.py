@@ -29,7 +29,7 @@ from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.optimizer import muon_parameters, muon_with_adamw
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, enable_gradient_checkpointing
-from draftsmith.train.features.cache import refuse_obstacle
+from draftsmith.train.features.cache import check_offline_support
 from draftsmith.train.features.without_weights import models_without_weights
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards
@@ -61,7 +61,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, T
     """
     is_offline, accumulation = recipe.data.features.source == "offline", args.gradient_accumulation_steps
     if is_offline:
-        refuse_obstacle(recipe)
+        check_offline_support(recipe)
     target, drafter = models_without_weights(recipe)
     drafter.train().training_step = LATE_STEP
     enable_gradient_checkpointing(args, drafter)
@@ -73,12 +73,12 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, T
         disk_bytes = getattr(torch, recipe.data.features.dtype).itemsize
         feature_bytes += accumulation * feature_bytes * disk_bytes // target.dtype.itemsize
     drafter_ids = {id(parameter) for parameter in drafter.parameters()}  # a LoRA is part of both models
-    of_target = [p for p in (*target.parameters(), *target.buffers()) if id(p) not in drafter_ids]
+    target_tensors = [p for p in (*target.parameters(), *target.buffers()) if id(p) not in drafter_ids]
     activation_bytes, loss_bytes = step.saved()
-    gradient_bytes = bytes_of(trained_parameters(drafter))
+    gradient_bytes = tensor_bytes(trained_parameters(drafter))
     rest = {
-        "target": bytes_of(of_target) - saved_bytes(recipe.target, target),
-        "drafter": bytes_of([*drafter.parameters(), *drafter.buffers()]),
+        "target": tensor_bytes(target_tensors) - saved_bytes(recipe.target, target),
+        "drafter": tensor_bytes([*drafter.parameters(), *drafter.buffers()]),
         "gradients": gradient_bytes if accumulation > 1 else 0,  # of the micro-batch before
         "optimiser": _optimizer_bytes(args, drafter),
         "features": feature_bytes,
@@ -97,7 +97,7 @@ def trained_parameters(drafter: Drafter) -> list[nn.Parameter]:
     return [parameter for parameter in drafter.parameters() if parameter.requires_grad]
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of these tensors, each counted once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
@@ -117,7 +117,7 @@ def _optimizer_bytes(args: DrafterTrainingArguments, drafter: Drafter) -> int:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return bytes_of(value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+    return tensor_bytes(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
 
 
 class _Step:
@@ -181,8 +181,8 @@ class _Step:
         if drafter.trains_target:
             layer, num_layers = self._target.base_model.layers[0], len(self._target.base_model.layers)
             total += self._probe(layer, self._decoder_layer(layer))[0] * self.num_tokens * num_layers
-        kept, chunk, product_bytes = self._loss_bytes()
-        # At the loss: the final norm's rows and their gradients, first beside a chunk of logits, then in two dtypes.
+        held, chunk, product_bytes = self._loss_bytes()
+        # At the loss: the final norm's rows and their gradients, first with a chunk of logits, then in two dtypes.
         norm = 0 if not self._layers else 3 if any(True for _ in drafter.norm.parameters()) else 1
         at_loss = norm * row_bytes + self._labels * size * product_bytes + self._further_bytes()
         # In the last layer: two gradients as wide as the MLP; or four of attention in fp32, when the MLP's are gone.
@@ -190,7 +190,7 @@ class _Step:
         attention = 16 * self._num_queries * self._core.width - 4 * inner * narrow * self._num_rows
         moments = [(at_loss, chunk), (at_loss + 2 * row_bytes // max(1, len(self._heads)), 0)]
         activations, loss = max(*moments, (mlp // at_once, 0), (attention // at_once, 0), key=sum)
-        return int(total + activations), int(loss + kept)
+        return int(total + activations), int(loss + held)
 
     def _attention_bytes(self) -> int:
         """Return the bytes of queries, outputs, keys and values on the grid, and of the rows that were put there."""
@@ -201,7 +201,7 @@ class _Step:
     def _loss_bytes(self) -> tuple[int, int, int]:
         """Return the bytes of an own head's gradient and copies, of a chunk of logits, and of a number in a product."""
         drafter, head, taught = self._drafter, self._drafter.head_linear(), self._drafter.needs_teacher
-        own, number, weight_bytes = drafter.own_heads, head.weight.element_size(), bytes_of([head.weight])
+        own, number, weight_bytes = drafter.own_heads, head.weight.element_size(), tensor_bytes([head.weight])
         product = self._half.itemsize if self._half and number == 4 else number
         rows = self._labels // max(1, len(self._heads))
         rows = min(chunk_rows(head.out_features, self.size, bool(own), self._device_type), rows)
@@ -214,8 +214,8 @@ class _Step:
             rows = chunk_rows(vocabulary, self.size, False, self._device_type)
             chunk = max(chunk, min(rows, self.num_tokens) * vocabulary * (product + 4))
         again = weight_bytes >= LARGE_GRADIENT_BYTES and self._args.gradient_accumulation_steps > 1
-        kept = 0 if not own else weight_bytes if again else weight_bytes * len(own)
-        return kept + (weight_bytes * product // number if own and product < number else 0), chunk, product
+        held = 0 if not own else weight_bytes if again else weight_bytes * len(own)
+        return held + (weight_bytes * product // number if own and product < number else 0), chunk, product
 
     def _further_bytes(self) -> int:
         """Return the bytes that a kind's further losses save, of a kind that has some and shows how (`further_run`)."""
@@ -275,11 +275,11 @@ class _Step:
         target = (
             2.0 * self.num_tokens * (num_weights(self._target.base_model) + num_layers * self._length * heads) * read
         )
-        layers, of_heads = (sum(map(num_weights, modules)) for modules in (self._layers, self._heads))
+        layers, own_heads = (sum(map(num_weights, modules)) for modules in (self._layers, self._heads))
         head = drafter.head_linear().weight.numel()
         counted = {id(each) for part in (*self._layers, *self._heads, *drafter.own_heads) for each in part.modules()}
         others = sum(num_weights(m) for m in drafter.modules() if id(m) not in counted and not any(m.children()))
-        forward = 2.0 * (layers * self._num_rows + of_heads * self._labels / self._depths + others * self.num_tokens)
+        forward = 2.0 * (layers * self._num_rows + own_heads * self._labels / self._depths + others * self.num_tokens)
         forward += 2.0 * self._length * self._core.width * self._num_queries * len(self._layers)
         is_frozen = not any(p.requires_grad for layer in self._layers for p in layer.parameters()) and bool(
             self._layers

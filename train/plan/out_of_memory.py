@@ -32,7 +32,7 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split(". ")[:2]) or "memory is used up"
+        message = " ".join(str(error).split(". ")[:2]) or "memory is used up"
         traceback.clear_frames(error.__traceback__)  # which hold the target, the drafter and the batch
     gc.collect()
     if torch.cuda.is_available():
@@ -41,16 +41,16 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     print(f"{recipe.name}: what a training step needs, by `draftsmith plan`:", file=sys.stderr)
     for line in plan.memory:
         print(f"  {line.what:16} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
-    need = f"a step needs {bytes_text(plan.peak_bytes)}{_of_the_device(recipe)}"
+    need = f"a step needs {bytes_text(plan.peak_bytes)}{_device_memory(recipe)}"
     ways = [way for way, _ in ways_out(recipe, plan.peak_bytes)]
     advice = f"change {', or '.join(ways[:SHOWN_WAYS])}" if ways else "take a smaller target"
     raise UserError(
-        f"out of memory ({said}): {need}: {advice}; then run the same command again, under another `name` if it asks"
+        f"out of memory ({message}): {need}: {advice}; then run the same command again, under another `name` if it asks"
     )
 
 
-def _of_the_device(recipe: Recipe) -> str:
-    """Say how large the device's memory is, and how much of it others use."""
+def _device_memory(recipe: Recipe) -> str:
+    """Describe the size of the device's memory, and the part that other processes use."""
     device = target_device(recipe.target)
     if device.type != "cuda":
         memory_bytes = Machine.here().memory_bytes

@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import PackedRows, split_rows
 from draftsmith.train.drafter.trainer import collate_right_padded
 from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTrainingArguments, training_arguments
-from draftsmith.train.plan.estimate import StepCost, bytes_of, step_cost, trained_parameters
+from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
 
 # Left free: the device's own context, the kernels' workspaces, fragmentation.
 USABLE_FRAC, WORTH_FRAC = 0.9, 0.98  # a change of the recipe that saves less than 2 % is not proposed
@@ -79,15 +79,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line adds to the recipe.
+    """Options of the command line.
 
     Args:
-        memory_gib: Of the device, for a verdict.
-        peak_tflops: Of the device; measured here by default.
-        memory_gb_per_s: How fast the device reads its memory, in 10^9 bytes a second; measured here by default.
+        memory_gib: Memory of the device, for a verdict.
+        peak_tflops: Peak rate of the device; default: measured here.
+        memory_gb_per_s: Read bandwidth of the device's memory, in 10^9 bytes per second; default: measured here.
         utilisation: Share of the peak rate that a training step reaches.
-        labelled_share: Plan for rows of `data.max_length_tokens` of which this share carries labels.
-        processes: Of a launch, for the bytes that each of them holds under every set-up.
+        labelled_share: Plan for rows of `data.max_length_tokens` with this share of labelled tokens.
+        processes: Number of processes, to compute the bytes of each under every set-up.
     """
 
     memory_gib: float | None = None
@@ -113,7 +113,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     Raises:
         UserError: The target's config cannot be read, or a key or option is wrong.
     """
-    options, device, args = options or PlanOptions(), target_device(recipe.target), arguments_of(recipe)
+    options, device, args = options or PlanOptions(), target_device(recipe.target), get_arguments(recipe)
     batch, num_tokens, how = training_batch(recipe, args.per_device_train_batch_size, options.labelled_share)
     cost = step_cost(recipe, args, batch)
     trained, target = trained_parameters(cost.drafter), cost.target
@@ -135,7 +135,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     return Plan(recipe.name, parameters, memory, cost.peak_bytes, disk, times, set_ups, verdict, fits, notes)
 
 
-def arguments_of(recipe: Recipe) -> DrafterTrainingArguments:
+def get_arguments(recipe: Recipe) -> DrafterTrainingArguments:
     """Return the arguments of the recipe's training on the target's device."""
     use_cpu = target_device(recipe.target).type == "cpu"
     return training_arguments(recipe.train, RunFolder(recipe).drafter / "checkpoints", recipe.seed, use_cpu=use_cpu)
@@ -204,15 +204,15 @@ def _times(
     In distilling and measuring every answer is as long as it may be. A step of decoding reads the target's weights once
     for all its rows, or computes the rows' products, whichever takes longer; prompts and caches are not counted.
     """
-    target, seconds, rate_of = cost.target, 0.0, dict[torch.dtype, float]()
+    target, seconds, rates = cost.target, 0.0, dict[torch.dtype, float]()
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     for part, flops in cost.flops.items():
         is_target = part == "target forward" or (part == "LM head" and half is None)
         dtype = target.dtype if is_target else half or cost.drafter.dtype
-        if dtype not in rate_of:
+        if dtype not in rates:
             peak = matmul_flops_per_s(device, dtype) if options.peak_tflops is None else options.peak_tflops * 1e12
-            rate_of[dtype] = peak * options.utilisation
-        seconds += flops / rate_of[dtype]
+            rates[dtype] = peak * options.utilisation
+        seconds += flops / rates[dtype]
     source = (
         f"measured on this {device.type}" if options.peak_tflops is None else f"--peak-tflops {options.peak_tflops:g}"
     )
@@ -226,24 +226,24 @@ def _times(
         lines.append(
             Line("training", trained_tokens / rate, "seconds", f"{what}, {trained_tokens:,.0f} tokens, one process")
         )
-    head, flops_of_target = target.get_output_embeddings(), cost.flops.get("target forward")
-    if flops_of_target is None or head is None:
+    head, target_flops = target.get_output_embeddings(), cost.flops.get("target forward")
+    if target_flops is None or head is None:
         return lines  # offline: the target's layers are not there
     read_rate = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
-    row_flops = flops_of_target / cost.tokens + 2 * head.weight.numel()
-    held_bytes = bytes_of(target.parameters())
+    row_flops = target_flops / cost.tokens + 2 * head.weight.numel()
+    held_bytes = tensor_bytes(target.parameters())
     if not target.config.tie_word_embeddings:
-        held_bytes -= bytes_of([target.get_input_embeddings().weight])
+        held_bytes -= tensor_bytes([target.get_input_embeddings().weight])
 
     def step_s(rows: int) -> float:
         read_bytes = min(held_bytes, rows * row_flops / 2 * head.weight.element_size())
-        return max(read_bytes / read_rate, rows * row_flops / rate_of[target.dtype])
+        return max(read_bytes / read_rate, rows * row_flops / rates[target.dtype])
 
     chosen, limit, eval_ = recipe.data.distill, recipe.data.conversations.limit or 1000, recipe.eval
     if chosen.engine in ROWS_AT_ONCE:
         option = ROWS_AT_ONCE[chosen.engine]
         at_once = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
-        how = f"{limit:,} answers of {chosen.max_new_tokens} tokens, {at_once} at once by {chosen.engine} ({option})"
+        how = f"{limit:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
         lines.append(Line("distilling", limit * chosen.max_new_tokens / at_once * step_s(at_once), "seconds", how))
     try:
         questions = load_questions(eval_.questions, eval_.limit_per_category, eval_.limit_per_task)
@@ -283,7 +283,7 @@ def _shortest_s(work: Callable[[], object], measuring_s: float = 0.5) -> float:
 
 
 def _verdict(recipe: Recipe, need_bytes: int, options: PlanOptions) -> tuple[str | None, bool | None]:
-    """Say whether the step fits, and otherwise the first change by which it does with the usual margin."""
+    """Return whether the step fits, in words and as a bool, with the first change that makes it fit with a margin."""
     if options.memory_gib is None:
         return None, None
     memory_bytes = options.memory_gib * 2**30
@@ -303,7 +303,7 @@ def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = Non
 
     Smaller batches come first: with them the training stays the same.
     """
-    args, options = arguments_of(recipe), recipe.drafter.options
+    args, options = get_arguments(recipe), recipe.drafter.options
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     changes: list[dict[str, Any]] = []
     for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
@@ -331,7 +331,7 @@ def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = Non
             section[name] = value
         try:
             changed = Recipe.model_validate(values)
-            args = arguments_of(changed)
+            args = get_arguments(changed)
             batch, *_ = training_batch(changed, args.per_device_train_batch_size, labelled_share)
             # Rows on disk may be those of the recipe as it was.
             batch = {name: rows[:, : changed.data.max_length_tokens] for name, rows in batch.items()}
@@ -353,11 +353,11 @@ def _set_ups(
     of the gradients; ZeRO-3: 1/N of the weights, whole in use. The target: whole; 1/N of its layers (FSDP2), of which
     none is whole in the backward; in 8 or 4 bits; or, offline, without layers.
     """
-    kind, gradients = load_drafter_class(recipe.drafter.kind), bytes_of(trained_parameters(cost.drafter))
+    kind, gradients = load_drafter_class(recipe.drafter.kind), tensor_bytes(trained_parameters(cost.drafter))
     plain = recipe.model_copy(deep=True)
     plain.target.quantization, plain.data.features.source = None, "online"
     whole = step_cost(plain, args, batch)
-    layers = [bytes_of(layer.parameters()) for layer in decoder_layers(whole.target)]
+    layers = [tensor_bytes(layer.parameters()) for layer in decoder_layers(whole.target)]
     rest = {"replicated": whole.peak_bytes}
     if kind.whole_target_needed is None:
         rest["sharded"] = whole.peak_bytes - sum(layers) + sum(layers) // processes
@@ -399,7 +399,7 @@ def show_plan(plan: Plan, console: Console, memory_gib: float | None = None) -> 
     for group in GROUPS:
         table.add_row(f"[bold]{group.capitalize()}[/bold]")
         for line in getattr(plan, group):
-            table.add_row(f"  {line.what}", amount_of(line), escape(line.how))
+            table.add_row(f"  {line.what}", format_amount(line), escape(line.how))
     console.print(table, soft_wrap=False)  # folded at the terminal's width
     if plan.set_ups:
         room_bytes = float("inf") if memory_gib is None else USABLE_FRAC * memory_gib * 2**30
@@ -415,7 +415,7 @@ def show_plan(plan: Plan, console: Console, memory_gib: float | None = None) -> 
         console.print(f"[bold {colour}]{plan.verdict}[/bold {colour}]")
 
 
-def amount_of(line: Line) -> str:
+def format_amount(line: Line) -> str:
     """Return `15.0 GiB`, `252 M`, `1,234 tokens/s` or `3 h 20 min`."""
     if line.unit.startswith("bytes"):
         return bytes_text(line.amount) + line.unit.removeprefix("bytes")

@@ -58,10 +58,10 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     features = recipe.data.features
     waits = features.source == "offline" or features.sharded
     chosen = recipe.target.model_copy(update={"device": "cpu" if waits else str(device)})
-    if not waits or not _is_one_of_several():
+    if not waits or not _has_peers():
         return load_target(chosen)[0]
     target = load_target(chosen)[0] if distributed.get_rank() == 0 else None
-    return _taken_from_the_first(chosen, target, device)
+    return _broadcast_target(chosen, target, device)
 
 
 @torch.no_grad()
@@ -72,12 +72,12 @@ def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, devic
     """
     features = recipe.data.features
     if features.source == "offline":
-        if _is_one_of_several():
-            _share(drafter.state_dict().values(), device)
+        if _has_peers():
+            _broadcast(drafter.state_dict().values(), device)
         drop_decoder_layers(target)
         target.to(device)
     elif features.sharded:
-        _share(drafter.state_dict().values(), device)
+        _broadcast(drafter.state_dict().values(), device)
         _shard(target, device)
     else:
         return
@@ -101,14 +101,12 @@ def load_split_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     return target
 
 
-def _is_one_of_several() -> bool:
+def _has_peers() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @torch.no_grad()
-def _taken_from_the_first(
-    recipe: TargetRecipe, target: PreTrainedModel | None, device: torch.device
-) -> PreTrainedModel:
+def _broadcast_target(recipe: TargetRecipe, target: PreTrainedModel | None, device: torch.device) -> PreTrainedModel:
     """Return the first process's target; in the others one whose layers have addresses and take no memory."""
     dtypes = [None if target is None else {name: tensor.dtype for name, tensor in _tensors(target)}]
     distributed.broadcast_object_list(dtypes, device=device)
@@ -120,8 +118,8 @@ def _taken_from_the_first(
         target = target.to_empty(device="cpu")
         target.tie_weights()
         use_grouped_sdpa(target)
-    of_layers = {id(parameter) for layer in decoder_layers(target) for parameter in layer.parameters()}
-    _share((tensor for _, tensor in _tensors(target) if id(tensor) not in of_layers), device)
+    layer_ids = {id(parameter) for layer in decoder_layers(target) for parameter in layer.parameters()}
+    _broadcast((tensor for _, tensor in _tensors(target) if id(tensor) not in layer_ids), device)
     return target
 
 
@@ -131,7 +129,7 @@ def _tensors(target: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from target.named_buffers()
 
 
-def _share(tensors: Iterable[Tensor], device: torch.device) -> None:
+def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Broadcast the first process's values into the tensors, one after the other by way of the device."""
     for tensor in tensors:
         on_device = tensor.detach().to(device).contiguous()
@@ -143,13 +141,13 @@ def _shard(target: PreTrainedModel, device: torch.device) -> None:
     """Split each layer on its own: its parts are gathered when it is called and freed when it returns."""
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    of_layers = set()
+    layer_ids = set()
     for layer in decoder_layers(target):
         whole = layer.state_dict() if distributed.get_rank() == 0 else {}
         # By default a root module stays gathered after its forward, and here every layer is a root.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         set_model_state_dict(layer, whole, options=options)
-        of_layers |= {id(tensor) for _, tensor in layer.named_parameters()}
+        layer_ids |= {id(tensor) for _, tensor in layer.named_parameters()}
     for _, tensor in _tensors(target):
-        if id(tensor) not in of_layers:
+        if id(tensor) not in layer_ids:
             tensor.data = tensor.data.to(device)

@@ -28,7 +28,7 @@ ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
 # Ways to split one sequence or one layer over devices, set by accelerate's `parallelism_config`.
 SPLIT_MODELS = ("TP", "CP", "SP")
 # Messages of gloo, whose errors have no separate type; those of NCCL and the store are `DistError`.
-OF_GLOO = ("gloo/", "Connection closed by peer", "Connection reset by peer")
+GLOO_ERRORS = ("gloo/", "Connection closed by peer", "Connection reset by peer")
 Strategy = Literal["single", "ddp", "fsdp", "zero", "megatron"]
 
 
@@ -52,20 +52,20 @@ class Launch:
         return self.strategy == "fsdp" or (self.strategy == "zero" and self.version == 3)
 
 
-def launch_of(args: TrainingArguments) -> Launch:
+def detect_launch(args: TrainingArguments) -> Launch:
     """Recognise the launch from the arguments and the environment.
 
     Raises:
         UserError: A DeepSpeed configuration cannot be read.
     """
     processes = args.world_size
-    if args.deepspeed or _is_on("ACCELERATE_USE_DEEPSPEED"):
+    if args.deepspeed or _is_set("ACCELERATE_USE_DEEPSPEED"):
         return Launch("zero", processes, _zero_stage(args))
     if args.fsdp:
         return Launch("fsdp", processes, int(args.fsdp_config.get("version", 2)))
-    if _is_on("ACCELERATE_USE_FSDP"):
+    if _is_set("ACCELERATE_USE_FSDP"):
         return Launch("fsdp", processes, int(os.environ.get("FSDP_VERSION", "1")))
-    if _is_on("ACCELERATE_USE_MEGATRON_LM"):
+    if _is_set("ACCELERATE_USE_MEGATRON_LM"):
         return Launch("megatron", processes)
     return Launch("ddp" if processes > 1 else "single", processes)
 
@@ -85,7 +85,7 @@ def _leave() -> None:
         distributed.destroy_process_group()
 
 
-def _is_on(name: str) -> bool:
+def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
@@ -101,7 +101,7 @@ def _zero_stage(args: TrainingArguments) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def refuse_what_cannot_work(recipe: Recipe, args: TrainingArguments, launch: Launch) -> None:
+def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> None:
     """Check that the launch, the recipe and the kind of drafter work together, before anything is loaded.
 
     Raises:
@@ -184,7 +184,7 @@ class LostProcess(UserError):
 
 
 @contextmanager
-def told_of_a_lost_process() -> Iterator[None]:
+def report_lost_process() -> Iterator[None]:
     """Translate errors of the processes' communication in this context.
 
     Raises:
@@ -193,7 +193,7 @@ def told_of_a_lost_process() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, CheckpointException) as error:
-        if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in OF_GLOO):
+        if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in GLOO_ERRORS):
             raise
         raise LostProcess(
             "another process of this training has ended, see its output (killed by the system, out of memory, a "

@@ -58,12 +58,12 @@ def whole_weights(trainer: Any, launch: Launch) -> dict[str, Tensor] | None:
         state: dict[str, Tensor] = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         return {name: (v.full_tensor() if isinstance(v, DTensor) else v).cpu() for name, v in state.items()}
     if launch.strategy == "zero" and trainer.deepspeed is not None:
-        return _of_deepspeed(trainer.accelerator.unwrap_model(trainer.model))
+        return _deepspeed_weights(trainer.accelerator.unwrap_model(trainer.model))
     return trainer.model.state_dict()  # not split yet
 
 
 @torch.no_grad()
-def _of_deepspeed(model: nn.Module) -> dict[str, Tensor]:
+def _deepspeed_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return DeepSpeed's fp32 copies of the parameters: the model's may be in bf16, or split over processes."""
     from deepspeed import zero  # an optional dependency
     from deepspeed.utils import safe_get_full_fp32_param

@@ -65,7 +65,7 @@ def write_page(results: Path, page: Path) -> Path:
         page: The Markdown file.
     """
     folder = page.parent / PICTURES
-    draw_rounds({name: _of_smollm2(results, name) for name in ROUNDS}, folder / "paper_round.svg")
+    draw_rounds({name: _smollm2_place(results, name) for name in ROUNDS}, folder / "paper_round.svg")
     chains = [(name, place(results, file, method, temperature).row) for name, file, method, temperature in EXPECTED]
     points = [{**row["timing"], "method": name} for name, row in chains if row and "timing" in row]
     if points:
@@ -75,7 +75,7 @@ def write_page(results: Path, page: Path) -> Path:
 
 
 def page_text(results: Path) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -86,10 +86,10 @@ def page_text(results: Path) -> str:
     )
 
     def figure(name: str, path: str, form: str = "{:.2f}") -> str:
-        return _of_smollm2(results, name).text(path, form)
+        return _smollm2_place(results, name).text(path, form)
 
     def over(above: str, below: str, path: str) -> str:
-        return ratio(_of_smollm2(results, above), _of_smollm2(results, below), path, "{:.2f}")
+        return ratio(_smollm2_place(results, above), _smollm2_place(results, below), path, "{:.2f}")
 
     return environment.get_template("paper.md.j2").render(
         tables={
@@ -110,6 +110,6 @@ def page_text(results: Path) -> str:
     )
 
 
-def _of_smollm2(results: Path, name: str) -> Place:
-    """A row of the picture of a round, by its name there."""
+def _smollm2_place(results: Path, name: str) -> Place:
+    """Return a row of the picture of a round, by its name in the picture."""
     return place(results, SMOLLM2.file, ROUNDS[name], 0.0)

@@ -67,12 +67,12 @@ def draw_rounds(places: dict[str, Place], file: Path) -> list[str]:
 
 
 def steps(place: Place, phase: str) -> float:
-    """A phase's median time over a single step's; 0 of what older results did not time."""
+    """Return a phase's median time over a single step's; 0 for phases that older results did not time."""
     return (place.value(f"timing.{phase}") or 0.0) / (place.value("timing.t_target_step_s") or 1.0)
 
 
 def draw_answer(answers: list[TracedAnswer], file: Path) -> Path:
-    """An SVG with a white ground, as pictures stand on light and on dark pages.
+    """Write an SVG with a white background, for light and dark pages.
 
     Args:
         answers: To one question, in the order of their blocks.
@@ -98,14 +98,14 @@ def draw_answer(answers: list[TracedAnswer], file: Path) -> Path:
 
 def pieces(answer: TracedAnswer) -> list[tuple[str, bool]]:
     """Split an answer into (text, whether it was drafted)."""
-    found = [(answer.first, False)]
+    parts = [(answer.first, False)]
     for each in answer.rounds:
-        found += [(each.drafted, True), (each.own or "", False)]
-    return [(text, drafted) for text, drafted in found if text]
+        parts += [(each.drafted, True), (each.own or "", False)]
+    return [(text, drafted) for text, drafted in parts if text]
 
 
 def _block(answer: TracedAnswer, row: int) -> tuple[int, list[str]]:
-    """The row it ends in, and its elements: wrapped at COLUMNS and where the text has a line break."""
+    """Return the last row and the elements, wrapped at COLUMNS and at the text's line breaks."""
     lines: list[str] = []
     column = 0
     for text, drafted in pieces(answer):
@@ -126,7 +126,7 @@ def _block(answer: TracedAnswer, row: int) -> tuple[int, list[str]]:
 
 
 def _text(column: int, row: int, text: str, colour: str) -> str:
-    """A text element; `textLength` keeps the columns where a machine's font is wider or narrower."""
+    """Return a text element; `textLength` keeps the columns aligned with any font."""
     x, y = MARGIN + column * CHARACTER, row * LINE + 6
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" textLength="{len(text) * CHARACTER:.1f}" '

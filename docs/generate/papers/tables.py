@@ -47,23 +47,23 @@ class Place:
         return _rows(file, file.stat().st_mtime_ns).get(self.key) if file.exists() else None
 
     def value(self, path: str) -> float | None:
-        """A figure of the row, down through its mappings and lists; None where it was not measured."""
-        found = self._found(path)
-        return found if isinstance(found, int | float) else None
+        """Return a figure of the row by its dotted path; None if it was not measured."""
+        value = self._lookup(path)
+        return value if isinstance(value, int | float) else None
 
     def interval(self, path: str) -> str:
-        """An interval's ends, or a dash."""
-        ends = self._found(path)
+        """Return an interval as text, or a dash."""
+        ends = self._lookup(path)
         return f"{ends[0]:.2f} to {ends[1]:.2f}" if isinstance(ends, list) else NOT_MEASURED
 
-    def _found(self, path: str) -> Any:
-        found: Any = self.row
+    def _lookup(self, path: str) -> Any:
+        value: Any = self.row
         for key in path.split("."):
-            if isinstance(found, list):
-                found = found[int(key)] if int(key) < len(found) else None
-            elif isinstance(found, dict):
-                found = found.get(key)
-        return found
+            if isinstance(value, list):
+                value = value[int(key)] if int(key) < len(value) else None
+            elif isinstance(value, dict):
+                value = value.get(key)
+        return value
 
     def text(self, path: str, form: str = "{:.2f}") -> str:
         """Return the figure as text, or a dash where it was not measured."""
@@ -74,9 +74,9 @@ class Place:
 def place(results: Path, file: str, method: str, temperature: float) -> Place:
     """Find a method's row at a temperature: in `file`, or in `file_*`, where a table has several runs."""
     key = f"{method}@{temperature:g}"
-    runs = [file, *sorted(found.stem for found in results.glob(f"{file}_*.json"))]
+    runs = [file, *sorted(each.stem for each in results.glob(f"{file}_*.json"))]
     places = [Place(results, run, key) for run in runs]
-    return next((found for found in places if found.row), places[0])
+    return next((each for each in places if each.row), places[0])
 
 
 @lru_cache(maxsize=16)
@@ -152,30 +152,30 @@ EMBEDDED = Target(
 
 
 def main_table(results: Path, target: Target, temperature: float) -> str:
-    """The papers' main table: speedup by task and their mean, the headline, then pooled, tau, and each flavour's gain.
+    """Build the papers' main table: speedup by task, their mean, pooled speedup, tau, and each flavour's gain.
 
     Results of earlier versions have no interval of the mean over tasks, and those of one task no such mean.
     """
     tasks = [f"by_category.{task}.speedup_mean" for task in TASKS] if target.tasks else []
     over_tasks = ["over_tasks.speedup_mean", "over_tasks.tau"]
 
-    def figures(found: Place) -> list[str]:
+    def figures(row: Place) -> list[str]:
         return [
-            *(found.text(path, TIMES) for path in tasks),
-            found.text(over_tasks[0], TIMES),
-            found.interval("over_tasks.speedup_interval"),
-            found.text(over_tasks[1]),
-            found.text("speedup_mean", TIMES),
-            found.interval("speedup_interval"),
-            found.text("tau"),
-            found.text("timing.cost_ratio"),
+            *(row.text(path, TIMES) for path in tasks),
+            row.text(over_tasks[0], TIMES),
+            row.interval("over_tasks.speedup_interval"),
+            row.text(over_tasks[1]),
+            row.text("speedup_mean", TIMES),
+            row.interval("speedup_interval"),
+            row.text("tau"),
+            row.text("timing.cost_ratio"),
         ]
 
     rows: list[list[str]] = []
     for pair in target.pairs:
         places = [place(results, target.file, method, temperature) for _, method in pair]
-        for (name, method), found in zip(pair, places, strict=True):
-            rows.append([name, *figures(found)])
+        for (name, method), row in zip(pair, places, strict=True):
+            rows.append([name, *figures(row)])
             if "/" in method:  # a comparison of several seeds has the recipe's name before the method's
                 again = place(results, target.file, method.replace("/", f"{SEED_SUFFIX}1/"), temperature)
                 rows.append([f"{name}, second seed", *figures(again)])
@@ -191,7 +191,7 @@ def main_table(results: Path, target: Target, temperature: float) -> str:
 
 
 def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
-    """The ablation of K: chain and tree of the quickstart's drafter, trained with each number of masks."""
+    """Build the ablation of K: chain and tree of the quickstart's drafter, trained with each number of masks."""
     rows = []
     for count in counts:
         names = ("parallel-chain", "parallel-tree")
@@ -205,7 +205,7 @@ def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
 
 
 def operations_and_speed() -> str:
-    """Table 1: arithmetic and speed of a drafter that costs nothing, from theorems 3.8 and 3.11."""
+    """Build table 1: arithmetic and speed of a drafter without cost, from theorems 3.8 and 3.11."""
     rows = []
     for alpha, gamma in TABLE_1:
         operations, speed = operations_factor(alpha, gamma, 0.0), expected_tokens(alpha, gamma)
@@ -213,31 +213,31 @@ def operations_and_speed() -> str:
     return table(["alpha", "gamma", "operations", "speed"], rows)
 
 
-def ngram_alphas(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
-    """Table 3's last rows: alpha of n-grams that are counted in the target's own answers.
+def ngram_alphas(results: Path, sources: list[tuple[str, str, str, float]]) -> str:
+    """Build table 3's last rows: alpha of n-grams counted in the target's answers.
 
     Args:
-        rows_of: What the page calls the target, result file, what stands before a method's name there, temperature.
+        sources: What the page calls the target, result file, what stands before a method's name there, temperature.
     """
     rows = []
-    for target, file, before, temperature in rows_of:
+    for target, file, before, temperature in sources:
         alphas = (place(results, file, before + name, temperature).text("timing.alpha") for name in NGRAMS)
         rows.append([target, f"{temperature:g}", *alphas])
     return table(["target", "T", *NGRAMS], rows, labels=2)
 
 
-def expected_and_measured(results: Path, rows_of: list[tuple[str, str, str, float]]) -> str:
+def expected_and_measured(results: Path, sources: list[tuple[str, str, str, float]]) -> str:
     """Build table 4: theorem 3.8 with the measured alpha and c, and the measured speedup of decoding.
 
     Args:
         results: The folder of result files.
-        rows_of: (name on the page, result file, method, temperature) of each row.
+        sources: (name on the page, result file, method, temperature) of each row.
     """
     columns = {"gamma": "{:d}", "alpha": "{:.2f}", "c": "{:.2f}"}
     columns |= {"speedup_predicted_iid": TIMES, "speedup_decoding": TIMES}
     rows = []
-    for name, file, method, temperature in rows_of:
-        found = place(results, file, method, temperature)
-        figures = (found.text(f"timing.{key}", form) for key, form in columns.items())
+    for name, file, method, temperature in sources:
+        row = place(results, file, method, temperature)
+        figures = (row.text(f"timing.{key}", form) for key, form in columns.items())
         rows.append([name, f"{temperature:g}", *figures])
     return table(["drafter", "T", "gamma", "alpha", "c", "expected", "measured"], rows, labels=2)

@@ -236,13 +236,13 @@ def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
 
 def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
     """Collect (step, value) of each depth: `accuracy` of `accuracy_depth1`, `accuracy_depth2`, ..."""
-    found: dict[int, list[Point]] = {}
+    curves: dict[int, list[Point]] = {}
     for entry in history:
         for key, value in entry.items():
             match = re.fullmatch(rf"{name}_depth(\d+)", key)
             if match and "step" in entry:
-                found.setdefault(int(match[1]), []).append((entry["step"], value))
-    return {str(depth): found[depth] for depth in sorted(found)}
+                curves.setdefault(int(match[1]), []).append((entry["step"], value))
+    return {str(depth): curves[depth] for depth in sorted(curves)}
 
 
 def _charts(history: History) -> list[LineChart]:

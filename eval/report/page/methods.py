@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from draftsmith.eval.bench.records import MethodRecord, QuestionRecord
+from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.page.curves import Scale, scale_around
@@ -128,7 +128,7 @@ class Depths:
     more: int
 
 
-def depths_of(timing: list[Row]) -> list[Depths]:
+def acceptance_depths(timing: list[Row]) -> list[Depths]:
     """Compute acceptance by depth of every method that drafts, by temperature, the largest tau first.
 
     Args:
@@ -232,19 +232,19 @@ def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
         return None
     temperature = min(answer.temperature for answer in records[0].answers.values())
 
-    def answers_of(record: QuestionRecord) -> list[MethodRecord]:
+    def get_answers(record: QuestionRecord) -> list[MethodResult]:
         return [answer for answer in record.answers.values() if answer.temperature == temperature]
 
     usable = [
         record
         for record in records
-        if record.run == records[0].run and all(answer.turns[0].phases_s for answer in answers_of(record))
+        if record.run == records[0].run and all(answer.turns[0].phases_s for answer in get_answers(record))
     ]
     if not usable:
         return None
     usable.sort(key=lambda record: sum(answer.turns[0].wall_time_s for answer in record.answers.values()))
     record = usable[len(usable) // 2]
-    answers = answers_of(record)
+    answers = get_answers(record)
     steps = next(answer for answer in answers if answer.method == AUTOREGRESSIVE).turns[0].phases_s
     step_s = sum(map(sum, steps)) / len(steps)
     # Not longer than the shortest method's answer.
@@ -255,12 +255,12 @@ def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
     return Lanes(temperature, scale, lanes, step_s, record.question_id, record.category)
 
 
-def _lane(answer: MethodRecord, scale: Scale) -> Lane:
+def _lane(answer: MethodResult, scale: Scale) -> Lane:
     turn, start_s, rounds = answer.turns[0], 0.0, []
-    for seconds, kept in zip(turn.phases_s, turn.accept_lengths, strict=False):
+    for seconds, tokens in zip(turn.phases_s, turn.accept_lengths, strict=False):
         if 1000 * start_s >= scale.high * (1 - 1e-9):  # the sums are rounded
             break
-        rounds.append(_round(seconds, start_s, scale, kept))
+        rounds.append(_round(seconds, start_s, scale, tokens))
         start_s += sum(seconds)
     return Lane(answer.method, rounds, sum(each.tokens for each in rounds if not each.cut), start_s)
 

@@ -15,7 +15,7 @@ from draftsmith.data.distill.distill import distill
 from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
-from draftsmith.files import sha256_of
+from draftsmith.files import file_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -164,9 +164,9 @@ def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
 def test_hashes(tmp_path: Path) -> None:
     text, values = written(tmp_path)
     hashes, data = values["hashes"], tmp_path / "runs0" / "mine" / "data"
-    assert hashes["sources"]["a"] == f"a.jsonl, SHA-256 {sha256_of(tmp_path / 'a.jsonl')}"
-    assert hashes["data_files"] == {"shards/00001.jsonl": sha256_of(data / "shards" / "00001.jsonl")}
-    assert values["questions"] == {"q.jsonl": sha256_of(tmp_path / "q.jsonl")}
+    assert hashes["sources"]["a"] == f"a.jsonl, SHA-256 {file_sha256(tmp_path / 'a.jsonl')}"
+    assert hashes["data_files"] == {"shards/00001.jsonl": file_sha256(data / "shards" / "00001.jsonl")}
+    assert values["questions"] == {"q.jsonl": file_sha256(tmp_path / "q.jsonl")}
     assert hashes["records"] == LedgerView(data).fingerprint()
     assert str(tmp_path) not in text
 

@@ -280,7 +280,7 @@ def test_nothing_is_asked_for_while_a_begun_training_needs_its_rows(source: Path
     (tmp_path / "run" / "drafter").mkdir()
     (tmp_path / "run" / "drafter" / "settings.json").touch()
     engine.calls.clear()
-    with pytest.raises(UserError, match="holds a training that was begun"):
+    with pytest.raises(UserError, match="holds a training that was started"):
         run(all_of_them, tmp_path / "run" / "data", engine)
     assert engine.calls == []
     assert run(few, tmp_path / "run" / "data", engine).already_done == 3
@@ -353,7 +353,7 @@ def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, k
     changed = load_recipe(str(tmp_path / "recipe.yaml"), [override])
     with pytest.raises(UserError) as caught:
         run(changed, tmp_path / "out", engine)
-    assert f"was begun with {key}" in str(caught.value)
+    assert f"was started with {key}" in str(caught.value)
     assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
     assert engine.calls == []
 
@@ -380,7 +380,7 @@ def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: 
     write_settings(file, distill_settings(first, None, tokenizer))  # as earlier versions did at once
     with pytest.raises(KeyboardInterrupt):
         run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
-    with pytest.raises(UserError, match=r"begun with data\.distill\.temperature = 0\.5, now it is 0\.0"):
+    with pytest.raises(UserError, match=r"started with data\.distill\.temperature = 0\.5, now it is 0\.0"):
         run(first, out, HashEngine(tokenizer))
     assert run(second, out, HashEngine(tokenizer)).failed == {}
     assert len(kept(out)) == 7
@@ -396,7 +396,7 @@ def test_another_process_may_have_fixed_other_settings_meanwhile(source: Path, t
             run(make_recipe(tmp_path / "other.jsonl"), out, HashEngine(tokenizer))
             return super().collect()
 
-    with pytest.raises(UserError, match=r"was begun with data\.conversations\.source"):
+    with pytest.raises(UserError, match=r"was started with data\.conversations\.source"):
         run(make_recipe(source), out, Overtaken(tokenizer))
     assert len(kept(out)) == 1
 
@@ -464,7 +464,7 @@ def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"decontaminate \(hashes of the question files\)"):
         run(recipe, tmp_path / "out", engine)
     recipe.data.conversations.decontaminate = None
-    with pytest.raises(UserError, match="begun with the target's weights"):
+    with pytest.raises(UserError, match="started with the target's weights"):
         run(recipe, tmp_path / "out", engine, weights="b")
 
 

@@ -84,7 +84,7 @@ def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
     write_distilled(data, [["Hello"], ["Bye"]])
     for folder in (data, tmp_path / "other" / "data"):
         with pytest.raises(
-            UserError, match=r"begun on the rows of .* is not finished.*: finish it with `draftsmith train`"
+            UserError, match=r"started on the rows of .*, is not finished.*: finish it with `draftsmith train`"
         ):
             build(folder)
     assert len(load(data)) == 1

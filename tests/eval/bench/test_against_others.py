@@ -87,7 +87,7 @@ def test_all_sides_give_the_same_answers(
     assert "no llama.cpp: the target is no GGUF file (target.gguf_file)" in capsys.readouterr().out
 
 
-def test_a_llama_server_that_is_none(tmp_path: Path) -> None:
+def test_program_that_is_no_llama_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"option --llama-server: .* is no program"):
         llama_server.find_server(tmp_path)
 
@@ -99,10 +99,10 @@ def test_a_wrong_answer_is_counted_by_hand() -> None:
     """
 
     def right(prompt: list[int]) -> Any:
-        return script.Answer([prompt[0], 1], 1.0)
+        return script.TimedAnswer([prompt[0], 1], 1.0)
 
     def wrong(prompt: list[int]) -> Any:
-        return script.Answer([7, 1], 0.5, 0.25, [2])
+        return script.TimedAnswer([7, 1], 0.5, 0.25, [2])
 
     ties: list[tuple[int, list[int], list[int]]] = []
 

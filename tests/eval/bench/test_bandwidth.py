@@ -20,7 +20,7 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_counts_and_the_embedding_only_where_it_is_the_head(tied: bool) -> None:
+def test_embedding_counts_only_if_it_is_the_head(tied: bool) -> None:
     target = llama(tied)
     counted = 2 * LAYER + 8 + 20 * 8
     assert sum(weight.numel() for weight in target.parameters()) == counted + (0 if tied else 20 * 8)
@@ -28,7 +28,7 @@ def test_the_head_counts_and_the_embedding_only_where_it_is_the_head(tied: bool)
     assert WeightReading(target.bfloat16()).bytes == 2 * counted
 
 
-def test_nothing_is_told_of_experts() -> None:
+def test_no_bandwidth_for_experts() -> None:
     reading = WeightReading(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2)))
     assert (reading.bytes, reading.seconds()) == (None, None)
 
@@ -43,7 +43,7 @@ def test_a_read_takes_time(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 < seconds < 1
 
 
-def test_it_is_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_time_is_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads of 9, 1 and 2 seconds."""
     monkeypatch.setattr(bandwidth.time, "perf_counter", iter([0.0, 9.0, 9.0, 10.0, 10.0, 12.0]).__next__)
     assert WeightReading(llama()).seconds() == 2.0

@@ -89,7 +89,7 @@ def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:
     assert (row["greedy_identical"], row["different_answers"], row["numerical_ties"]) == (False, 2, 1)
 
 
-def test_noise_is_never_below_what_the_dtype_can_tell_apart(target: Any) -> None:
+def test_noise_is_at_least_the_spacing_of_the_dtype(target: Any) -> None:
     """A logit of bf16 has 8 bits: that two computations round it alike says nothing about its neighbours."""
     target = target.bfloat16()
     answer = greedy_answer(target)
@@ -101,7 +101,9 @@ def test_noise_is_never_below_what_the_dtype_can_tell_apart(target: Any) -> None
     assert found.gap >= 0
 
 
-def test_token_by_token_where_blocks_do_not_explain_a_gap(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputes_token_by_token_if_blocks_do_not_explain_the_gap(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the target decodes alone; its rounding may be another than that of blocks, and a tie by it is a tie."""
     answer = greedy_answer(target)
     other = [*answer[:-1], (answer[-1] + 1) % 61]

@@ -43,7 +43,7 @@ def two_turns() -> QuestionRecord:
     return record
 
 
-def test_what_is_appended_comes_back(tmp_path: Path) -> None:
+def test_appended_records_are_read_back(tmp_path: Path) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
     records = [made_up(0, 2.0, 4.0), two_turns()]
     records[0].weights_bytes, records[0].weights_read_s = 2_000_000, 0.0005
@@ -93,7 +93,7 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     ("key", "changed", "summary"),
     [(key, "chain@0", summarize) for key in SETTINGS] + [("dtype", "autoregressive@0", summarize_timing)],
 )
-def test_nothing_is_compared_that_differs(key: str, changed: str, summary: Any) -> None:
+def test_different_settings_are_not_compared(key: str, changed: str, summary: Any) -> None:
     assert answer_settings(target_settings(tiny_target()), [1], ("x",), Sampling(), 10).keys() == SETTINGS.keys()
     record = made_up(0, 2.0, 4.0)
     check_fair_clock([record])
@@ -130,7 +130,7 @@ def test_times_of_two_processes_are_never_compared() -> None:
         summarize([])
 
 
-def test_a_target_is_told_by_its_weights() -> None:
+def test_target_is_identified_by_its_weights() -> None:
     target = tiny_target()
     name = weights_fingerprint(target)
     assert weights_fingerprint(copy.deepcopy(target)) == name
@@ -146,7 +146,7 @@ def test_a_target_is_told_by_its_weights() -> None:
     assert len({name, changed, weights_fingerprint(other), weights_fingerprint(target.to(torch.bfloat16))}) == 4
 
 
-def test_prompts_are_those_that_were_asked() -> None:
+def test_prompts_are_part_of_the_settings() -> None:
     def prompts(ids: list[int], *turns: str) -> str:
         return answer_settings({}, ids, turns, Sampling(), 10)["prompts"]
 

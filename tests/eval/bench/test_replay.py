@@ -8,11 +8,11 @@ from support.tiny_models import tiny_target
 
 from draftsmith.eval.bench.replay import accepted_lengths, replay
 from draftsmith.eval.decoding.loop import TargetSession, generate
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 NEW_TOKENS = 40
 
@@ -21,14 +21,14 @@ NEW_TOKENS = 40
     ("kind", "options"), [("parallel", {"num_masks": 2}), ("medusa", {}), ("eagle", {}), ("draft_model", {})]
 )
 @pytest.mark.parametrize("tree", [{"tree": "chain"}, {"tree": "best_first", "nodes": 8, "branch": 3}])
-def test_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
+def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
     """Fresh drafters that start as the target's own layers or heads, so that something is accepted."""
     torch.manual_seed(0)
     target = tiny_target(num_hidden_layers=4).double()
     drafter = load_drafter_class(kind).from_target(target, options).freeze()
     decoder = drafter.decoder(128)
-    recipe = MethodRecipe.model_validate({"name": "mine", **tree})
-    method = DrafterMethod("mine", decoder, tree_builder(recipe, decoder), Sampling())
+    recipe = MethodConfig.model_validate({"name": "mine", **tree})
+    method = TreeDrafter("mine", decoder, tree_builder(recipe, decoder), Sampling())
     prompt = list(range(5, 25))
     with TargetSession(target, 128, drafter.feature_layers) as session:
         answer = generate(session, method, prompt, Sampling(), NEW_TOKENS, ())

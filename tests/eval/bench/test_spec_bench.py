@@ -18,13 +18,13 @@ from draftsmith.data.sources import questions as spec_bench_questions
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.errors import UserError
 from draftsmith.eval.bench import spec_bench
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.stop_strings import StopStrings
-from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, DrafterMethod
+from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, TreeDrafter
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import ALL_TOKENS
@@ -88,15 +88,13 @@ def bench(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> SpecBenc
 
 
 @pytest.fixture
-def methods() -> list[MeasuredMethod]:
+def methods() -> list[Arm]:
     methods = []
     for temperature in (0.0, 1.0):
         sampling, generator = Sampling(temperature), torch.Generator()
-        methods.append(MeasuredMethod(Autoregressive(), sampling, torch.Generator()))
+        methods.append(Arm(Autoregressive(), sampling, torch.Generator()))
         for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
-            methods.append(
-                MeasuredMethod(DrafterMethod(name, FixedDecoder(), builder, sampling, generator), sampling, generator)
-            )
+            methods.append(Arm(TreeDrafter(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
     return methods
 
 
@@ -116,18 +114,16 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
 
     greedy = Sampling()
     methods = [
-        MeasuredMethod(Autoregressive(), greedy, torch.Generator()),
-        MeasuredMethod(
-            DrafterMethod("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)
-        ),
-        MeasuredMethod(DrafterMethod("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
+        Arm(Autoregressive(), greedy, torch.Generator()),
+        Arm(TreeDrafter("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
+        Arm(TreeDrafter("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
     ]
     bench.run(methods, RecordLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
 def test_the_whole_harness(
-    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: SpecBench, methods: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
     bench.run(methods, log, runs=2, warmup_questions=1)
@@ -168,9 +164,7 @@ def test_the_whole_harness(
         }
 
 
-def test_a_sampled_answer_depends_on_no_other_question(
-    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
-) -> None:
+def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
     """Asked in another order, by methods in another order, and alone: every method samples the same answer."""
     bench.run(methods, RecordLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
     wanted = {(r.run, r.question_id): r.answers for r in RecordLog(tmp_path / "all.jsonl")}
@@ -186,9 +180,7 @@ def test_a_sampled_answer_depends_on_no_other_question(
                 assert answer.ids == wanted[record.run, record.question_id][key].ids, key
 
 
-def test_stop_strings_end_answers_and_are_no_part_of_them(
-    bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
-) -> None:
+def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
     """Every method alike; the conversation goes on with the text before the stop string."""
     free = RecordLog(tmp_path / "free.jsonl")
     bench.run(methods, free, runs=1, warmup_questions=0)
@@ -204,7 +196,7 @@ def test_stop_strings_end_answers_and_are_no_part_of_them(
         assert len(answers[key].turns[0].ids) == text.index(text[4]) + 1
 
 
-def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path) -> None:
+def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
     """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
     log = RecordLog(tmp_path / "records.jsonl")
     bench.run(methods, log, runs=1, warmup_questions=0)
@@ -244,9 +236,7 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Measu
     )
 
 
-def test_questions_that_do_not_fit_are_counted(
-    target: LlamaForCausalLM, bench: SpecBench, methods: list[MeasuredMethod]
-) -> None:
+def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm]) -> None:
     long = Question(9, "math", ("a" * 90,))
     assert SpecBench(target, LetterTokenizer(), [*QUESTIONS, long], 12).left_out == 1
     with pytest.raises(
@@ -327,9 +317,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(None, 5) == [0, 1, 4, 5, 8, 9, 10, 11, 12]  # coding has one only
 
 
-def test_a_compiled_run(
-    target: LlamaForCausalLM, bench: SpecBench, methods: list[MeasuredMethod], tmp_path: Path
-) -> None:
+def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
     """The same answers; every size of tree is known and compiled before anything is measured."""
     plain, fast = RecordLog(tmp_path / "plain.jsonl"), RecordLog(tmp_path / "fast.jsonl")
     greedy = [measured for measured in methods if measured.sampling.greedy]

@@ -13,11 +13,11 @@ from draftsmith.eval.bench.theory import (
     theory_row,
 )
 from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12]
 NONE = torch.empty(0)
@@ -66,7 +66,7 @@ def test_sampled_chain_by_hand() -> None:
     # Nothing counts after the end of an answer.
     ended = metered(tree, [0, 1, 2], Sampling(1.0), kept=1, rounds=2)
     assert ended.overlap == pytest.approx([0.6, 0.6])
-    assert ended.kept_tokens == 1  # of the second round
+    assert ended.committed_tokens == 1  # of the second round
 
 
 def test_deterministic_draft_by_hand() -> None:
@@ -100,13 +100,13 @@ def test_several_models_by_hand() -> None:
     assert metered(tree, [0, 2], Sampling(1.0), p=p).overlap == pytest.approx([0.8])
 
 
-def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, DrafterMethod, Any, torch.Generator]:
+def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, TreeDrafter, Any, torch.Generator]:
     target = tiny_target()
     drafter = tiny_drafter_of(kind, target)
     sampling, generator = Sampling(temperature), torch.Generator().manual_seed(2)
     decoder = drafter.decoder(128)
-    builder = tree_builder(MethodRecipe(name="x", **tree), decoder)
-    return target, DrafterMethod("x", decoder, builder, sampling, generator), drafter, generator
+    builder = tree_builder(MethodConfig(name="x", **tree), decoder)
+    return target, TreeDrafter("x", decoder, builder, sampling, generator), drafter, generator
 
 
 TREES: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ def test_measuring_changes_nothing(kind: str, shape: str, temperature: float) ->
             watch = meter.on_round if drafts is meter else None
             answers.append(generate(session, drafts, PROMPT, sampling, 24, (), generator, on_round=watch))
     assert answers[0].ids == answers[1].ids
-    assert sum(answers[1].accept_lengths[1:]) == meter.kept_tokens
+    assert sum(answers[1].accept_lengths[1:]) == meter.committed_tokens
     assert len(meter.overlap) == answers[1].tried == len(meter.drafter)
     assert meter.operations.total > 0
     if temperature == 0 or tree["tree"] != "best_first":

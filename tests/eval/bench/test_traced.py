@@ -40,7 +40,9 @@ def traced(session: TargetSession, method: Any, tokens: int) -> tuple[list[int],
 
 
 @pytest.mark.parametrize(("spoil_depth", "drafted_kept"), [(None, [4, 4, 4]), (3, [2] * 5), (1, [0] * 15)])
-def test_the_pieces_are_the_answer(session: TargetSession, spoil_depth: int | None, drafted_kept: list[int]) -> None:
+def test_traced_texts_add_up_to_the_answer(
+    session: TargetSession, spoil_depth: int | None, drafted_kept: list[int]
+) -> None:
     answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
     ids, found = traced(session, Scripted(answer, spoil_depth), 16)
     pieces = [found.first]
@@ -55,7 +57,7 @@ def test_the_pieces_are_the_answer(session: TargetSession, spoil_depth: int | No
         assert first.texts[3] == chr(97 + (answer[3] + 1) % V)
 
 
-def test_an_answer_that_ends_within_a_path_has_no_token_of_the_targets(session: TargetSession) -> None:
+def test_answer_that_ends_within_a_path_has_no_target_token(session: TargetSession) -> None:
     answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
     end = next(token for index, token in enumerate(answer) if index in (2, 3, 4) and token not in answer[:index])
     trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), Letters())
@@ -64,6 +66,6 @@ def test_an_answer_that_ends_within_a_path_has_no_token_of_the_targets(session: 
     assert len(trace.answer.rounds[-1].path) - 1 == out.accept_lengths[-1] == answer.index(end)
 
 
-def test_a_character_of_several_tokens_comes_with_its_last() -> None:
+def test_character_of_several_tokens_appears_with_the_last_one() -> None:
     text, ids = Trace(TracedAnswer("x@0", "x", 1, "math", "?"), Bytes()), list("aé€".encode())
     assert [text.added(ids[:i], token) for i, token in enumerate(ids)] == ["a", "", "é", "", "", "€"]

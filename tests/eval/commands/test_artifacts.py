@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from draftsmith.errors import UserError
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.artifacts import measurement_settings
-from draftsmith.recipes.schema import EvalRecipe, MethodRecipe, Recipe
+from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe
 
 
 def with_method(kind: str, **options: object) -> Recipe:
-    return Recipe(name="x", eval=EvalRecipe(methods=[MethodRecipe(name="m", kind=kind, options=options)]))
+    return Recipe(name="x", eval=EvalRecipe(methods=[MethodConfig(name="m", kind=kind, options=options)]))
 
 
 def test_defaults_are_written_out() -> None:

@@ -89,13 +89,13 @@ def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_what_is_compiled_first_is_in_no_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
-    answer = chat.MeasuredMethod.answer
+    answer = chat.Arm.answer
 
     def noted(self: Any, *arguments: Any, **named: Any) -> Any:
         asked.append((self.key, named.get("on_round") is not None))
         return answer(self, *arguments, **named)
 
-    monkeypatch.setattr(chat.MeasuredMethod, "answer", noted)
+    monkeypatch.setattr(chat.Arm, "answer", noted)
     talk(recipe, tmp_path, QUESTION)
     (plain, _), (drafting, _) = asked[:2]
     assert plain != drafting

@@ -27,7 +27,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import MethodConfig, Recipe
 from draftsmith.results import RESULT_KEYS
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def test_processes_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     """Not one that was tuned afterwards."""
     folder = RunFolder(recipe)
-    write_tuned(folder.drafter, MethodRecipe(name="x", tree="best_first", nodes=37, max_depth=2))
+    write_tuned(folder.drafter, MethodConfig(name="x", tree="best_first", nodes=37, max_depth=2))
     shown = {}
 
     def note(root: object, facts: dict[str, Any], *_: object) -> None:
@@ -173,7 +173,7 @@ def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
     measured = json.loads((folder.eval / "settings.json").read_text())["eval"]["methods"][0]
     assert shown == measured
     assert shown["nodes"] != 37
-    with pytest.raises(UserError, match=r"begun with .*eval\.methods\.0\.nodes\b.*to measure again"):
+    with pytest.raises(UserError, match=r"started with .*eval\.methods\.0\.nodes\b.*to measure again"):
         evaluate(recipe)
 
 

@@ -8,7 +8,7 @@ from support.tiny_models import tiny_target
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.commands.prove import (
     _test,
@@ -48,7 +48,7 @@ def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int 
     target, sampling = tiny_target(), Sampling(temperature)
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(target.config.vocab_size, generator=torch.Generator().manual_seed(5)).softmax(-1)
-    measured = MeasuredMethod(Guess(q, generator), sampling, generator)
+    measured = Arm(Guess(q, generator), sampling, generator)
     with TargetSession(target, 64) as session:
         drawn = [
             (PROMPT, generate(session, measured.method, PROMPT, sampling, tokens, (), generator).ids)

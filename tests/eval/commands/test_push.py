@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support.fake_hub import TOKEN, URL, USER, FakeHub, Repo, hub, refused
 from support.finished_run import FinishedRun
 
-from draftsmith.eval.commands.push import default_name, license_of
+from draftsmith.eval.commands.push import default_name, get_license
 from draftsmith.models.base.registry import check_as_trained, drafter_kinds, read_drafter
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
@@ -119,7 +119,7 @@ def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
     assert "license_link" not in values
     hub.repos["org/llm"] = Repo(private=False)
     hub.repos["org/llm"].commit({"README.md": f"---\n{front}\n---\n".encode()})
-    assert license_of("org/llm")["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
+    assert get_license("org/llm")["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
 
 
 def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: FakeHub) -> None:

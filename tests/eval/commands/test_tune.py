@@ -7,7 +7,7 @@ import pytest
 from support.half_right import HalfRightDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
+from draftsmith.eval.commands.artifacts import resolve_tuned, tree_settings, write_tuned
 from draftsmith.eval.commands.tune import (
     Trace,
     candidates,
@@ -17,9 +17,9 @@ from draftsmith.eval.commands.tune import (
     traced_path,
 )
 from draftsmith.eval.decoding.loop import Round, TargetSession, generate
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 
 def test_expected_tau_by_hand() -> None:
@@ -61,35 +61,35 @@ def test_the_trace_promises_what_trees_keep() -> None:
     wanted = greedy_reference(target, prompt, new_tokens)
     greedy = Sampling()
 
-    def run(method: MethodRecipe) -> tuple[Trace, float]:
+    def run(method: MethodConfig) -> tuple[Trace, float]:
         decoder = HalfRightDecoder(wanted, VOCABULARY)
-        drafting = DrafterMethod("x", decoder, tree_builder(method, decoder), greedy)
+        drafting = TreeDrafter("x", decoder, tree_builder(method, decoder), greedy)
         rounds: list[Round] = []
         with TargetSession(target, 420) as session:
             out = generate(session, drafting, prompt, greedy, new_tokens, on_round=rounds.append)
         assert out.ids == wanted
         return [[traced_path(round_) for round_ in rounds]], sum(out.accept_lengths) / out.rounds
 
-    def tree(nodes: int) -> MethodRecipe:
-        return MethodRecipe(name="x", tree="best_first", nodes=nodes, branch=6)
+    def tree(nodes: int) -> MethodConfig:
+        return MethodConfig(name="x", tree="best_first", nodes=nodes, branch=6)
 
     trace, tau = run(tree(30))
     assert expected_tau(trace, depth=4, nodes=30) == pytest.approx(tau, abs=0.03)  # the last round is cut
     assert expected_tau(trace, depth=4, nodes=8) == pytest.approx(run(tree(8))[1], rel=0.12)
-    chain_trace, tau = run(MethodRecipe(name="x"))
+    chain_trace, tau = run(MethodConfig(name="x"))
     assert expected_tau(chain_trace, depth=4, nodes=4) == pytest.approx(tau, abs=0.03)
-    short = run(MethodRecipe(name="x", max_depth=2))[1]
+    short = run(MethodConfig(name="x", max_depth=2))[1]
     assert expected_tau(chain_trace, depth=2, nodes=2) == pytest.approx(short, rel=0.12)
 
 
 def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "draftsmith-parallel"}))
-    row = MethodRecipe(name="mine", tree="tuned")
+    row = MethodConfig(name="mine", tree="tuned")
     assert resolve_tuned(row, tmp_path).tree == "best_first"  # never tuned
-    found = MethodRecipe(name="x", tree="best_first", nodes=10, branch=8, max_depth=3, lookup=True)
+    found = MethodConfig(name="x", tree="best_first", nodes=10, branch=8, max_depth=3, lookup=True)
     write_tuned(tmp_path, found)
     resolved = resolve_tuned(row, tmp_path)
-    assert shape_of(resolved) == shape_of(found)
+    assert tree_settings(resolved) == tree_settings(found)
     assert resolved.name == "mine"
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "draftsmith-parallel"
     assert resolve_tuned(found, tmp_path) is found

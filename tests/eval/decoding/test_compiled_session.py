@@ -18,7 +18,7 @@ from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
@@ -26,7 +26,7 @@ from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import Compilable
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 PROMPTS = [[5, 6, 7, 8], [90, 3]]
 TREE = DraftTree([7, 3, 20, 21, 22, 23, 24, 25], TreeShape.of((-1, 0, 0, 1, 2, 2, 4, 6)))
@@ -41,7 +41,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def methods(answer: list[int]) -> list[Method]:
-    drafting = [DrafterMethod(n, HalfRightDecoder(answer, 97), BUILDERS[n], GREEDY) for n in ("chain", "best_first")]
+    drafting = [TreeDrafter(n, HalfRightDecoder(answer, 97), BUILDERS[n], GREEDY) for n in ("chain", "best_first")]
     return [Autoregressive(), PromptLookup("pld", num_tokens=4, partial=True), *drafting]
 
 
@@ -161,16 +161,16 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> Non
     """The same answers and the same accepted lengths as without compilation, and nothing compiled twice."""
     target = tiny_target(num_hidden_layers=4).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
-    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
+    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
     prompts = [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)]]
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder: Any = drafter.decoder(64)
-        method = drafter_method(recipe, decoder, GREEDY)
+        method = build_tree_drafter(recipe, decoder, GREEDY)
         wanted = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
         decoder = drafter.decoder(64)
         assert isinstance(decoder, Compilable)
         decoder.compile(backend="eager")
-        method = drafter_method(recipe, decoder, GREEDY)
+        method = build_tree_drafter(recipe, decoder, GREEDY)
         for stance in ("default", "fail_on_recompile"):
             torch.compiler.set_stance(stance)
             outs = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
@@ -196,9 +196,9 @@ def test_compiled_drafters_write_into_memory_that_stays(kind: str) -> None:
 
     decoder: Any = drafter.decoder(64)
     decoder.compile(backend=watching)
-    recipe = MethodRecipe.model_validate({"name": "x", "tree": "chain"})
+    recipe = MethodConfig.model_validate({"name": "x", "tree": "chain"})
     with TargetSession(target, 64, drafter.feature_layers) as session:
-        generate(session, drafter_method(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
+        generate(session, build_tree_drafter(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
     assert len(changed) >= 2  # keys and values of every layer
     # What torch's own `_get_static_input_indices` looks for.
     assert {node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in changed} == {"unguarded"}

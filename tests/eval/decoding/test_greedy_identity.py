@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import DrafterMethod, TreeBuilder
+from draftsmith.eval.methods.drafter import TreeBuilder, TreeDrafter
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
@@ -43,7 +43,7 @@ def check_all_trees(
             wanted = greedy_reference(target, prompt, new_tokens)
             assert generate(session, Autoregressive(), prompt, GREEDY, new_tokens).ids == wanted
             for name, builder in builders.items():
-                method = DrafterMethod(name, decoder_of(wanted, vocabulary), builder, GREEDY)
+                method = TreeDrafter(name, decoder_of(wanted, vocabulary), builder, GREEDY)
                 out = generate(session, method, prompt, GREEDY, new_tokens)
                 assert out.ids == wanted, name
                 assert out.rounds < len(wanted) - 1, f"{name}: no draft was accepted, so nothing was tested"
@@ -77,8 +77,8 @@ def test_methods_without_training(name: str) -> None:
     ]
     counts = NgramModel([(np.array([*prompt, *wanted[:25], 1, 2]), np.ones(33))], 2, 97)
     ngram = NgramDecoder(counts, 4, target.device)
-    methods += [DrafterMethod(f"ngram, {tree}", ngram, GROWERS[tree], GREEDY) for tree in GROWERS]
-    methods += [DrafterMethod(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
+    methods += [TreeDrafter(f"ngram, {tree}", ngram, GROWERS[tree], GREEDY) for tree in GROWERS]
+    methods += [TreeDrafter(f"draft model, {tree}", decoder, GROWERS[tree], GREEDY) for tree in GROWERS]
     with TargetSession(target, len(prompt) + new_tokens) as session:
         for method in methods:
             assert generate(session, method, prompt, GREEDY, new_tokens).ids == wanted, method.name

@@ -23,10 +23,10 @@ from draftsmith.eval.methods.drafter import (
     BestFirstGrower,
     ChainBuilder,
     ChainGrower,
-    DrafterMethod,
     StaticBuilder,
     StaticGrower,
     TreeBuilder,
+    TreeDrafter,
 )
 from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees import verify as verify_module
@@ -273,7 +273,7 @@ def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: p
         if isinstance(builder, ChainBuilder | StaticBuilder | BestFirstBuilder):
             decoder = DepthsDecoder(torch.stack([drafts[()], drafts[0,]]))
         adaptive = AdaptiveTree(RoundCosts(((1, 1.0), (2, 1.3), (5, 3.0)), 0.1)) if name == "adaptive" else None
-        method = DrafterMethod("noisy", decoder, builder, sampling, adaptive=adaptive)
+        method = TreeDrafter("noisy", decoder, builder, sampling, adaptive=adaptive)
         session: Any = TableSession(target)
         return generate(session, method, PROMPT, sampling, new_tokens, on_round=lambda r: sizes.add(len(r.tree))).ids
 
@@ -293,7 +293,7 @@ def test_sampling_keeps_the_distribution(target: LlamaForCausalLM, session: Targ
     sampling, answers = Sampling(0.7), 400
     generator = torch.Generator().manual_seed(4)
     marginals = torch.randn(2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    method = DrafterMethod("noisy", DepthsDecoder(marginals), StaticBuilder(PATHS), sampling, generator)
+    method = TreeDrafter("noisy", DepthsDecoder(marginals), StaticBuilder(PATHS), sampling, generator)
     counts, rounds = torch.zeros(V, dtype=torch.float64), 0
     for _ in range(answers):
         out = generate(session, method, PROMPT, sampling, 3, (), generator)

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from draftsmith.eval.decoding.compiled_session import CompiledSession
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling, TreeShape
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()
 TREES: dict[str, dict[str, Any]] = {
@@ -53,9 +53,9 @@ def masks_are_aligned(at_least: int) -> Iterator[None]:
         assert all(step % 8 == 0 for step in steps), places
 
 
-def method_of(decoder: Any, tree: str) -> DrafterMethod:
-    recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
-    return drafter_method(recipe, decoder, GREEDY)
+def method_of(decoder: Any, tree: str) -> TreeDrafter:
+    recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
+    return build_tree_drafter(recipe, decoder, GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash"])

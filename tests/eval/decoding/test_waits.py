@@ -12,12 +12,12 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import StepwiseDecoder
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12, 40, 7]
 TREES: dict[str, dict[str, Any]] = {
@@ -59,8 +59,8 @@ def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, in
         target.to("cuda:0")
         drafter = drafter.to("cuda:0")
         drafter.attach(target)
-        recipe = MethodRecipe.model_validate({"name": "x", **TREES[tree]})
-        method = drafter_method(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
+        recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
+        method = build_tree_drafter(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
         levels = method.decoder.num_depths if isinstance(method.decoder, StepwiseDecoder) else 1
         return *waits(method, drafter.feature_layers, target, sampling), levels
 

@@ -15,13 +15,13 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.methods.registry import MethodSetting, make_method, method_kinds
+from draftsmith.eval.methods.registry import DecodingSetting, make_method, method_kinds
 from draftsmith.eval.trees.verify import DraftTree, Sampling, verify_greedy
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]
@@ -51,10 +51,10 @@ def tokens_folder(tmp_path_factory: pytest.TempPathFactory, wanted: list[int]) -
 
 def setting(
     target: PreTrainedModel, folder: Path, kind: str, sampling: Sampling = GREEDY, **keys: Any
-) -> MethodSetting:
-    recipe = MethodRecipe.model_validate({"name": "x", "kind": kind, **keys})
+) -> DecodingSetting:
+    recipe = MethodConfig.model_validate({"name": "x", "kind": kind, **keys})
     generator = torch.Generator().manual_seed(0)
-    return MethodSetting(recipe, target, None, folder, 64, sampling, generator)
+    return DecodingSetting(recipe, target, None, folder, 64, sampling, generator)
 
 
 def answer(target: PreTrainedModel, method: Method, sampling: Sampling = GREEDY) -> Any:
@@ -248,7 +248,7 @@ class TestDraftModel:
         self, target: PreTrainedModel, wanted: list[int]
     ) -> None:
         decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
-        method = drafter_method(MethodRecipe(name="x"), decoder, GREEDY)
+        method = build_tree_drafter(MethodConfig(name="x"), decoder, GREEDY)
         out = answer(target, method)
         assert out.ids == wanted
         assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 every round, and what is left of 39

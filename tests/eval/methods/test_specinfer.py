@@ -15,12 +15,12 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods import specinfer
-from draftsmith.eval.methods.registry import MethodSetting, make_method
+from draftsmith.eval.methods.registry import DecodingSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes
 from draftsmith.eval.trees.verify import DraftTree, Sampling
 from draftsmith.models.decoding.decoders import StepwiseDecoder
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()
 NO_FEATURES = torch.zeros(0)
@@ -113,9 +113,9 @@ def test_a_cut_tree_keeps_its_draws() -> None:
 # ---- from a recipe ----
 
 
-def setting(target: Any, tokenizer: Any, options: dict[str, Any], sampling: Sampling = GREEDY) -> MethodSetting:
-    recipe = MethodRecipe(name="x", kind="specinfer", options=options)
-    return MethodSetting(recipe, target, tokenizer, Path("nowhere"), 64, sampling, torch.Generator().manual_seed(0))
+def setting(target: Any, tokenizer: Any, options: dict[str, Any], sampling: Sampling = GREEDY) -> DecodingSetting:
+    recipe = MethodConfig(name="x", kind="specinfer", options=options)
+    return DecodingSetting(recipe, target, tokenizer, Path("nowhere"), 64, sampling, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draftsmith.eval.report import bootstrap
-from draftsmith.eval.report.bootstrap import QuestionSums, figure_of, interval, paired_ratio, speedup, tau
+from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, interval, paired_ratio, speedup, tau
 
 
 def sums_of(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | None = None) -> QuestionSums:
@@ -17,13 +17,13 @@ def sums_of(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | No
 
 def test_figures_are_pooled_or_a_mean_over_tasks() -> None:
     sums = sums_of([20.0, 40.0, 60.0], [10.0, 5.0, 15.0])
-    assert (figure_of(tau, sums), figure_of(speedup, sums)) == (pytest.approx(4.0), pytest.approx(120 / 30))
+    assert (compute_ratio(tau, sums), compute_ratio(speedup, sums)) == (pytest.approx(4.0), pytest.approx(120 / 30))
     by_task = sums_of([20.0, 40.0, 60.0], [10.0, 5.0, 15.0], ("rag", "rag", "qa"))
-    assert figure_of(tau, by_task) == pytest.approx((3.0 + 6.0) / 2)
-    assert figure_of(speedup, by_task) == pytest.approx((60 / 15 + 60 / 15) / 2)
+    assert compute_ratio(tau, by_task) == pytest.approx((3.0 + 6.0) / 2)
+    assert compute_ratio(speedup, by_task) == pytest.approx((60 / 15 + 60 / 15) / 2)
 
 
-def test_the_error_is_that_of_the_delta_method() -> None:
+def test_error_equals_the_delta_method() -> None:
     """Of log tau the derivative by a question's weight is kept / all kept - rounds / all rounds."""
     sums = sums_of([20.0, 40.0], [1.0, 1.0])
     log, influence = bootstrap._log_and_influence(tau, sums, np.ones((1, 2)))
@@ -42,7 +42,7 @@ def test_too_few_questions_have_no_interval() -> None:
 
 
 @pytest.mark.parametrize("tasks", [None, ("rag",) * 7 + ("qa",) * 6])
-def test_it_covers_the_truth_as_often_as_it_says(tasks: tuple[str, ...] | None) -> None:
+def test_interval_has_nominal_coverage(tasks: tuple[str, ...] | None) -> None:
     """400 times 13 questions with a tau of 2 on average. The percentile bootstrap covered 90 % of such."""
     chance, hits = np.random.default_rng(1), 0
     for _ in range(400):
@@ -53,7 +53,7 @@ def test_it_covers_the_truth_as_often_as_it_says(tasks: tuple[str, ...] | None) 
     assert 0.925 <= hits / 400 <= 0.975
 
 
-def test_pairing_takes_the_questions_difficulty_away() -> None:
+def test_pairing_cancels_the_questions_difficulty() -> None:
     """One is 10 % faster on every question, however unlike the questions are."""
     chance = np.random.default_rng(2)
     kept = chance.uniform(10, 60, size=20).tolist()

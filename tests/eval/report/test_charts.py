@@ -70,7 +70,7 @@ def test_measured_points_are_drawn_into_the_curves(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_categories_are_drawn_as_they_are_called(tmp_path: Path) -> None:
+def test_category_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
     """Dollar signs are no mathematics, and no picture grows beyond what can be drawn: 60 inches of 140 dots."""
     categories = ["$\\frac{$", "x" * 5000, "\u4f60\u597d", *(f"category {n}" for n in range(60))]
     rows = [row(name, category) for name in ("autoregressive", "a$_{$") for category in (*categories, "overall")]

@@ -126,13 +126,13 @@ def test_terminal_table() -> None:
         (None, UNCLEAR, "unknown"),
     ],
 )
-def test_the_interval_decides(ends: list[float] | None, word: str, tone: str) -> None:
+def test_verdict_follows_from_the_interval(ends: list[float] | None, word: str, tone: str) -> None:
     assert verdict_word(ends) == word
     (verdict,) = verdicts([row("x", "overall", speedup_interval=ends)], [])
     assert (verdict.word, verdict.tone, verdict.why) == (word, tone, None)
 
 
-def test_the_fastest_lossless_method_of_each_temperature() -> None:
+def test_verdict_names_the_fastest_lossless_method() -> None:
     rows = [
         row("slow", "overall", speedup_mean=1.2),
         row("fast", "overall", speedup_mean=1.7),
@@ -144,7 +144,7 @@ def test_the_fastest_lossless_method_of_each_temperature() -> None:
     assert verdicts(SUMMARY[:3], TIMING) == []
 
 
-def test_why_is_tau_over_what_a_round_costs() -> None:
+def test_verdict_explains_tau_and_round_costs() -> None:
     """0.25 to draft and 4.5 ms over 4 ms to check: 1.375 steps, for 2.5 tokens."""
     why = verdicts(SUMMARY, TIMING)[0].why
     assert why == (
@@ -153,7 +153,7 @@ def test_why_is_tau_over_what_a_round_costs() -> None:
     )
 
 
-def test_what_was_trained_is_named_where_something_else_won() -> None:
+def test_fastest_trained_drafter_is_named_if_another_method_won() -> None:
     methods = [{"name": "tree"}, {"name": "chain"}, {"name": "lookup", "kind": "prompt_lookup"}]
     recipe = Recipe.model_validate({"name": "demo", "eval": {"methods": methods}}).model_dump()
     (verdict,) = verdicts(SUMMARY, TIMING)
@@ -166,7 +166,7 @@ def test_what_was_trained_is_named_where_something_else_won() -> None:
     assert fastest_trained(verdicts(only, [])[0], only, recipe) is None
 
 
-def test_whether_it_is_lossless() -> None:
+def test_lossless_verdict() -> None:
     """chain and tree, 10 answers each; the baseline's own count nowhere. Other differences than ties decide."""
 
     def said(rows: list[dict[str, Any]], proof: dict[str, Any] | None = None) -> tuple[str, str, str]:
@@ -187,7 +187,7 @@ def test_whether_it_is_lossless() -> None:
     assert said(SUMMARY, {"holds": False})[0] == "NOT PROVED"
 
 
-def test_how_good_the_baseline_is() -> None:
+def test_baseline_sentences() -> None:
     rows = [BASELINE[0] | {"share": 0.9, "read_bytes_per_s": 2.2e9}, BASELINE[0] | {"temperature": 1.0, "share": 1.1}]
     assert baseline_sentences(rows) == [
         "At T = 0 the baseline's step reads 2.0 of 2.2 GB/s (90 %).",

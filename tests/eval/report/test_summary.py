@@ -26,7 +26,7 @@ from draftsmith.recipes.schema import Recipe
 EIGHT = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
 
-def test_no_category_twice() -> None:
+def test_no_category_is_counted_twice() -> None:
     """writing and math are mt_bench where there are other tasks too, and then a table of their own."""
     summary = summarize(records_of({"chain": 1.0}))
     assert shown_categories(summary) == ["translation", "rag", "mt_bench"]
@@ -42,7 +42,7 @@ def test_no_category_twice() -> None:
     assert parts_of_mt_bench(alone) == []
 
 
-def test_tasks_are_those_of_the_file() -> None:
+def test_tasks_come_from_the_question_file() -> None:
     """Records of a file that is not Spec-Bench's own say so: each of its categories is a task, and counts alike."""
     records = records_of({"chain": 1.0})
     for record in records:
@@ -63,7 +63,7 @@ def read_in(*seconds: float | None) -> list[QuestionRecord]:
     return records
 
 
-def test_a_step_of_twice_the_reads_time_reads_at_half_its_speed() -> None:
+def test_baseline_bandwidth_by_hand() -> None:
     """2 MB in 1 ms are 2 GB/s; the median question read them in 0.5 ms, which are 4."""
     step = {"temperature": 0.0, "t_target_step_s": 0.001}
     (found,) = baseline_speeds(read_in(0.0005, 0.0004, 0.01, None), [step])
@@ -143,7 +143,7 @@ def test_timing_by_hand() -> None:
     assert acceptance_by_depth([0, 1, 2, 2]) == [0.75, pytest.approx(2 / 3)]
 
 
-def test_the_clock_by_hand() -> None:
+def test_latencies_by_hand() -> None:
     """Rounds of .4 s for 4 tokens, .3 s for 1, .1 s for 1: latencies .1 x 5 and .3, whose median is .1, p90 .2."""
     answer = AnswerRecord(round_s=[0.4, 0.3, 0.1], accept_lengths=[4, 1, 1])
     assert latencies([answer]) == {"latency_p50_s": pytest.approx(0.1), "latency_p90_s": pytest.approx(0.2)}
@@ -164,7 +164,7 @@ def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dic
     }  # fmt: skip
 
 
-def test_each_task_counts_alike() -> None:
+def test_tasks_have_equal_weight() -> None:
     """MT-bench keeps 36 tokens in 8 rounds, and has 10 s for 5 s: 4.5 and 2; QA 1 and 1: means of 2.75 and 1.5.
 
     Both runs are pooled within a task: the mean of their speedups, 5/3 and 5/2, is not 2. One question of a task has no
@@ -213,7 +213,7 @@ def test_by_method_with_categories_timing_and_seeds() -> None:
     assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)
 
 
-def test_a_row_says_how_it_was_drafted() -> None:
+def test_rows_record_the_method_settings() -> None:
     methods = [
         {"name": "chain", "drafter": "/home/someone/runs/mine/drafter"},
         {"name": "tree", "tree": "best_first", "nodes": 12, "branch": 4, "drafter": "someone/drafter@v1"},

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.records import QuestionRecord, answer_settings
-from draftsmith.eval.commands.in_engine import chain_of, own_figures
+from draftsmith.eval.commands.in_engine import find_chain, own_figures
 from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ServedRow, ask, with_speedups
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.recipes.schema import EvalRecipe, MethodRecipe
+from draftsmith.recipes.schema import EvalRecipe, MethodConfig
 
 QUESTIONS = [Question(1, "writing", ("w5",)), Question(2, "math", ("w6", "w7"))]
 PROMPT, GREEDY = [5, 6], Sampling(0.0)
@@ -116,12 +116,12 @@ def test_our_own_decoder_on_the_same_prompts() -> None:
 
 def test_which_method_drafts_as_an_engine_does() -> None:
     methods = [
-        MethodRecipe(name="tree", tree="best_first"),
-        MethodRecipe(name="lenient", lenience=0.5),
-        MethodRecipe(name="theirs", drafter="elsewhere"),
-        MethodRecipe(name="short", max_depth=2),
-        MethodRecipe(name="lookup", kind="prompt_lookup"),
-        MethodRecipe(name="chain", max_depth=3),
+        MethodConfig(name="tree", tree="best_first"),
+        MethodConfig(name="lenient", lenience=0.5),
+        MethodConfig(name="theirs", drafter="elsewhere"),
+        MethodConfig(name="short", max_depth=2),
+        MethodConfig(name="lookup", kind="prompt_lookup"),
+        MethodConfig(name="chain", max_depth=3),
     ]
-    found = [chain_of(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
+    found = [find_chain(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
     assert [method and method.name for method in found] == [None, "chain"]

@@ -8,14 +8,14 @@ from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greed
 from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.bench import costs
-from draftsmith.eval.bench.measured_methods import MeasuredMethod
+from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter, tree_builder
 from draftsmith.eval.trees import adaptive as adaptive_module
-from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, never_falling, on_curve
+from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, isotonic_fit, on_curve
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()
 STEADY = RoundCosts(((1, 1.0), (4, 1.3), (7, 1.6)), draft=0.1, level=0.5)
@@ -42,19 +42,19 @@ def test_costs_between_and_beyond_measured_sizes() -> None:
 
 def test_more_nodes_never_take_less_time() -> None:
     rising = ((1, 1.0), (2, 1.5), (4, 1.5), (8, 2.0))
-    assert never_falling(rising) == rising
+    assert isotonic_fit(rising) == rising
     dipping = ((1, 1.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 5.0), (6, 4.0))
-    assert never_falling(dipping) == ((1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 4.5), (6, 4.5))
+    assert isotonic_fit(dipping) == ((1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 4.5), (6, 4.5))
 
 
 def test_the_size_of_most_tokens_a_second() -> None:
     """At first a second is worth 1 / 1.2 tokens, and a node takes 0.1 of one: 0.083 is what one has to promise."""
     tree = tree_of([0.9, 0.45, 0.045], (-1, 0, 1, 2))
-    assert AdaptiveTree(STEADY).fitting(tree).tokens == [10, 11, 12]
-    assert AdaptiveTree(FREE).fitting(tree) is tree
-    assert AdaptiveTree().fitting(tree) is tree
+    assert AdaptiveTree(STEADY).cut(tree).tokens == [10, 11, 12]
+    assert AdaptiveTree(FREE).cut(tree) is tree
+    assert AdaptiveTree().cut(tree) is tree
     # 0.05 is too little, but what is never verified teaches nothing: one token always is.
-    assert AdaptiveTree(STEADY).fitting(tree_of([0.05, 0.04], (-1, 0, 0))).tokens == [10, 11]
+    assert AdaptiveTree(STEADY).cut(tree_of([0.05, 0.04], (-1, 0, 0))).tokens == [10, 11]
 
 
 def test_the_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +62,8 @@ def test_the_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     adaptive = AdaptiveTree(STEADY)
     sizes = []
     for _ in range(3):
-        sizes.append(len(adaptive.fitting(tree_of([0.9, 0.01], (-1, 0, 1)))))
-        assert adaptive.worth_a_level([math.log(0.01)]) == (len(sizes) < 3)
+        sizes.append(len(adaptive.cut(tree_of([0.9, 0.01], (-1, 0, 1)))))
+        assert adaptive.level_pays_off([math.log(0.01)]) == (len(sizes) < 3)
         adaptive.observe([99])
     assert sizes == [3, 3, 2]
 
@@ -71,7 +71,7 @@ def test_the_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_most_confident_stay_with_their_parents() -> None:
     """Level by level, as growers have it: below 1 node 3 (0.5), below 2 (0.3) node 4 (0.01)."""
     tree = tree_of([0.6, 0.3, 0.5, 0.01], (-1, 0, 0, 1, 2))
-    cut = AdaptiveTree(STEADY).fitting(tree)
+    cut = AdaptiveTree(STEADY).cut(tree)
     assert cut.tokens == [10, 11, 12, 13]
     assert cut.parents == (-1, 0, 0, 1)
     assert cut.log_confidence == pytest.approx([0.0, math.log(0.6), math.log(0.3), math.log(0.5)])
@@ -80,7 +80,7 @@ def test_the_most_confident_stay_with_their_parents() -> None:
 def test_confidence_is_corrected_by_what_was_accepted() -> None:
     adaptive = AdaptiveTree(FREE)
     tree = tree_of([0.6, 0.3, 0.18], (-1, 0, 0, 1))
-    adaptive.fitting(tree)
+    adaptive.cut(tree)
     adaptive.observe([11, 13, 99])  # the first child and its child, then the target's own
     assert adaptive.probability(math.log(0.6)) == pytest.approx(0.6 * (PRIOR_ACCEPTED + 1) / (PRIOR_ACCEPTED + 0.6))
     assert adaptive.probability(math.log(0.3)) == pytest.approx(0.3 * PRIOR_ACCEPTED / (PRIOR_ACCEPTED + 0.3))
@@ -89,7 +89,7 @@ def test_confidence_is_corrected_by_what_was_accepted() -> None:
     adaptive.observe([1])  # of a round that it did not cut
     before = adaptive.probability(math.log(0.3))
     for _ in range(10):
-        adaptive.fitting(tree_of([0.9], (-1, 0)))
+        adaptive.cut(tree_of([0.9], (-1, 0)))
         adaptive.observe([99])
     decayed = 0.3 * MEMORY**10
     assert (
@@ -99,20 +99,20 @@ def test_confidence_is_corrected_by_what_was_accepted() -> None:
 
 def test_a_level_that_cannot_pay_is_not_drafted() -> None:
     """Half a forward, at 1 token for 1.2."""
-    assert AdaptiveTree(STEADY).worth_a_level([math.log(0.21), math.log(0.21)])
-    assert not AdaptiveTree(STEADY).worth_a_level([math.log(0.21), math.log(0.2)])
-    assert AdaptiveTree().worth_a_level([-50.0])
+    assert AdaptiveTree(STEADY).level_pays_off([math.log(0.21), math.log(0.21)])
+    assert not AdaptiveTree(STEADY).level_pays_off([math.log(0.21), math.log(0.2)])
+    assert AdaptiveTree().level_pays_off([-50.0])
 
 
 def test_the_rate_is_that_of_all_rounds_with_the_levels_that_were_drafted() -> None:
     adaptive = AdaptiveTree(STEADY)
     assert adaptive.rate == pytest.approx(1 / 1.2)
     for drafted in range(1, 4):
-        assert adaptive.of_level([math.log(0.9), math.log(0.5)][:drafted]) == min(2, drafted)
-    adaptive.fitting(tree_of([0.9, 0.5], (-1, 0, 1)))
+        assert adaptive.num_worth_keeping([math.log(0.9), math.log(0.5)][:drafted]) == min(2, drafted)
+    adaptive.cut(tree_of([0.9, 0.5], (-1, 0, 1)))
     adaptive.observe([11, 99])
     assert adaptive.rate == pytest.approx((1 + 2) / (1.2 + STEADY.of(3, levels=3)))
-    adaptive.fitting(tree_of([0.9, 0.5], (-1, 0, 1)))  # of a drafter that knows no levels
+    adaptive.cut(tree_of([0.9, 0.5], (-1, 0, 1)))  # of a drafter that knows no levels
     adaptive.observe([98])
     assert adaptive.rate == pytest.approx((1 + 3) / (1.2 + STEADY.of(3, levels=3) + STEADY.of(3)))
 
@@ -121,10 +121,10 @@ def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int 
     target = tiny_target().double()
     prompt = [5, 6, 7, 8]
     wanted = greedy_reference(target, prompt, 60)
-    recipe = MethodRecipe(name="x", tree="adaptive", nodes=12, branch=4)
+    recipe = MethodConfig(name="x", tree="adaptive", nodes=12, branch=4)
     adaptive, decoder = AdaptiveTree(round_costs), decoder_of(wanted, VOCABULARY)
     builder = tree_builder(recipe, decoder, adaptive)
-    method = DrafterMethod("x", decoder, builder, GREEDY, lookup_nodes=lookup_nodes, adaptive=adaptive)
+    method = TreeDrafter("x", decoder, builder, GREEDY, lookup_nodes=lookup_nodes, adaptive=adaptive)
     with TargetSession(target, 96) as session:
         return generate(session, method, prompt, GREEDY, 60), wanted
 
@@ -145,13 +145,13 @@ def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(costs, "TIMED_FORWARDS", 2)
     target = tiny_target()
     decoders = [HalfRightDecoder([1] * 60, VOCABULARY), HalfRightStepwiseDecoder([1] * 60, VOCABULARY)]
-    recipe = MethodRecipe(name="x", tree="adaptive")
-    methods = [drafter_method(recipe, decoder, GREEDY) for decoder in (*decoders, decoders[0])]
-    measured = [MeasuredMethod(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
+    recipe = MethodConfig(name="x", tree="adaptive")
+    methods = [build_tree_drafter(recipe, decoder, GREEDY) for decoder in (*decoders, decoders[0])]
+    measured = [Arm(method, GREEDY, None) for method in (Autoregressive(), *methods)]  # type: ignore[arg-type]
     with TargetSession(target, 96) as session:
-        costs.give_costs(session, measured, [5, 6, 7])
+        costs.measure_round_costs(session, measured, [5, 6, 7])
         known = [method.adaptive.costs for method in methods if method.adaptive]
-        costs.give_costs(session, measured, [5, 6, 7])
+        costs.measure_round_costs(session, measured, [5, 6, 7])
     assert known[0] is known[2] is methods[0].adaptive.costs  # type: ignore[union-attr]
     parallel, grown = known[:2]
     assert parallel is not None and grown is not None  # noqa: PT018
@@ -163,4 +163,4 @@ def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wrong", [{"kind": "ngram"}, {"kind": "draft_model"}])
 def test_of_which_methods(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="`tree: adaptive` goes with `kind: drafter` and with no other"):
-        MethodRecipe(name="x", tree="adaptive", **wrong)
+        MethodConfig(name="x", tree="adaptive", **wrong)

@@ -10,11 +10,11 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter, tree_builder
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]
 
@@ -82,7 +82,7 @@ def best_by_force(tree: DraftTree, lookup: PathLookup, nodes: int) -> list[float
 def test_the_best_paths_of_both(seed: int) -> None:
     chance, nodes = random.Random(seed), 3 + seed % 5
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed)) * 2
-    recipe = MethodRecipe(name="x", tree="best_first", nodes=nodes, branch=3)
+    recipe = MethodConfig(name="x", tree="best_first", nodes=nodes, branch=3)
     lookup = PathLookup()
     lookup.start([chance.randrange(6) for _ in range(12)])
     decoder = DepthsDecoder(logits)
@@ -101,9 +101,9 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
     target = tiny_target(initializer_range=0.02).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
 
-    def method(lookup: bool) -> DrafterMethod:
-        recipe = MethodRecipe(name="x", tree="best_first", nodes=6, branch=3, lookup=lookup)
-        return drafter_method(recipe, drafter.decoder(96), Sampling())
+    def method(lookup: bool) -> TreeDrafter:
+        recipe = MethodConfig(name="x", tree="best_first", nodes=6, branch=3, lookup=lookup)
+        return build_tree_drafter(recipe, drafter.decoder(96), Sampling())
 
     with TargetSession(target, 96, drafter.feature_layers) as session:
         wanted = generate(session, Autoregressive(), PROMPT, Sampling(), 60).ids
@@ -117,7 +117,7 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
 def test_of_which_trees() -> None:
     for wrong in ({"tree": "chain"}, {"kind": "ngram", "tree": "best_first"}):
         with pytest.raises(ValueError, match="`lookup: true` goes with a drafter's `tree: best_first`"):
-            MethodRecipe(name="x", lookup=True, **wrong)
+            MethodConfig(name="x", lookup=True, **wrong)
 
 
 def test_sampled_trees_are_neither_continued_nor_cut() -> None:
@@ -126,4 +126,4 @@ def test_sampled_trees_are_neither_continued_nor_cut() -> None:
     with pytest.raises(ValueError, match="not sampled ones"):
         with_lookups(sampled, PathLookup(), 3)
     with pytest.raises(ValueError, match="only deterministic trees"):
-        AdaptiveTree().fitting(sampled)
+        AdaptiveTree().cut(sampled)

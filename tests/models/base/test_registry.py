@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.commands.artifacts import resolve_tuned
 from draftsmith.models.base.registry import load_drafter_class, read_drafter
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.schema import MethodRecipe, TargetRecipe
+from draftsmith.recipes.schema import MethodConfig, TargetRecipe
 
 
 @pytest.fixture(scope="module")
@@ -95,4 +95,4 @@ def test_a_tuned_tree_that_no_session_holds(tmp_path: Path, target: Any, tree: A
     folder = drafter_in(tmp_path, target, num_masks=2)
     change(folder, tuned_tree=tree)
     with pytest.raises(UserError, match="key `tuned_tree` holds no valid tree: delete that key"):
-        resolve_tuned(MethodRecipe(name="x", tree="tuned"), folder)
+        resolve_tuned(MethodConfig(name="x", tree="tuned"), folder)

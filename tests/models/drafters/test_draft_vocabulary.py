@@ -14,13 +14,13 @@ from torch import nn
 from draftsmith.data.distill.token_dataset import load_tokens
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.stage import train_drafter
 
 TARGET_LAYERS = 4
@@ -117,12 +117,12 @@ def test_drafting_with_fewer_tokens_than_branches(kind: str, tree: str, temperat
     drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
     drafter.prepare(ROWS)
     paths = [[0], [1], [2], [3], [0, 0], [0, 3]] if tree == "static" else None
-    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 4})
+    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 4})
     sampling, prompt = Sampling(temperature), [5, 9, 33, 12, 40, 7]
     generator = torch.Generator().manual_seed(5)
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder = drafter.double().decoder(64)
-        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), sampling, generator)
+        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), sampling, generator)
         drafted = generate(session, method, prompt, sampling, 30, generator=generator)
         assert len(drafted.ids) == 30
         if temperature == 0:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
@@ -30,7 +30,7 @@ from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
@@ -275,11 +275,11 @@ def test_greedy_identity(kind: str, options: dict[str, Any], tree: str) -> None:
     target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
     paths = [[0], [1], [0, 0], [0, 1], [1, 0]] if tree == "static" else None
-    recipe = MethodRecipe.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
+    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
     greedy, prompt = Sampling(), [5, 9, 33, 12, 40, 7]
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder = drafter.decoder(64)
-        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), greedy)
+        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), greedy)
         drafted = generate(session, method, prompt, greedy, 30)
         plain = generate(session, Autoregressive(), prompt, greedy, 30)
     assert drafted.ids == plain.ids

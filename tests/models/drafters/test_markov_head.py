@@ -8,13 +8,13 @@ import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
+from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import MarkovDecoder
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 
 MASKED = [k for k in drafter_kinds() if issubclass(load_drafter_class(k).config_class.Options, MaskOptions)]
 every_masked_kind = pytest.mark.parametrize("kind", MASKED)
@@ -99,7 +99,7 @@ def test_theory_counts_one_forward_a_round() -> None:
     found = {}
     for kind, options in (("parallel", {}), ("parallel", {"markov_rank": RANK}), ("eagle", {})):
         decoder: Any = tiny_drafter_of(kind, tiny_target(), **options).decoder(LENGTH)
-        recipe = MethodRecipe.model_validate({"name": "x"})
-        method = DrafterMethod("x", decoder, tree_builder(recipe, decoder), Sampling())
+        recipe = MethodConfig.model_validate({"name": "x"})
+        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), Sampling())
         found[kind, bool(options)] = method.sequential
     assert found == {("parallel", False): False, ("parallel", True): False, ("eagle", False): True}

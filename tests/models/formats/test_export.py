@@ -28,7 +28,7 @@ from draftsmith.models.formats.exporting import (
     loading_words,
     refusal,
     serving_command,
-    versions_of,
+    version_sentence,
 )
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.weights import load_weights, weights_sha256
@@ -299,7 +299,7 @@ def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
     ],
 )
 def test_which_versions_a_command_is_for(kind: str, to: str, said: str) -> None:
-    assert versions_of(kind, to) == said
+    assert version_sentence(kind, to) == said
 
 
 def test_a_server_loads_the_target_as_the_recipe_does() -> None:

@@ -187,7 +187,7 @@ def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: P
 def test_a_lattice_by_the_names_of_its_first_checkpoints(tmp_path: Path) -> None:
     """Its two-layer maps were sequences, norm and activation among them."""
     drafter, tensors = imported(tmp_path, "lilicorr")
-    numbered = renamed(tensors, dflash.OF_TWO_LAYERS)
+    numbered = renamed(tensors, dflash.TWO_LAYER_NAMES)
     names = {"feature_mlp.0.bias", "feature_mlp.3.weight", "layers.1.mlp.0.weight", "layers.0.mlp.2.bias"}
     assert {f"lilicorr.{name}" for name in names} < numbered.keys() - tensors.keys()
     save_file(numbered, tmp_path / "theirs" / "model.safetensors")
@@ -433,7 +433,7 @@ def test_a_drafters_own_rope(layout: str, theta: float | None, tmp_path: Path) -
     angles = 4 * (theta or 10_000.0) ** (-torch.arange(0, 8, 2) / 8)
     cos, _ = drafter.rotary_of(hidden, positions)
     torch.testing.assert_close(cos[0, 4, :4], angles.cos())
-    said = "names no rope_theta: 10,000 was taken" if theta is None else r"RoPE of their own (500,000), where .* 30,000"
+    said = "names no rope_theta: 10,000 was taken" if theta is None else r"another RoPE (500,000) than .* (30,000"
     assert re.search(said.replace("(", r"\(").replace(")", r"\)"), made.assumed[0])
     export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
     back = read_checkpoint(tmp_path / "back")

@@ -21,11 +21,11 @@ from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.models.target.text_model import name_base_model
 from draftsmith.models.target.windows import (
     Window,
+    get_max_positions,
+    get_windows,
     has_recurrent_layers,
-    positions_of,
     takes_masks,
     tokens_within_windows,
-    windows_of,
 )
 
 WINDOW = 6
@@ -97,7 +97,7 @@ def check_trees(session: Any, target: Any, prompt: list[int]) -> None:
 @pytest.mark.parametrize("length", [3, 17])
 def test_trees_within_and_beyond_the_window(name: str, length: int) -> None:
     target = windowed(name)
-    assert (positions_of(target), tokens_within_windows(target)) == (128, WINDOW)
+    assert (get_max_positions(target), tokens_within_windows(target)) == (128, WINDOW)
     assert takes_masks(target)
     assert longest_sequence_tokens(target) == 128
     with TargetSession(target, 64) as session:
@@ -151,14 +151,14 @@ def test_distillation_is_not_limited_by_the_window(name: str) -> None:
 
 
 def test_windows_of_configs() -> None:
-    assert windows_of(windowed("gemma3")).sentence() == "some layers see a window of 6 tokens"
-    assert windows_of(windowed("mistral")).sentence() == "all layers see a window of 6 tokens"
-    assert windows_of(windowed("llama4")).sentence() == "some layers see chunks of 6 tokens"
-    assert windows_of(tiny_target("llama")).sentence() == "all layers see the whole text"
+    assert get_windows(windowed("gemma3")).sentence() == "some layers see a window of 6 tokens"
+    assert get_windows(windowed("mistral")).sentence() == "all layers see a window of 6 tokens"
+    assert get_windows(windowed("llama4")).sentence() == "some layers see chunks of 6 tokens"
+    assert get_windows(tiny_target("llama")).sentence() == "all layers see the whole text"
     unused = tiny_target("qwen2", sliding_window=WINDOW, use_sliding_window=False)
-    assert windows_of(unused).smallest is None
+    assert get_windows(unused).smallest is None
     ignored = tiny_target("llama", sliding_window=WINDOW)
-    assert (windows_of(ignored).smallest, ignored.config.sliding_window) == (None, WINDOW)
+    assert (get_windows(ignored).smallest, ignored.config.sliding_window) == (None, WINDOW)
     assert longest_sequence_tokens(ignored) == 128
 
 

@@ -63,7 +63,7 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert "## Is it lossless?" not in card.text
 
 
-def test_acceptance_by_depth_and_what_the_draft_vocabulary_cost(tmp_path: Path) -> None:
+def test_acceptance_by_depth_and_cost_of_the_draft_vocabulary(tmp_path: Path) -> None:
     """Conditional as measured; of all rounds the product: 0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25."""
     rows = [dict(row) for row in FIGURES["rows"]]
     rows[0] |= {"acceptance_by_depth": [0.8, 0.5, 0.25]}
@@ -122,7 +122,7 @@ def test_no_folder_of_this_machine_is_published(tmp_path: Path) -> None:
     assert "Conversations of `talk.jsonl`" in text
 
 
-def test_a_card_of_ones_own_is_kept(tmp_path: Path) -> None:
+def test_users_own_card_is_kept(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     file = write_drafter_card(recipe)
     assert file is not None
@@ -133,7 +133,7 @@ def test_a_card_of_ones_own_is_kept(tmp_path: Path) -> None:
     assert file.read_text() == "# My drafter\n"
 
 
-def test_its_lines_of_python_run(finished: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_code_of_the_card_runs(finished: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
     """With the folders of this machine, which no card names, put back."""
     card = (finished.root / "drafter" / "README.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)

@@ -61,7 +61,7 @@ def test_figures_add_up_over_batches() -> None:
     }  # fmt: skip
 
 
-def test_rows_are_kept_out_by_what_they_are() -> None:
+def test_held_out_rows_are_chosen_by_content() -> None:
     """More data move none to the other side, and packed rows keep their numbers."""
     few, many = token_rows(), token_rows((*range(9, 60), 12, 14))
     _, kept = split_rows(few, 0.4)
@@ -83,7 +83,7 @@ def test_rows_are_kept_out_by_what_they_are() -> None:
         split_rows(few, 1e-9)
 
 
-def test_a_conversation_is_on_one_side() -> None:
+def test_conversation_is_not_split_between_training_and_held_out() -> None:
     """Three rows of each, of which the first decides: the others' own hashes would put many on the other side."""
     one_each = token_rows(tuple(range(9, 60)))
     _, kept = split_rows(one_each, 0.4)
@@ -106,7 +106,7 @@ def test_a_conversation_is_on_one_side() -> None:
     assert tokens_hash(tokens) != tokens_hash(tokens.remove_columns("conversation"))
 
 
-def test_parts_of_the_data_lie_in_each_other() -> None:
+def test_smaller_training_parts_are_nested() -> None:
     tokens = token_rows((*range(9, 60), 12, 14))
     labels = [sum(mask) for mask in tokens["loss_mask"]]
     _, kept = split_rows(tokens, 0.4)
@@ -129,7 +129,7 @@ def test_parts_of_the_data_lie_in_each_other() -> None:
         split_rows(tokens, 0.4, 50_000)
 
 
-def test_the_log_tells_where_decoding_will_end(target_folder: Path) -> None:
+def test_evaluations_are_logged_and_reported(target_folder: Path) -> None:
     recipe = with_rows_kept_out(target_folder, "told", max_steps=40, eval_strategy="steps", eval_steps=20)
     report = train_drafter(recipe)
     evaluated = [entry for entry in history_of(recipe) if "eval_loss" in entry]
@@ -164,7 +164,7 @@ def recipe_drafter(values: dict[str, Any]) -> Any:
     return Recipe.model_validate({"name": "x", "drafter": values}).drafter
 
 
-def test_evaluation_of_nothing(target_folder: Path) -> None:
+def test_evaluation_without_rows(target_folder: Path) -> None:
     with pytest.raises(UserError, match=r"`train\.eval_strategy`: epoch needs rows .* data\.eval_rows_frac=0\.02"):
         train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))
 

@@ -108,7 +108,7 @@ def test_layouts_train_the_same_weights(target_folder: Path, drafter: dict[str, 
     assert losses[-1] < losses[0] - 1e-3  # else equal weights would say nothing
 
 
-def test_expected_rows_are_what_is_kept(target_folder: Path) -> None:
+def test_expected_rows_equal_kept_rows(target_folder: Path) -> None:
     """Dropped masks: the loss is divided by the number expected, which the draws come close to."""
     from support.tiny_models import tiny_drafter_of, tiny_target
 

@@ -28,7 +28,7 @@ def orthogonalized(momentum_mn: torch.Tensor) -> torch.Tensor:
     return u @ v
 
 
-def test_first_step_is_the_orthogonalized_gradient_and_adamws() -> None:
+def test_first_step_of_muon_and_adamw_by_hand() -> None:
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
     before_mn, before_n = matrix.detach().clone(), vector.detach().clone()
@@ -66,7 +66,7 @@ def muon_recipe(target: Path, name: str, **train: Any) -> Recipe:
     return make_recipe(target, name, **values, **train)
 
 
-def test_resumed_is_unbroken_bit_for_bit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_training_is_bitwise_equal(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, broken = muon_recipe(target, "whole"), muon_recipe(target, "broken")
     train_drafter(whole)
     train_until(InterruptAt(5), broken, monkeypatch)
@@ -74,7 +74,7 @@ def test_resumed_is_unbroken_bit_for_bit(target: Path, monkeypatch: pytest.Monke
     assert same_weights(whole, broken)
 
 
-def test_each_has_its_rate_and_one_schedule(target: Path) -> None:
+def test_separate_rates_share_one_schedule(target: Path) -> None:
     """The rates differ from those of AdamW alone, by Muon's rate and by its updates; the logged one is AdamW's."""
     recipe = muon_recipe(target, "rates", lr_scheduler_type="constant", logging_steps=1)
     train_drafter(recipe)

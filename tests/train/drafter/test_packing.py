@@ -50,7 +50,7 @@ def test_a_packed_row() -> None:
     "model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "gpt2"]
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_targets_features_are_those_of_documents_alone(model_type: str, attention: str) -> None:
+def test_packed_features_equal_those_of_single_documents(model_type: str, attention: str) -> None:
     changes: dict[str, Any] = {"sliding_window": 4} if model_type in ("mistral", "gemma2", "phi3") else {}
     target = tiny_target(model_type, **changes)
     target.set_attn_implementation(attention)

@@ -8,10 +8,10 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.eval.bench.replay import accepted_lengths
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.schema import MethodRecipe
+from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.rows import replayed_chains
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -29,7 +29,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_replayed_chains_are_those_of_decoding(kind: str, options: dict[str, Any]) -> None:
+def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> None:
     """Replay an answer that follows each draft for 0 to G tokens and then has another token, as a target's may."""
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target, **options)
@@ -39,7 +39,7 @@ def test_replayed_chains_are_those_of_decoding(kind: str, options: dict[str, Any
         if kind == "dflash2":  # a selector that decides
             drafter.candidate_selector.successor_codebook.normal_()
     depths = drafter.config.num_depths
-    method = drafter_method(MethodRecipe(name="chain"), drafter.decoder(120), Sampling())
+    method = build_tree_drafter(MethodConfig(name="chain"), drafter.decoder(120), Sampling())
     generator = torch.Generator().manual_seed(5)
 
     def features_of(ids: list[int]) -> Tensor:

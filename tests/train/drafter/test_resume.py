@@ -100,14 +100,14 @@ def test_ctrl_c_in_any_step(
     assert signal.getsignal(number) is handler
     assert (RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{step}").is_dir()
     if not (RunFolder(broken).drafter / "training.json").is_file():  # it is there after the last step
-        with pytest.raises(UserError, match="begun on the rows"):  # `distill` would take its rows away
+        with pytest.raises(UserError, match="started on the rows"):  # `distill` would take its rows away
             check_no_training_reads(RunFolder(broken).data)
     assert train_drafter(broken).steps == STEPS
     check_no_training_reads(RunFolder(broken).data)
     check_alike(whole[case], broken)
 
 
-def test_a_damaged_checkpoint_is_passed_over(
+def test_damaged_checkpoint_is_skipped(
     whole: list[Recipe], broken: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one before is taken, and the user is told. The Trainer itself would go on with a new optimiser."""
@@ -129,7 +129,9 @@ def changed(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [changed, Path.unlink])
-def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damage_of_a_checkpoint_is_detected(
+    whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     newest = RunFolder(whole[0]).drafter / "checkpoints" / f"checkpoint-{STEPS}"
     names = {file.name for file in newest.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
@@ -144,7 +146,7 @@ def test_what_is_damaged(whole: list[Recipe], tmp_path: Path, damage: Callable[[
 
 
 @pytest.mark.nightly
-def test_the_same_bits_with_several_threads(target_folder: Path) -> None:
+def test_training_is_deterministic_with_several_threads(target_folder: Path) -> None:
     """The backward of indexing adds up in parallel where there is much: here 32 rows of 64 tokens and two masks."""
     trained = []
     threads = torch.get_num_threads()

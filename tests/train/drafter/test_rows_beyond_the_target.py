@@ -22,7 +22,7 @@ from draftsmith.train.features.write import project_features
         ("vocab_size", 5, r"has the token id \d+, and the target's embedding has 5 rows: take the tokenizer"),
     ],
 )  # fmt: skip
-def test_before_anything_is_loaded(
+def test_too_long_rows_are_refused_before_loading(
     tmp_path: Path, begin: Callable[[Recipe], Any], key: str, value: int, sentence: str
 ) -> None:
     recipe = tiny_run(tmp_path)

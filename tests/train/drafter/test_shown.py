@@ -31,7 +31,7 @@ def test_the_line_of_a_record() -> None:
     assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
 
 
-def test_a_curve_in_a_line() -> None:
+def test_sparkline() -> None:
     assert sparks([]) == ""
     assert sparks([2.0, 2.0]) == "▁▁"
     assert sparks([1, 8, 4.5]) == "▁█▅"

@@ -84,7 +84,7 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_incompatible_drafter_is_refused(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], sentence: str
 ) -> None:
     source = trained(tmp_path, "first", first)
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "runs" / "second" / "drafter").exists()
 
 
-def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
+def test_changed_source_is_refused(tmp_path: Path) -> None:
     """Not after training either; and never weights that training did not write."""
     parallel = drafter_of("eagle_parallel", num_masks=2)
     source = trained(tmp_path, "first", drafter_of("eagle"))
@@ -101,7 +101,7 @@ def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
     train_drafter(from_source(tmp_path, source, parallel))
     moved = source.rename(tmp_path / "elsewhere")
     assert train_drafter(from_source(tmp_path, moved, parallel)).was_finished
-    with pytest.raises(UserError, match=r"begun with drafter.init \(its weights\) = '[0-9a-f]{64}', now it is '"):
+    with pytest.raises(UserError, match=r"started with drafter.init \(its weights\) = '[0-9a-f]{64}', now it is '"):
         train_drafter(from_source(tmp_path, other, parallel))
     with pytest.raises(UserError, match=r"drafter.init \(its weights\)"):
         train_drafter(tiny_run(tmp_path, "second", drafter=parallel, train=STILL))
@@ -122,7 +122,7 @@ def test_another_source_is_not_taken_silently(tmp_path: Path) -> None:
         ("TMP", "TMP holds no trained drafter"),
     ],
 )
-def test_no_source(tmp_path: Path, init: str, sentence: str) -> None:
+def test_missing_source(tmp_path: Path, init: str, sentence: str) -> None:
     init, sentence = (text.replace("TMP", str(tmp_path)) for text in (init, sentence))
     with pytest.raises(UserError, match=sentence):
         train_drafter(from_source(tmp_path, init, drafter_of("eagle_parallel")))
@@ -187,7 +187,7 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
         assert markov.markov_head.markov_w2.weight.any() == (rank > 0)
 
 
-def test_a_markov_head_without_its_tokens_stays_behind(tmp_path: Path) -> None:
+def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
     """A drafter with a head of its own, for which the source has no rows, takes neither the tokens nor W2."""
     target, _ = load_target(tiny_run(tmp_path).target)
     options = {"draft_vocab_size": 8, "markov_rank": 3}
@@ -215,7 +215,9 @@ def two_stages(folder: Path, runs: str) -> Recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [pytest.param("eagle", marks=pytest.mark.nightly), "both"])
-def test_two_stages_broken_off_in_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+def test_two_stages_resume_after_an_interruption_in_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
     """The same weights in the end as without a break, bit for bit."""
     monkeypatch.setattr(stages, "run_distill", lambda recipe: None)
     whole, broken = two_stages(tmp_path, "runs"), two_stages(tmp_path, "other")
@@ -241,7 +243,7 @@ def test_two_stages_broken_off_in_either(tmp_path: Path, monkeypatch: pytest.Mon
         assert same_weights(left, right)
 
 
-def test_the_first_stage_is_on_the_second_ones_data() -> None:
+def test_first_stage_uses_the_second_ones_data() -> None:
     recipe = Recipe.model_validate(
         {"name": "two", "runs_dir": "there", "seed": 3, "data": {"max_length_tokens": 77},
          "drafter": {"kind": "eagle_parallel", "init": "embedded-eagle"}}
@@ -258,5 +260,5 @@ def test_the_first_stage_is_on_the_second_ones_data() -> None:
 def test_a_circle_of_recipes(tmp_path: Path) -> None:
     one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
     recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
-    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one a start"):
+    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one another"):
         first_stage(one)

@@ -76,7 +76,7 @@ def test_wandb_offline(target_folder: Path, offline_wandb: None) -> None:
     assert (history["report/ncols"], history["report/nrows"]) == ([len(SUMMARY[0])], [len(SUMMARY)])
 
 
-def test_a_run_that_goes_on_is_the_same_in_wandb(
+def test_resumed_run_continues_in_wandb(
     target_folder: Path, offline_wandb: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_with(target_folder, "wandb")
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_is_the_same_in_wandb(
     assert len(list((RunFolder(recipe).root / "wandb").glob("offline-run-*"))) == 2
 
 
-def test_wandb_that_refuses(target_folder: Path, offline_wandb: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_error_is_reported(target_folder: Path, offline_wandb: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "no/such:project")
     with pytest.raises(UserError, match=r"wandb cannot begin .*run `wandb login`, or set WANDB_MODE=offline"):
         train_drafter(recipe_with(target_folder, "wandb"))
@@ -139,7 +139,7 @@ def test_trackio(target_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [artifact["name"] for artifact in SQLiteStorage.get_artifacts("draftsmith")] == ["tracked-report"]
 
 
-def test_trackers_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"`train.report_to`: unknown tracker wandbb: did you mean `wandb`"):
         refuse_missing_trackers(["wandbb"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

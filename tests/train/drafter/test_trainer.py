@@ -21,7 +21,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 
 
-def test_training_learns_and_writes_what_it_should(target_folder: Path) -> None:
+def test_training_learns_and_writes_its_files(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "learns", max_steps=30, logging_steps=7)
     report = train_drafter(recipe)
     folder = RunFolder(recipe).drafter
@@ -50,7 +50,7 @@ def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
     assert "nothing to do" in report.sentence()
     assert (RunFolder(recipe).drafter / "model.safetensors").stat().st_mtime_ns == before
     changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
-    with pytest.raises(UserError, match=r"begun with train.learning_rate = 0.01, now it is 0.02: restore the key"):
+    with pytest.raises(UserError, match=r"started with train.learning_rate = 0.01, now it is 0.02: restore the key"):
         train_drafter(changed)
 
 
@@ -89,7 +89,7 @@ def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> Non
 
 
 @pytest.mark.parametrize("trainer", [NotFinite, InfiniteGradient])
-def test_what_is_not_finite_ends_the_training(target_folder: Path, trainer: type[DrafterTrainer]) -> None:
+def test_non_finite_loss_stops_training(target_folder: Path, trainer: type[DrafterTrainer]) -> None:
     recipe = make_recipe(target_folder, "not-finite", gradient_accumulation_steps=2, per_device_train_batch_size=2)
     not_finite(recipe, trainer)
     checkpoints = RunFolder(recipe).drafter / "checkpoints"
@@ -102,7 +102,7 @@ def test_all_processes_stop_together(target_folder: Path) -> None:
     in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
 
 
-def test_packed_rows_are_another_training(target_folder: Path) -> None:
+def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
     """12 documents of 12 to 14 tokens, three to a row of 40."""
     recipe = make_recipe(target_folder, "packed", per_device_train_batch_size=4, num_train_epochs=1, max_steps=-1)
     assert train_drafter(with_packing(recipe)).steps == 1
@@ -139,7 +139,7 @@ def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) 
     ("processes", "most", "expected"),
     [(1, None, (32, 1)), (1, 4, (4, 8)), (8, 4, (4, 1)), (16, 4, (2, 1)), (1, 5, (4, 8)), (4, 3, (2, 4))],
 )
-def test_a_step_has_as_many_rows_whatever_is_launched(
+def test_global_batch_is_independent_of_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, most: int | None, expected: tuple[int, int]
 ) -> None:
     values = {"global_batch_size": 32, **({} if most is None else {"per_device_train_batch_size": most})}
@@ -152,7 +152,7 @@ def test_a_step_has_as_many_rows_whatever_is_launched(
         training_arguments({"global_batch_size": 30}, tmp_path, seed=0, use_cpu=True)
 
 
-def test_rows_kept_out_are_read_as_many_at_a_time_as_others(tmp_path: Path) -> None:
+def test_held_out_rows_use_the_training_batch_size(tmp_path: Path) -> None:
     """So that a training that fits does not die at its end, in the evaluation."""
     for values, expected in (({}, 3), ({"per_device_eval_batch_size": 5}, 5)):
         args = training_arguments({"per_device_train_batch_size": 3, **values}, tmp_path, seed=0, use_cpu=True)
@@ -173,5 +173,5 @@ def test_the_target_in_bf16_too(target_folder: Path) -> None:
     shutil.copytree(RunFolder(exact).data, RunFolder(near).data)
     losses = [train_drafter(recipe).loss for recipe in (exact, near)]
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
-    with pytest.raises(UserError, match=r"begun with data\.features\.autocast = True, now it is None"):
+    with pytest.raises(UserError, match=r"started with data\.features\.autocast = True, now it is None"):
         train_drafter(exact.model_copy(update={"name": "near"}))

@@ -76,7 +76,7 @@ def test_the_best_weights_are_kept(best: Recipe, target: Path) -> None:
     assert TrainReport.read(RunFolder(last).drafter).heldout_tau[-1] == values[STEPS]
 
 
-def test_training_ends_when_tau_rises_no_more(best: Recipe, target: Path) -> None:
+def test_training_ends_when_tau_stops_rising(best: Recipe, target: Path) -> None:
     """At the first evaluation that is the n-th in a row without a new best; the sequence is that of the whole run."""
     values, waited, highest, expected, patience = taus(best), 0, 0.0, STEPS, 2
     for step, tau in values.items():
@@ -101,7 +101,7 @@ def test_training_ends_when_tau_rises_no_more(best: Recipe, target: Path) -> Non
     assert all(torch.equal(expected_weights[name], tensor) for name, tensor in weights_of(recipe).items())
 
 
-def test_interrupted_and_resumed_is_uninterrupted(best: Recipe, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_training_equals_uninterrupted(best: Recipe, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = validated(target, "broken", {"keep": "best"})
     train_until(InterruptAt(9), recipe, monkeypatch)
     train_drafter(recipe)
@@ -119,8 +119,6 @@ def test_interrupted_and_resumed_is_uninterrupted(best: Recipe, target: Path, mo
         ({}, {"load_best_model_at_end": True}, "leave it out; validation.keep=best is what it would be"),
     ],
 )
-def test_what_does_not_go_together(
-    target: Path, validation: dict[str, Any], train: dict[str, Any], message: str
-) -> None:
+def test_conflicting_keys(target: Path, validation: dict[str, Any], train: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         train_drafter(validated(target, "refused", validation, **train))

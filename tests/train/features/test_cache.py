@@ -61,7 +61,7 @@ def test_shards_by_hand() -> None:
 
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("layers", [(2, -1), (-1, 2), (-1,)])
-def test_every_row_is_what_was_written(tmp_path: Path, layers: tuple[int, ...]) -> None:
+def test_rows_are_read_back_as_written(tmp_path: Path, layers: tuple[int, ...]) -> None:
     index, whole = write_cache(tmp_path)
     assert FeatureIndex.read(tmp_path) == index
     cache = FeatureCache(tmp_path, index, layers)
@@ -94,7 +94,7 @@ def test_batches(tmp_path: Path) -> None:
     assert all(torch.equal(sent[name], value) for name, value in batch.items())
 
 
-def test_what_is_missing_or_damaged_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_or_damaged_cache_is_one_sentence(tmp_path: Path) -> None:
     index, _ = write_cache(tmp_path)
     file = tmp_path / index.shards[0].file
     whole = file.read_bytes()

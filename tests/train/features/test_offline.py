@@ -64,7 +64,7 @@ def command(recipe: Recipe, *options: str) -> Any:
 # ---- before the first byte ----
 
 
-def test_the_size_is_that_of_the_files(tmp_path: Path) -> None:
+def test_projected_size_equals_the_files(tmp_path: Path) -> None:
     """2 bytes x 32 hidden x 3 layers x 100 tokens; the files hold that and their headers."""
     recipe = tiny_run(tmp_path)
     projection = project_features(recipe)
@@ -107,24 +107,24 @@ def test_nothing_is_written_before_the_size_is_accepted(tmp_path: Path, monkeypa
     assert "nothing to do" in command(recipe).stdout
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_run(tmp_path)
     margin = features.MARGIN_BYTES + round(0.05 * 100 * TOKEN_BYTES)
     for spare, fits in ((-1, False), (0, True)):
         monkeypatch.setattr(features, "free_bytes_at", lambda _, spare=spare: 100 * TOKEN_BYTES + margin + spare)
         projection = project_features(recipe)
         if fits:
-            projection.refuse_what_does_not_fit()
+            projection.check_disk_space()
         else:
             with pytest.raises(UserError, match=r"still needs 18\.8 KiB, and 512 MiB to spare, but only 512"):
-                projection.refuse_what_does_not_fit()
+                projection.check_disk_space()
 
 
 # ---- interrupted ----
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_killed_run_goes_on_and_writes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = contents(write(tiny_run(tmp_path, "whole")))
     assert sorted(whole) == [*(f"features-0000{number}.safetensors" for number in range(4)), "index.json"]
     broken = tiny_run(tmp_path, "broken")
@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on_and_writes_nothing_twice(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_shards")
-def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
+def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
     """Each its part, with the target whole or split; three shards are missing, so one runs along with the other."""
     alone, threads = tiny_run(tmp_path, "alone"), torch.get_num_threads()
     torch.set_num_threads(1)  # as in each of the processes: sums depend on it
@@ -183,7 +183,7 @@ def test_a_split_target_needs_several_processes(tmp_path: Path) -> None:
     assert "there is one: leave it out, or launch several: `torchrun --nproc-per-node N" in result.stderr
 
 
-def test_the_first_process_of_a_launch_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     result = command(tiny_run(tmp_path, "run"), "--yes", f"--json={tmp_path / 'found.json'}")
     assert (result.exit_code, result.stdout) == (0, "")
@@ -214,32 +214,32 @@ def test_a_full_disk_keeps_what_is_finished(tmp_path: Path, tiny_disk: Path, mon
         ({"drafter": {"options": {"feature_layers": [2]}}}, r"holds layers \[1, 3, -1\] .* now read \[2\]"),
     ],
 )
-def test_settings_are_not_mixed(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_changed_settings_are_refused(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     write(tiny_run(tmp_path))
     with pytest.raises(UserError, match=message):
         project_features(tiny_run(tmp_path, **sections))
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_another_target_or_other_tokens_of_the_same_name_are_seen(tmp_path: Path) -> None:
+def test_changed_target_or_tokens_are_detected(tmp_path: Path) -> None:
     recipe = tiny_run(tmp_path)
     folder = write(recipe)
     (folder / "features-00001.safetensors").unlink()
     save_target(tmp_path / "target", initializer_range=0.1)
-    with pytest.raises(UserError, match=r"was begun with the target's weights \(hash\) = '"):
+    with pytest.raises(UserError, match=r"was started with the target's weights \(hash\) = '"):
         project_features(recipe)
     save_target(tmp_path / "target")
     tokens = RunFolder(recipe).data / "tokens"
     shutil.rmtree(tokens)
     token_rows((*LENGTHS[:-1], 14)).save_to_disk(str(tokens))
-    with pytest.raises(UserError, match=r"was begun with data \(its tokens\) = '"):
+    with pytest.raises(UserError, match=r"was started with data \(its tokens\) = '"):
         project_features(recipe)
 
 
 # ---- training ----
 
 
-def test_offline_training_is_online_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_training_equals_online_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE-3 reads two layers and the final one, as its teacher."""
     drafter = {"kind": "eagle3", "options": {"feature_layers": [1, 3]}}
     online = tiny_run(tmp_path, "online", drafter=drafter)
@@ -264,7 +264,7 @@ def test_offline_training_is_online_training(tmp_path: Path, monkeypatch: pytest
     torch.testing.assert_close(weights_of(offline), weights_of(online), atol=1e-4, rtol=1e-4)
 
 
-def test_training_asks_for_complete_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_features_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_run(tmp_path, data=OFFLINE)
     with pytest.raises(UserError, match=r"holds no features, which data.features.source=offline trains on: run `draft"):
         train_drafter(recipe)
@@ -275,7 +275,7 @@ def test_training_asks_for_complete_features(tmp_path: Path, monkeypatch: pytest
         train_drafter(recipe)
 
 
-def test_drafters_that_need_the_target_say_so(tmp_path: Path) -> None:
+def test_drafters_that_need_the_target_are_refused(tmp_path: Path) -> None:
     refusing = [kind for kind in drafter_kinds() if load_drafter_class(kind).offline_obstacle is not None]
     assert refusing == ["medusa2", "pass_embeddings"]
     for kind, why in (
@@ -288,7 +288,7 @@ def test_drafters_that_need_the_target_say_so(tmp_path: Path) -> None:
                 refused(recipe)
 
 
-def test_autocast_is_that_of_online_training(tmp_path: Path) -> None:
+def test_autocast_equals_online_training(tmp_path: Path) -> None:
     half = {"source": "offline", "dtype": "float32", "autocast": True, "batch_size": 1}
     recipe = tiny_run(tmp_path, data={"features": half})
     folder = write(recipe)

@@ -12,7 +12,7 @@ from draftsmith.recipes.run_folder import RunFolder
 script = benchmark("data_scaling")
 
 
-def test_the_line_by_hand() -> None:
+def test_fitted_line_by_hand() -> None:
     """Doublings -1, 0, 1, 2, taus 1.9, 2.1, 2.5, 2.5: slope 1.1 / 5, mean 2.25 at 0.5; left -.02, -.04, .14, -.08."""
     fit = script.fit_scaling([50_000, 100_000, 200_000, 400_000], [1.9, 2.1, 2.5, 2.5])
     assert fit.tau_per_doubling == pytest.approx(0.22)
@@ -25,7 +25,7 @@ def test_the_line_by_hand() -> None:
         script.fit_scaling([50_000, 50_000, 100_000], [1.0, 1.0, 1.0])
 
 
-def test_the_tau_that_accuracies_promise() -> None:
+def test_expected_tau_of_accuracies() -> None:
     """1 + 0.8 + 0.8 x 0.5 = 2.2; EAGLE's single depth goes on: 1 + 0.8 + 0.64 + 0.512."""
     assert script.expected_chain_tau([0.8, 0.5], 2) == pytest.approx(2.2)
     assert script.expected_chain_tau([0.8, 0.5, 0.9], 2) == pytest.approx(2.2)

@@ -33,7 +33,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padde
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
-from draftsmith.train.plan.estimate import StepCost, bytes_of, step_cost, trained_parameters
+from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
 from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, training_batch, ways_out
 from draftsmith.train.processes.frozen_target import sync_models
@@ -320,7 +320,7 @@ class OutOfMemory(DrafterTrainer):
 
 
 @pytest.mark.slow
-def test_training_that_runs_out_of_memory(
+def test_out_of_memory_is_explained(
     target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(target_folder, "large", per_device_train_batch_size=4)
@@ -345,7 +345,7 @@ def test_training_that_runs_out_of_memory(
         assert re.search(text, found.verdict or "")
 
 
-def test_what_is_out_of_memory(target_folder: Path) -> None:
+def test_out_of_memory_errors_are_recognised(target_folder: Path) -> None:
     with pytest.raises(RuntimeError) as error:
         torch.empty(TOO_LARGE, dtype=torch.uint8)
     assert is_out_of_memory(error.value)
@@ -362,11 +362,11 @@ def test_what_is_out_of_memory(target_folder: Path) -> None:
 # ---- several processes ----
 
 
-def test_what_each_process_holds_by_hand(tmp_path: Path) -> None:
+def test_bytes_per_process_by_hand(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4))
     cost = predicted_step(recipe, training_row(32, 32))
-    trained, layer = (bytes_of(part) for part in (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
+    trained, layer = map(tensor_bytes, (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
     size = plan.set_ups
     assert size["DDP"]["replicated"] == plan.peak_bytes + trained  # the buckets
     assert size["DDP"]["replicated"] - size["DDP"]["sharded"] == 3 * layer  # of four one stays
@@ -384,7 +384,7 @@ def _first_layer(cost: StepCost) -> torch.nn.Module:
     return layer
 
 
-def test_set_ups_that_cannot_be_are_left_out(tmp_path: Path) -> None:
+def test_impossible_set_ups_are_left_out(tmp_path: Path) -> None:
     """A LoRA inside the target cannot be split, and its target neither split nor quantised nor read from disk."""
     recipe = recipe_of(tmp_path, drafter={"kind": "medusa2", "options": {}})
     set_ups = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=2)).set_ups

@@ -33,7 +33,7 @@ CASES: tuple[tuple[dict[str, Any], str, float, list[int]], ...] = (
 
 
 @pytest.mark.slow
-def test_what_each_process_holds(tmp_path: Path) -> None:
+def test_target_parts_of_each_process(tmp_path: Path) -> None:
     """Under FSDP's RAM-efficient loading, which would leave zeros in the second. The drafters are those of one process.
 
     Only the first reads the files where the target is split or dropped.
@@ -93,7 +93,7 @@ def test_a_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> No
         distributed.destroy_process_group()
 
 
-def test_outside_the_launch_transformers_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_ignores_the_launch_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Zero3:
         def is_zero3(self) -> bool:
             return True
@@ -109,7 +109,7 @@ def test_outside_the_launch_transformers_knows_of_none(monkeypatch: pytest.Monke
     assert os.environ[RAM_EFFICIENT] == "true"
 
 
-def test_weights_go_straight_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_loaded_directly_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor by tensor: a host's memory never holds a target that a GPU is to hold."""
     seen: dict[str, Any] = {}
 

@@ -15,7 +15,7 @@ from draftsmith.train.drafter.checkpoints import refuse_other_launch, write_mani
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
-from draftsmith.train.processes.launch import Launch, launch_of, refuse_what_cannot_work
+from draftsmith.train.processes.launch import Launch, check_launch, detect_launch
 
 DDP, FSDP2, ZERO2, ZERO3 = Launch("ddp", 2), Launch("fsdp", 2, 2), Launch("zero", 2, 2), Launch("zero", 2, 3)
 ALONE = Launch("single")
@@ -39,13 +39,13 @@ def arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, Launch("megatron", 1)),
     ],
 )
-def test_what_was_launched(
+def test_detect_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Launch
 ) -> None:
     args = arguments(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert launch_of(args) == expected
+    assert detect_launch(args) == expected
 
 
 def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +54,9 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     with pytest.raises(UserError, match=r"DeepSpeed configuration .*zero\.json cannot be read .*: correct it"):
-        launch_of(args)
+        detect_launch(args)
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
-    assert launch_of(args) == Launch("zero", 1, 1)
+    assert detect_launch(args) == Launch("zero", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
     ],
 )  # fmt: skip
-def test_refused_by_name(
+def test_refusals_name_the_obstacle(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     launch: Launch,
@@ -86,7 +86,7 @@ def test_refused_by_name(
     monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)  # whatever is installed
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
-        refuse_what_cannot_work(recipe, arguments(tmp_path, **train), launch)
+        check_launch(recipe, arguments(tmp_path, **train), launch)
 
 
 def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
@@ -110,15 +110,15 @@ def test_other_ways_to_split(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message):
-        refuse_what_cannot_work(recipe_in(tmp_path), arguments(tmp_path), FSDP2)
+        check_launch(recipe_in(tmp_path), arguments(tmp_path), FSDP2)
 
 
-def test_libraries_that_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded: there is neither a target nor tokens in this folder."""
     for module in (launches, quantized):
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ZeRO-2 needs DeepSpeed, which is not installed: `pip install"):
-        refuse_what_cannot_work(recipe_in(tmp_path), arguments(tmp_path), ZERO2)
+        check_launch(recipe_in(tmp_path), arguments(tmp_path), ZERO2)
     target = {"quantization": "nf4"}
     with pytest.raises(UserError, match=r"`target\.quantization`: nf4 needs bitsandbytes, which is not installed"):
         train_drafter(recipe_in(tmp_path, target=target))

@@ -78,7 +78,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], R
         case("fsdp2", True, nightly=True), case("zero1", False, nightly=True), case("zero3", True, nightly=True),
     ],
 )  # fmt: skip
-def test_two_processes_are_one(alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool) -> None:
+def test_two_processes_train_as_one(
+    alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool
+) -> None:
     """The loss curve, the weights, and the file that training ends with, which is whole."""
     recipe = trained(name, sharded)
     assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
@@ -100,7 +102,7 @@ def test_two_processes_are_one(alone: Recipe, trained: Callable[[str, bool], Rec
         *(case(name, "SIGTERM", 5, nightly=True) for name in ("cpu_x2", "fsdp2", "zero1", "zero2", "zero3")),
     ],
 )
-def test_stopped_and_resumed_is_unbroken_bit_for_bit(
+def test_resumed_training_is_bitwise_equal(
     trained: Callable[[str, bool], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
 ) -> None:
     """SIGTERM of one process saves in all of them; SIGKILL of one leaves the other a sentence to say."""
@@ -135,7 +137,7 @@ def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["cpu_x2", "fsdp2"])
-def test_muon_in_two_processes_is_muon_in_one(tmp_path: Path, name: str) -> None:
+def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
     """Its products are in bf16, so that matrices which FSDP2 gathers differ by their rounding."""
     muon = {**CURVE, "optimizer": "muon", "muon_learning_rate": 2e-2}
     alone = tiny_run(tmp_path, "alone", train=muon)
@@ -146,7 +148,7 @@ def test_muon_in_two_processes_is_muon_in_one(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.nightly
-def test_as_slurm_starts_them(tmp_path: Path) -> None:
+def test_launch_by_slurm(tmp_path: Path) -> None:
     """Each process by the environment alone, without a launcher: SIGTERM of one ends both with 143, all saved."""
     recipe = tiny_run(tmp_path)
     assert start_each(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]

@@ -106,7 +106,7 @@ def measured(page: Path, folder: Path, width: int, scheme: str, medium: str = "s
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_as_painted(page: Path, tmp_path: Path, width: int, scheme: str) -> None:
+def test_layout_and_sorting_in_a_browser(page: Path, tmp_path: Path, width: int, scheme: str) -> None:
     found = measured(page, tmp_path, width, scheme)
     assert found["width"] == width
     assert found["scrollWidth"] <= width

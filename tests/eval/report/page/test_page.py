@@ -56,7 +56,7 @@ def elements(page: str) -> Elements:
     return Elements(page)
 
 
-def test_every_section_is_there_and_reached(elements: Elements) -> None:
+def test_every_section_exists_and_is_linked(elements: Elements) -> None:
     ids = [values["id"] for _, values, _ in elements.found if "id" in values]
     assert ids == list(SECTIONS)
     links = [values["href"] for tag, values, _ in elements.found if tag == "a"]
@@ -64,7 +64,7 @@ def test_every_section_is_there_and_reached(elements: Elements) -> None:
     assert not elements.open
 
 
-def test_an_old_run_is_shown_without_what_it_lacks(tmp_path: Path) -> None:
+def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> None:
     """Neither clock readings nor traces, training logs or a data card."""
     values = whole_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
     for record in values["records"]:
@@ -115,7 +115,7 @@ def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
     assert "<td>2.77</td><td>1.31</td>" in shown
 
 
-def test_answers_show_who_made_what(page: str) -> None:
+def test_answers_mark_draft_and_target_tokens(page: str) -> None:
     title = "round 1: 3 tokens drafted, 1 kept, then the target&#39;s &#39; red&#39;; rejected: &#39; brown&#39;"
     drafted = '<span class="kept"> quick</span><del class="rejected"> brown</del><span class="own"> red</span>'
     assert f'<span title="{title}">{drafted}</span>' in page
@@ -123,7 +123,7 @@ def test_answers_show_who_made_what(page: str) -> None:
     assert "Say something &amp; stop." in page
 
 
-def test_no_other_file_is_asked_for(page: str, elements: Elements) -> None:
+def test_page_loads_no_other_file(page: str, elements: Elements) -> None:
     for tag, values, _ in elements.found:
         assert tag not in ("link", "iframe", "object", "embed", "base")
         assert "src" not in values
@@ -135,7 +135,7 @@ def test_no_other_file_is_asked_for(page: str, elements: Elements) -> None:
     assert not re.search(r"fetch|XMLHttpRequest|import|https?:", script)
 
 
-def test_small_and_without_a_path_of_the_machine(page: str, elements: Elements) -> None:
+def test_page_is_small_and_has_no_local_path(page: str, elements: Elements) -> None:
     assert len(page.encode()) < MOST_BYTES
     attributes = [value for _, values, _ in elements.found for value in values.values()]
     for text in [*elements.texts, *attributes]:

@@ -10,7 +10,7 @@ from draftsmith.eval.report.page.curves import (
     compared_drafters,
     training_curves,
 )
-from draftsmith.eval.report.page.methods import MOST_DEPTHS, depths_of, mean_rounds, method_tables, timeline
+from draftsmith.eval.report.page.methods import MOST_DEPTHS, acceptance_depths, mean_rounds, method_tables, timeline
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
 from draftsmith.models.base.registry import Training
 from draftsmith.recipes.schema import Recipe
@@ -18,7 +18,7 @@ from draftsmith.recipes.schema import Recipe
 # ---- methods beside each other ----
 
 
-def test_order_scale_and_baseline() -> None:
+def test_methods_are_sorted_on_one_scale_with_the_baseline() -> None:
     """Speedups from 0 to 2, with 6 % of that on both sides."""
     rows = [
         row("autoregressive", "overall", tokens_per_s=20.0, speedup_mean=1.0),
@@ -34,7 +34,7 @@ def test_order_scale_and_baseline() -> None:
     assert method_tables(rows[:1]) == []
 
 
-def test_against_the_fastest_is_paired_by_question() -> None:
+def test_intervals_against_the_fastest_are_paired_by_question() -> None:
     """Twice the time on every question, however unlike these are: 0.5 without any width."""
     records = records_of({"fast": 0.5, "slow": 1.0}, (0.0, 1.0))
     cold, hot = method_tables(summarize(records), records)
@@ -47,7 +47,7 @@ def test_acceptance_by_depth() -> None:
     """Ten rounds that kept 0 (5 times), 1 (3) and 2 (2): 5 of 10 kept depth 1, 2 of 10 depth 2."""
     lengths = [0] * 5 + [1] * 3 + [2] * 2
     row = TIMING[0] | {"acceptance_by_depth": acceptance_by_depth(lengths)}
-    (found,) = depths_of([row, row | {"method": "autoregressive"}, row | {"acceptance_by_depth": []}])
+    (found,) = acceptance_depths([row, row | {"method": "autoregressive"}, row | {"acceptance_by_depth": []}])
     assert found.shares == [(0.5, 0.5), (pytest.approx(0.2), pytest.approx(0.4))]
     assert (found.tau_without_bonus, found.more) == (pytest.approx(sum(lengths) / len(lengths)), 0)
     rows = [
@@ -55,7 +55,7 @@ def test_acceptance_by_depth() -> None:
         row | {"method": "seldom", "acceptance_by_depth": [0.001, 0.5, 0.5]},
         row | {"method": "hot", "temperature": 1.0, "acceptance_by_depth": [0.95]},
     ]
-    listed = [(each.method, len(each.shares), each.more) for each in depths_of(rows)]
+    listed = [(each.method, len(each.shares), each.more) for each in acceptance_depths(rows)]
     assert listed == [("deep", MOST_DEPTHS, 3), ("seldom", 1, 2), ("hot", 1, 0)]
 
 
@@ -116,7 +116,7 @@ def test_answers_round_by_round() -> None:
     shown = question[0]
     assert shown.shown_prompt == "y" * SHOWN_PROMPT_CHARS + "…"
     assert (shown.tokens, shown.drafted) == (4, 3)
-    assert [(each.drafted, each.kept) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
+    assert [(each.drafted, each.num_accepted) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
     assert rounds[0].title(1) == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
     assert rounds[1].title(2) == "round 2: 4 tokens drafted, 1 kept"
 
@@ -142,7 +142,7 @@ def test_held_out_figures_are_of_the_saved_weights() -> None:
     assert found.held_out is None
 
 
-def test_drafters_beside_each_other() -> None:
+def test_compared_drafters() -> None:
     """Each with its fastest method at the lowest temperature, and the settings in which they differ."""
     methods = [
         {"name": "a-1", "drafter": "/home/x/a/drafter"},
