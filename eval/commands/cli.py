@@ -326,13 +326,16 @@ def doctor(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Training examples to print, tokens with loss in colour.")] = 2,
     serve: Annotated[str | None, typer.Option(help="Also check whether vllm, sglang, ... can serve it.")] = None,
+    overfit: Annotated[
+        bool, typer.Option("--overfit", help="Also train on one answer until it is drafted whole.")
+    ] = False,
 ) -> None:
     """Check data, target and drafter before training; exits with 1 on a defect."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.doctor import examine
 
     heading("doctor", loaded.name)
-    diagnosis = examine(loaded, serve)
+    diagnosis = examine(loaded, serve, overfit)
     tell(diagnosis.as_json())
     diagnosis.show(rows)
     if diagnosis.count("defect"):

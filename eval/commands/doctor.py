@@ -2,7 +2,8 @@
 
 Data: a sample of the source's conversations is tokenised as for training; after distillation every example of
 `data/tokens` is checked too. Target: can it run draft trees? Drafter: does training compute the same logits as decoding
-(`draftsmith.train.drafter.parity`)? It only reads, so it may run during a distillation.
+(`draftsmith.train.drafter.parity`)? Does it learn one answer by heart (`overfit.py`)? The run's folder is only read, so
+this may run during a distillation.
 
 Shapes: S tokens of an example.
 """
@@ -47,6 +48,7 @@ from draftsmith.data.tokens.templates import (
 )
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.console import console
+from draftsmith.eval.commands.overfit import overfit
 from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
@@ -143,11 +145,12 @@ class Diagnosis:
         return {"recipe": self.recipe_name, "healthy": not self.count("defect"), "findings": findings}
 
 
-def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
-    """Check data, target and drafter. Writes nothing.
+def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) -> Diagnosis:
+    """Check data, target and drafter. Writes nothing into the run's folder.
 
     Args:
         serve: Also check whether the drafter can be exported to this format or engine (`models/formats/exporting.py`).
+        overfits: Also train a new drafter on one answer, which it must then draft (`overfit.py`).
 
     Raises:
         UserError: The target cannot be loaded, so that nothing can be checked, or `serve` is no known format.
@@ -168,7 +171,7 @@ def examine(recipe: Recipe, serve: str | None = None) -> Diagnosis:
     diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
         *_tried("train section", lambda: _training_arguments(recipe)),
         *_tried("drafter.init", lambda: _start(recipe, target)),
-        *_tried("drafter", lambda: _drafter(recipe, target, diagnosis.rows)),
+        *_tried("drafter", lambda: _drafter(recipe, target, diagnosis, overfits)),
     ]
     if serve is not None:
         diagnosis.parts[f"served by {serve}"] = _tried("export", lambda: _served(recipe, target, serve))
@@ -565,7 +568,30 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     return findings if warned is None else [*findings, Finding("first token", "warning", warned)]
 
 
-def _drafter(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
+def _drafter(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis, overfits: bool) -> list[Finding]:
+    """Check the drafter's training and decoding; overfitting comes first, as the other check changes the dtype."""
+    learned = _overfit(recipe, target, diagnosis) if overfits else []
+    return [*_train_equals_decode(recipe, target, diagnosis.rows), *learned]
+
+
+def _overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> list[Finding]:
+    """Check that a new drafter learns one answer of the target by heart."""
+    kind, check = recipe.drafter.kind, "overfit"
+    if diagnosis.count("defect"):
+        return [Finding(check, "warning", "not checked: correct the defects of the data and the target first")]
+    try:
+        result = overfit(recipe, target, diagnosis.tokenizer, diagnosis.rows)
+    except torch.OutOfMemoryError:
+        sentence = "not checked: a training step does not fit into the GPU's memory; `draftsmith plan` has ways out"
+        return [Finding(check, "warning", sentence)]
+    except UserError as error:
+        return [Finding(check, "defect", str(error))]
+    if result is None:
+        return [Finding(check, "ok", f"not checked: {kind} trains no layers, which could learn an answer by heart")]
+    return [Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))]
+
+
+def _train_equals_decode(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
     """Check that training and decoding give equal logits, for a new drafter on one of the examples."""
     kind, check = recipe.drafter.kind, "train = decode"
     try:

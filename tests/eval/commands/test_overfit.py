@@ -1,0 +1,88 @@
+"""`draftsmith doctor --overfit`: a drafter learns one answer of the embedded target by heart, or is wired wrongly."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands import cli, overfit
+from draftsmith.models.base.drafter import Drafter
+
+FEW = "data.conversations.limit=20"
+
+
+def examine(recipe: str, folder: Path, *overrides: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the exit code and the findings by their check; nothing was written into a run."""
+    file = folder / "out.json"
+    values = (f"runs_dir={folder / 'runs'}", FEW, *overrides)
+    result = CliRunner().invoke(cli.app, ["doctor", recipe, *values, "--overfit", "--rows=0", f"--json={file}"])
+    assert result.exit_code in (0, 1), result.output
+    assert not (folder / "runs").exists()
+    return result.exit_code, {entry["check"]: entry for entry in json.loads(file.read_text())["findings"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_drafter_learns_one_answer(kind: str, tmp_path: Path) -> None:
+    """All depths at once, and a step a depth: 96 tokens, 95 after the prefill's, in 16 rounds of at most 6."""
+    code, findings = examine(f"embedded-{kind}", tmp_path)
+    entry, figures = findings["overfit"], findings["overfit"]["figures"]
+    assert (code, entry["severity"]) == (0, "ok")
+    assert (figures["depth"], figures["answer_tokens"], figures["bound"]) == (5, 96, 95 / 16)
+    assert figures["tau"] >= 95 / 17
+    assert 50 <= figures["steps"] <= 200
+    assert entry["sentence"].startswith(f"{kind} learns one answer by heart: tau {figures['tau']:.2f} of 5.94 after ")
+
+
+@pytest.mark.slow
+def test_features_of_another_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training learns the labels all the same; decoding, with the right features, drafts none of them."""
+    right = Drafter.training_features
+
+    def one_off(drafter: Drafter, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        features, teacher = right(drafter, *args, **options)
+        return features.roll(1, dims=1), teacher
+
+    monkeypatch.setattr(Drafter, "training_features", one_off)
+    code, findings = examine("embedded-medusa", tmp_path)
+    figures = findings["overfit"]["figures"]
+    assert (code, findings["overfit"]["severity"]) == (1, "defect")
+    assert figures["accuracy"] > 0.98
+    assert figures["tau"] < 2
+    assert re.match(
+        r"medusa drafts something else than it was trained on: tau 1\.\d\d of 5\.94 after \d+ steps on one answer of "
+        r"96 tokens \(loss .*, \d+% of the labels right, \d+ s\); compare the labels, features and positions of "
+        r"training with those of the decoder in models/drafters/medusa\.py",
+        findings["overfit"]["sentence"],
+    )
+    assert findings["train = decode"]["severity"] == "ok"  # which does not see how the trainer calls the drafter
+
+
+def test_too_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that has not learned its labels either."""
+    monkeypatch.setattr(overfit, "STEPS", 2)
+    code, findings = examine("embedded-medusa", tmp_path)
+    assert (code, findings["overfit"]["severity"]) == (1, "defect")
+    assert re.match(
+        r"medusa cannot learn even one answer: tau .* of 5\.94 after 2 steps .*check train\.learning_rate and "
+        r"drafter\.options, then the labels and features that models/drafters/medusa\.py is trained on",
+        findings["overfit"]["sentence"],
+    )
+
+
+def test_kinds_without_layers_say_so(tmp_path: Path) -> None:
+    code, findings = examine("embedded-pass", tmp_path)
+    assert (code, findings["overfit"]["severity"]) == (0, "ok")
+    assert findings["overfit"]["sentence"] == (
+        "not checked: pass_embeddings trains no layers, which could learn an answer by heart"
+    )
+
+
+def test_defects_of_the_data_come_first(tmp_path: Path) -> None:
+    code, findings = examine("embedded-medusa", tmp_path, "data.conversations.source=gone.jsonl")
+    assert code == 1
+    assert findings["overfit"]["sentence"] == "not checked: correct the defects of the data and the target first"
