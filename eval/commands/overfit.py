@@ -29,7 +29,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.decoding.loop import TargetSession, generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.methods.drafter import drafter_method
+from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
@@ -37,7 +37,7 @@ from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.losses import loss_weights
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import session_tokens
-from draftsmith.recipes.schema import MethodRecipe, Recipe
+from draftsmith.recipes.schema import MethodConfig, Recipe
 from draftsmith.train.drafter.shown import by_depth
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
@@ -48,7 +48,7 @@ LOWEST_LEARNING_RATE = 1e-3  # a recipe's own may be too low for so few steps
 LEARNED_FRAC, LEARNED_LOGS = 0.985, 5  # of the labels at every depth, in this many logs after another
 REACHED_FRAC = 0.9  # of the bound: a near tie of the target's may cost a round or two, a mistake costs most of them
 CE_SHARE = 0.3  # low enough for a teacher of other tokens to win against it
-CHAIN = MethodRecipe(name="chain")
+CHAIN = MethodConfig(name="chain")
 # Keys of `train:` that say how a step is computed; those of schedules, batches and files do not fit a single example.
 STEP_KEYS = (
     "optim", "optimizer", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16",
@@ -132,7 +132,7 @@ def overfit(
         ids_1s = torch.tensor([ids], device=target.device)
         features_sf = target_features(target, ids_1s, layers=trained.feature_layers)[0]
         with torch.inference_mode():
-            chain = drafter_method(CHAIN, decoder, Sampling())
+            chain = build_tree_drafter(CHAIN, decoder, Sampling())
             lengths = accepted_lengths(chain, ids, features_sf, first, len(ids) - 1)
     logs = next(log for log in reversed(trainer.state.log_history) if "loss" in log)
     tokens = sum(lengths)
