@@ -53,7 +53,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTraine
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.losses import head_loss
+from draftsmith.models.loss import head_loss
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
@@ -190,7 +190,7 @@ def step_beside_its_parts(target: PreTrainedModel, backend: str, length: int, ma
     optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=1e-4, fused=True)
     ids = torch.randint(3, target.config.vocab_size, (1, length), device=DEVICE)
     labelled = torch.ones_like(ids)
-    rows = int(drafter.label_counts(ids, labelled)[0].sum())
+    rows = int(drafter.label_counts(drafter.groups(ids, labelled))[0].sum())
     half = partial(torch.autocast, DEVICE.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
 
     def step() -> None:

@@ -1,7 +1,7 @@
 """What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head, and its options.
 
 A kind of drafter is a file of `models/drafters/` with an attribute `DRAFTER`; `drafter.kind` in a recipe is its name.
-What a depth predicts, and from what, is the same for all of them (`models/groups/rows.py`), and so is what its logits
+What a depth predicts, and from what, is the same for all of them (`models/groups/layout.py`), and so is what its logits
 and losses are read off (`draft_head.py`).
 
 The LM head is the target's, frozen, or heads of the drafter's own, which start as the target's and are trained. With
@@ -38,23 +38,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.draft_head import (
-    Batch,
-    Credit,
-    DraftedShare,
-    DraftHead,
-    LabelledRows,
-    MarkovHead,
-    RowLosses,
-    depth_shares,
-    supervised_token_counts,
-    training_loss,
-)
+from draftsmith.models.base.draft_head import DraftedShare, DraftHead, MarkovHead, supervised_token_counts
+from draftsmith.models.base.weights import Auxiliary, Credit, Part, depth_shares, sum_losses, weigh_by_depth
 from draftsmith.models.decoding.decoders import ALL_TOKENS, DrafterDecoder, StepwiseDecoder, TokenColumns
 from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES, of_kind
-from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, depth_labels, document_starts
-from draftsmith.models.losses import LOSSES, DrafterOutput, LossName, has_teacher, loss_weights, numbers_beside
+from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
+from draftsmith.models.loss import (
+    LOSSES,
+    DrafterOutput,
+    HeadLoss,
+    LossName,
+    as_tensor_like,
+    has_teacher,
+    head_loss,
+    loss_weights,
+    mass_inside,
+)
 from draftsmith.models.target.features import FINAL_FEATURES, target_features
 from draftsmith.models.target.view import embedding_width, target_values
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
@@ -97,7 +97,7 @@ DraftDepth = Annotated[
 Loss = Annotated[
     LossName | Annotated[dict[LossName, PositiveFloat], Field(min_length=1)],
     one_message(f"must be {', '.join(LOSSES)}, or some of these with a weight each, as in `{{ce: 0.1, tv: 1.8}}`"),
-    Field(description="see `models/losses.py`; `ce` needs no teacher; `{ce: 0.1, tv: 1.8}` for a weighted sum"),
+    Field(description="see `models/loss.py`; `ce` needs no teacher; `{ce: 0.1, tv: 1.8}` for a weighted sum"),
 ]
 DraftVocabSize = Annotated[
     PositiveInt | None,
@@ -203,7 +203,7 @@ class DrafterOptions(Section):
 
     @property
     def credit(self) -> Credit | None:
-        """Return what rows count by what their group does, or None where they are weighed by their depth alone."""
+        """Return how rows count by what their group does, or None where they are weighed by their depth alone."""
         return None
 
 
@@ -230,8 +230,8 @@ class DepthOptions(DrafterOptions):
 
     @property
     def credit(self) -> Credit | None:
-        credit = Credit(self.dpace_alpha, self.until_first_error)
-        return None if credit == Credit() else credit
+        credit = self.dpace_alpha, self.until_first_error
+        return None if credit == (None, False) else credit
 
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
         given = self.depth_weights
@@ -354,9 +354,6 @@ class Drafter(PreTrainedModel):
     training_step, training_progress_frac = 0, 1.0
     # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
     generator: torch.Generator | None = None
-    # What the loss through the head is multiplied with, and whether every row's alpha is wanted beside it.
-    class_weight: float = 1.0
-    wants_overlap: bool = False
     d2t: Tensor
     t2d: Tensor
     reduced_head: nn.Linear
@@ -523,14 +520,6 @@ class Drafter(PreTrainedModel):
             teacher_shape=self.attached.shape,
         )
 
-    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
-        """Losses that a kind adds to those through the head; by default none. It may correct `part.right_n`.
-
-        Returns:
-            Losses [N]; 1 for the rows that count and 0 for others [N]; which row of `label_counts` counts them, 0 or 1.
-        """
-        return None
-
     @property
     def draft_ids(self) -> Tensor | None:
         """[V'] the target's ids of the head's rows, ascending; None if it has all of them."""
@@ -614,6 +603,25 @@ class Drafter(PreTrainedModel):
 
     # ---- training and decoding ----
 
+    def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
+        """Return the groups of a batch: its labels, and the rows that are computed for them."""
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
+
+    def label_counts(self, groups: Groups) -> Tensor:
+        """Return what the loss of a batch is divided by, [2, G]: its labels of each depth, and those that the loss
+        through the head reads.
+
+        They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
+        number expected, which all parts can know before the first of them is computed.
+        """
+        has_label_bgs = is_read_bgs = groups.labels_bgs != IGNORED_LABEL
+        if self._reduced and not has_teacher(self.config.loss):
+            is_read_bgs = has_label_bgs & self.t2d[groups.labels_bgs.clamp(min=0)]
+        counts_2g = torch.stack([has_label_bgs, is_read_bgs]).sum((1, 3)).float()
+        shares = self.config.options.kept_shares if self.training else None
+        return counts_2g if shares is None else counts_2g * as_tensor_like(shares, counts_2g)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -622,8 +630,13 @@ class Drafter(PreTrainedModel):
         position_ids: Tensor | None = None,
         teacher_features: Tensor | None = None,
         label_counts: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> DrafterOutput:
         """Return the training loss of all groups of a batch.
+
+        The loss of a row is that through the head, plus the kind's auxiliary loss. Each is a mean over the rows of its
+        depth, these weighted with the depth's share; with D-PACE a sum over rows, weighted by their group's confidence,
+        over the number of groups.
 
         Args:
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
@@ -635,48 +648,84 @@ class Drafter(PreTrainedModel):
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
                 to its loss. By default these rows are all of it.
+            groups: Those of `groups(input_ids, loss_mask, position_ids)`, where they are known already.
         """
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        rows = self.active_rows(labels_bgs, position_ids)
-        if teacher_features is None and has_teacher(self.config.loss):
+        groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
+        features_pd, mass_p = self._teacher(groups, features, teacher_features)
+        hidden_nd = self.hidden_states(groups, features)
+        credit, shares_g = self.config.options.credit, as_tensor_like(self.depth_shares, hidden_nd)
+        parts = list[Part]()
+        for head, place_m, normed_md in self.head_inputs(groups, hidden_nd):
+            depth_m, label_m, before_m = groups.labels(place_m)
+            rows_m = head.rows_of(label_m)  # of the head
+            counts_g = None if label_counts is None else label_counts[1]
+            weights_m = weigh_by_depth(shares_g, depth_m, head.mask_of(rows_m, shares_g.dtype), counts_g)
+            result = head_loss(
+                normed_md,
+                head.linear,
+                rows_m,
+                weights_m if credit is None else None,
+                head.loss,
+                head.teacher_of(features_pd, before_m, mass_p),
+                None if head.markov is None else head.markov.factors(groups.input_ids.flatten()[before_m]),
+                head.shape,
+                is_reduced=head.t2d is not None,
+                needs_acceptance=head.needs_acceptance,
+            )
+            auxiliary = self.auxiliary_loss(groups, hidden_nd, normed_md, place_m, head, result, features_pd)
+            parts.append((place_m, rows_m, result, head.weight, weights_m, auxiliary))
+        return sum_losses(groups, parts, shares_g, label_counts, credit)
+
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return the hidden states of all rows of the groups [N, D], or of what the heads read in their place.
+
+        Args:
+            groups: With the tokens and positions.
+            features: [B, S, F] of the target, AT each token; `previous_features` gives those that a group may read.
+        """
+        raise NotImplementedError
+
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+        """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
+        raise NotImplementedError
+
+    def auxiliary_loss(
+        self,
+        groups: Groups,
+        hidden_nd: Tensor,
+        normed_md: Tensor,
+        place_m: Tensor,
+        head: DraftHead,
+        result: HeadLoss,
+        features_pd: Tensor | None,
+    ) -> Auxiliary | None:
+        """Return a loss that a kind adds to that through a head; by default none.
+
+        Args:
+            hidden_nd: As `hidden_states` gives them.
+            normed_md: What the head read, of the rows at `place_m` among the N.
+            result: The losses through the head.
+            features_pd: [P, D] that the target's head reads, if there is a teacher.
+        """
+        return None
+
+    def _teacher(
+        self, groups: Groups, features: Tensor, teacher_features: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return [P, D] that the target's head reads, and [P] its probability of the draft vocabulary; None for 1."""
+        compares = has_teacher(self.config.loss)
+        if teacher_features is None and compares:
             if self.feature_layers != (FINAL_FEATURES,):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
             teacher_features = features
-        return self.loss_of_rows(
-            rows, Batch(input_ids, labels_bgs, features, position_ids, teacher_features, label_counts)
-        )
-
-    def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
-        """Return the rows that are computed: those with a label, and those that they attend to."""
-        return ActiveRows.of(labels_bgs, position_ids=position_ids)
-
-    def loss_of_rows(self, rows: ActiveRows, batch: Batch) -> DrafterOutput:
-        """Return the loss of the labelled ones among these rows."""
-        return training_loss(self, batch, self.labelled_rows(rows, batch))
-
-    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
-        """Compute the rows; give those with a label, those of each head together."""
-        raise NotImplementedError
-
-    def label_counts(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[2, G] what the loss of a batch is divided by: labels of each depth, and those that the loss
-        through the head reads.
-
-        They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
-        number expected, which all parts can know before the first of them is computed.
-        """
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        labelled_bgs = labels_bgs != IGNORED_LABEL
-        if not self.reads_first_token:
-            if position_ids is None:
-                position_ids = torch.arange(labels_bgs.shape[2], device=labels_bgs.device)
-            labelled_bgs &= ~document_starts(position_ids.expand(labels_bgs.shape[0], -1))[:, None]
-        read_bgs = labelled_bgs
-        if self._reduced and not has_teacher(self.config.loss):
-            read_bgs = labelled_bgs & self.t2d[labels_bgs.clamp(min=0)]
-        counts_2g = torch.stack([labelled_bgs, read_bgs]).sum((1, 3)).float()
-        shares = self.config.options.kept_shares if self.training else None
-        return counts_2g if shares is None else counts_2g * numbers_beside(counts_2g, shares)
+        if teacher_features is None:
+            return None, None
+        features_pd, mass_p = teacher_features.flatten(0, 1), None
+        if self._reduced and compares and self.config.teacher_mass:
+            # A deeper depth's label is also the label of depth 1 of a later group.
+            has_label_p = (groups.labels_bgs[:, 0] != IGNORED_LABEL).flatten()
+            mass_p = mass_inside(features_pd, self.attached.lm_head, self.t2d, has_label_p, self.attached.shape)
+        return features_pd, mass_p
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """Make a decoder for sequences of at most this many tokens, prompt included."""

@@ -13,7 +13,7 @@ they share with other kinds that have a head for each depth (Hydra) is `HeadsDra
 Shapes: B batch, S sequence, P = B*S tokens, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, cast
 
 import torch
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.draft_head import Batch, LabelledRows
+from draftsmith.models.base.draft_head import DraftHead
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, Drafter, DrafterConfig, Loss
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.groups.rows import ActiveRows, previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 
@@ -50,7 +50,7 @@ class HeadOptions(DepthOptions):
 class HeadsDrafter(Drafter):
     """Heads that each read one state of the target and no others, with LM heads of their own or the target's.
 
-    A kind says what the rows of each head come to (`hidden_of_heads`). LM heads of its own have V' rows each, with
+    A kind says what an LM head reads of these states (`head_hidden`). LM heads of its own have V' rows each, with
     `draft_vocab_size`.
     """
 
@@ -83,14 +83,12 @@ class HeadsDrafter(Drafter):
                 )
             self.initialize_own_heads()
 
-    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
-        for j, (hidden_nd, token_n) in enumerate(
-            zip(self.hidden_of_heads(rows, batch), rows.labelled_tokens, strict=True)
-        ):
-            yield LabelledRows(self.draft_head(j), hidden_nd, torch.full_like(token_n, j), token_n)
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+        for j, place_m in enumerate(groups.labelled_by_depth):
+            yield self.draft_head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
 
-    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
-        """Yield the hidden states [N, D] of each head's rows, whose newest tokens are `rows.labelled_tokens`."""
+    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
+        """Return what the LM head of head index j reads [M, D], of the groups of these newest tokens [M]."""
         raise NotImplementedError
 
 
@@ -134,10 +132,12 @@ class MedusaDrafter(HeadsDrafter):
             parameter.zero_()
         super().initialize_from_target(target)
 
-    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
-        previous_pd = previous_features(batch.features, batch.position_ids).flatten(0, 1)
-        for blocks, token_n in zip(self.blocks, rows.labelled_tokens, strict=True):
-            yield blocks(previous_pd.index_select(0, token_n).to(self.dtype))
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return h_{t-1} of all groups, [P, D]."""
+        return previous_features(features, groups.position_ids).flatten(0, 1)
+
+    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
+        return self.blocks[j](states_pd.index_select(0, token_m).to(self.dtype))
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))

@@ -24,7 +24,7 @@ Shapes: B batch, S sequence, N labelled positions, D hidden.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -32,16 +32,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.draft_head import Batch
 from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.groups.rows import ActiveRows
-from draftsmith.models.losses import DrafterOutput, TeacherRows, head_loss, one_for_none
+from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import DrafterOutput, Teacher, head_loss, safe_denominator
 
 ADAPTER_NAME = "draftsmith"
 ALL_LINEAR = "all-linear"
@@ -144,28 +143,38 @@ class Medusa2Drafter(MedusaDrafter):
     def needs_teacher(self) -> bool:
         return self.trains_target and self.config.lm_loss == "kl"
 
-    def loss_of_rows(self, rows: ActiveRows, batch: Batch) -> DrafterOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
+        groups: Groups | None = None,
+    ) -> DrafterOutput:
         """Return L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
 
-        The batch's features are the changed target's, with a gradient after the warm-up, its teacher's those of the
-        original target, for the `kl` of L_LM.
+        Args:
+            features: As in `Drafter.forward`, of the changed target, with a gradient after the warm-up.
+            teacher_features: Of the original target, for the `kl` of L_LM.
         """
-        features, original = batch.features, batch.teacher_features
-        output = super().loss_of_rows(rows, replace(batch, teacher_features=features))
+        groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
+        output = super().forward(input_ids, features, loss_mask, position_ids, features, label_counts, groups)
         output.loss = self.config.heads_weight * output.loss
         if not self.trains_target:
             return output
         # h_t predicts x_{t+1}, the label of depth 1: the mean L_LM of the tokens that may be predicted.
-        token_n = rows.labelled_tokens[0]
-        ones_n = torch.ones_like(token_n, dtype=torch.float32)
-        count = ones_n.sum() if batch.counts_2g is None else batch.counts_2g[0, 0]
+        _, label_m, token_m = groups.labels(groups.labelled_by_depth[0])
+        ones_m = torch.ones_like(token_m, dtype=torch.float32)
+        count = ones_m.sum() if label_counts is None else label_counts[0, 0]
         lm_loss = head_loss(
-            features.flatten(0, 1).index_select(0, token_n),
+            features.flatten(0, 1).index_select(0, token_m),
             self.attached.lm_head,
-            batch.labels_bgs[:, 0].flatten()[token_n],
-            ones_n / one_for_none(count),
+            label_m,
+            ones_m / safe_denominator(count),
             loss=self.config.lm_loss,
-            teacher=None if original is None else TeacherRows(original.flatten(0, 1), token_n),
+            teacher=None if teacher_features is None else Teacher(teacher_features.flatten(0, 1), token_m),
             shape=self.attached.shape,
         ).loss
         output.loss = output.loss + lm_loss

@@ -14,7 +14,7 @@ from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
-from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
 from draftsmith.recipes.schema import MethodRecipe

@@ -71,9 +71,10 @@ def _trained(drafter: Drafter, target: Any, batch: dict[str, Tensor], is_part: b
     drafter.train().zero_grad()
     ids, mask, positions = batch["input_ids"], batch["loss_mask"], batch.get("position_ids")
     drafter.generator = torch.Generator().manual_seed(5)
-    counts = 2 * drafter.label_counts(ids, mask, positions)
+    groups = drafter.groups(ids, mask, positions)
+    counts = 2 * drafter.label_counts(groups)
     features, teacher = drafter.training_features(target, ids, positions)
-    output = drafter(ids, features, mask, positions, teacher, counts if is_part else None)
+    output = drafter(ids, features, mask, positions, teacher, counts if is_part else None, groups)
     output.loss.backward()
     gradients = {name: weight.grad for name, weight in drafter.named_parameters() if weight.grad is not None}
     if is_part:

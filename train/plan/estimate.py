@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, Trainer
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_layers import head_size
-from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.losses import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk_rows, loss_weights
+from draftsmith.models.loss import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk_rows, loss_weights
 from draftsmith.models.target.features import drop_decoder_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
@@ -137,13 +136,12 @@ class _Step:
         self._args, self._target, self._drafter, self._device_type = args, target, drafter, device_type
         self.size, self._depths = drafter.config.hidden_size, drafter.config.num_depths
         (_, self._length), self.num_tokens = batch["input_ids"].shape, batch["input_ids"].numel()
-        labels_bgs = depth_labels(batch["input_ids"], batch["loss_mask"], self._depths)
-        self._rows = drafter.active_rows(labels_bgs, batch.get("position_ids"))
-        self._labels, self._labelled_tokens = len(self._rows.labelled_m), int(batch["loss_mask"].sum())
+        self._groups = drafter.groups(batch["input_ids"], batch["loss_mask"], batch.get("position_ids"))
+        self._labels, self._labelled_tokens = len(self._groups.labelled_m), int(batch["loss_mask"].sum())
         # The first depth of a grid may be a context, of which layers make keys and values alone.
-        context = min(getattr(drafter, "first_depth", 0), 1)
-        batch_size, grid_depths, grid_length = self._rows.grid.shape
-        self._num_rows = sum(self._rows.counts_g[context:])
+        context = min(self._groups.first_depth, 1)
+        batch_size, grid_depths, grid_length = self._groups.core_shape
+        self._num_rows = sum(self._groups.counts_r[context:])
         self._num_queries = batch_size * (grid_depths - context) * grid_length
         self._num_keys = batch_size * grid_depths * grid_length
         self._layers = list(getattr(drafter, "layers", []))
@@ -195,7 +193,7 @@ class _Step:
     def _attention_bytes(self) -> int:
         """Return the bytes of queries, outputs, keys and values on the grid, and of the rows that were put there."""
         core, queries, keys = self._core, self._num_queries, self._num_keys
-        rows = 0 if self._rows.grid.in_order else self._num_rows
+        rows = 0 if self._groups.is_full else self._num_rows
         return (2 * queries + rows) * core.width * core.itemsize + 2 * (keys + rows) * core.key_bytes
 
     def _loss_bytes(self) -> tuple[int, int, int]:
@@ -218,7 +216,7 @@ class _Step:
         return kept + (weight_bytes * product // number if own and product < number else 0), chunk, product
 
     def _further_bytes(self) -> int:
-        """Return the bytes that a kind's further losses save, of a kind that has some and shows how (`further_run`)."""
+        """Return the bytes that the auxiliary loss saves, of a kind that has one and shows how (`further_run`)."""
         run: Callable[[Tensor], Any] | None = getattr(self._drafter, "further_run", None)
         if run is None:
             return 0

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import DrafterConfig, Loss
 from draftsmith.models.drafters.medusa import HeadOptions, MedusaDrafter
-from draftsmith.models.groups.rows import previous_features
+from draftsmith.models.groups.layout import previous_features
 
 
 class InnerConfig(DrafterConfig):

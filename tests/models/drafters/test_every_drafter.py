@@ -27,8 +27,8 @@ from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.models.drafters.dflash2 import CandidateDrafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
+from draftsmith.models.groups.layout import depth_labels
+from draftsmith.models.loss import LOSSES, has_teacher, loss_weights, smooth_l1
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodRecipe
 from draftsmith.train.drafter.rows import pack_documents
@@ -304,7 +304,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
     normed = drafter.norm(drafter.group_hidden(ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
-    alpha = None if credit is None else credit.dpace_alpha
+    alpha, until_first_error = credit or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, what chooses among candidates
     total, groups = logits.new_zeros(()), 0
@@ -323,12 +323,12 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
             p_all = target.lm_head(teacher[b, t + j]) if has_teacher(config.loss) else logits[b, j, t]
             counts = {"ce": float(label in kept)}  # the others: the target's probability of the draft vocabulary
             inside = p_all.softmax(-1)[kept].sum() if config.teacher_mass else 1.0
-            distance = drafter.class_weight * sum(
+            distance = getattr(config, "class_weight", 1.0) * sum(
                 weight * counts.get(name, inside) * LOSSES[name](row, place, p_all[kept][None])[0]
                 for name, weight in loss_weights(config.loss).items()
             )
             q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
-            if credit is not None and credit.until_first_error:
+            if until_first_error:
                 kept_on = float(all(right))
             right.append(int(drafted[b, j, t]) == label)
             means[j] += [kept_on * distance] if read else []
@@ -443,7 +443,7 @@ def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         rows.append({"input_ids": ids, "loss_mask": [0] * (length % 3) + [1] * (length - length % 3)})
     batches = [collate_right_padded(part) for part in (rows[:1], rows[1:], [])]
-    counts = sum(drafter.label_counts(batch["input_ids"], batch["loss_mask"]) for batch in batches)
+    counts = sum(drafter.label_counts(drafter.groups(batch["input_ids"], batch["loss_mask"])) for batch in batches)
     results, sums = [], []
     for parts, label_counts in (([collate_right_padded(rows)], None), (batches, counts)):
         losses, depth_counts = [], []

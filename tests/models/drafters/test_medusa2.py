@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.medusa2 import Medusa2Drafter, adapted_layers, remove
-from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.groups.layout import depth_labels
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 
