@@ -17,15 +17,10 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.models.base.draft_head import DraftHead
-from draftsmith.models.base.drafter import (
-    Attention,
-    DepthOptions,
-    Drafter,
-    DrafterConfig,
-    DrafterOptions,
-    ascending_layers,
-)
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.options import Attention, DepthOptions, DrafterOptions, ascending_layers
 from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import (
     DrafterDecoder,
@@ -171,7 +166,7 @@ class GroupWiseDrafter(Drafter):
         return self.run_layers(hidden, rotary, cached_attention=GroupAttention(self.config.attention, groups))[0]
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
-        yield self.draft_head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
+        yield self.vocab.draft_head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
 
     def group_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return all depths before the final norm, [B, G, S, D]; zeros where there is no row."""
@@ -182,11 +177,11 @@ class GroupWiseDrafter(Drafter):
         return grid.index_copy(0, groups.index_n, hidden_nd).unflatten(0, groups.shape)[:, self.first_depth :]
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        logits_bgsv = self.over_all_tokens(self.logits_of(self.group_hidden(input_ids, features, position_ids)))
+        logits_bgsv = self.vocab.widen(self.logits_of(self.group_hidden(input_ids, features, position_ids)))
         if self.markov_head is None:
             return logits_bgsv
         bias = self.markov_head(self.tokens_before(input_ids))
-        return logits_bgsv + self.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
+        return logits_bgsv + self.vocab.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
 
     def tokens_before(self, input_ids: Tensor) -> Tensor:
         """[B, G, S] the tokens before the labels of every group: x_t at depth 1.
@@ -225,7 +220,7 @@ class GroupWiseDrafter(Drafter):
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Map [..., D] to the logits [..., V'] of `columns`."""
-        return self.head_logits(self.norm(hidden))
+        return self.vocab.logits(self.norm(hidden))
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
@@ -240,7 +235,7 @@ class GroupWiseDrafter(Drafter):
         ours = type(self)
         if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
             return None
-        head = self.head_linear() if self.head_shape.is_plain else None
+        head = self.vocab.head() if self.vocab.shape.is_plain else None
         return CpuLayers.of(list(self.layers), self.norm, head, self.layers_config)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:

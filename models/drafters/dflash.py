@@ -45,17 +45,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
-from draftsmith.models.base.drafter import (
-    MODEL_TYPE_PREFIX,
-    DepthWeights,
-    DrafterConfig,
-    Init,
-    Loss,
-    MaskResidual,
-    NumLayers,
-    Rope,
-)
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
+from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import (
     LONGEST_STATIC_ROWS,
@@ -92,6 +84,7 @@ def _holds_a_block(window: int | None, info: ValidationInfo) -> int | None:
 class DFlashConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash"
     layers = "qwen3"
+    first_token = False
 
     class Options(OneForwardOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -147,15 +140,8 @@ class DFlashDrafter(GroupWiseDrafter):
         super().build(config)
         self.hidden_norm, hidden_size = copy.deepcopy(self.norm), self.layers_config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
-
-    @property
-    def reads_first_token(self) -> bool:
-        return False
-
-    @property
-    def first_depth(self) -> int:  # type: ignore[override]
-        """Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing."""
-        return 1 if self.config.sample_from_anchor else 2
+        # Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing.
+        self.first_depth = 1 if config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start, with `init: target`, c near the mean of the features, and layers from the target's first to its last,
@@ -303,7 +289,7 @@ class BlockDecoder(CachedDecoder):
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
         config = drafter.config
         super().__init__(drafter, max_length_tokens, config.block_size, config.sliding_window)
-        self.columns = drafter.columns
+        self.columns = drafter.vocab.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
         self._first_row = drafter.first_depth - 1
         self._to_keys_values = ContextLayers(drafter.layers)

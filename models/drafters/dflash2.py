@@ -40,8 +40,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from draftsmith.models.base.draft_head import DraftHead
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.options import one_message
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
@@ -197,7 +198,7 @@ class CandidateDrafter(DFlashDrafter):
 
     def tokens_of(self, columns: Tensor) -> Tensor:
         """The target's ids of columns of the logits."""
-        return columns if self.draft_ids is None else self.draft_ids[columns]
+        return columns if self.vocab.ids is None else self.vocab.ids[columns]
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         """What `scores_after` reads of a row, given final-normed rows of whole blocks and their newest c.
@@ -218,7 +219,7 @@ class CandidateDrafter(DFlashDrafter):
     def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         """[N, V'] the same scores in their columns, -inf beside the candidates."""
         scores_nk = self.scores_after(rows, before_n)
-        shape = len(scores_nk), self.head_linear().out_features
+        shape = len(scores_nk), self.vocab.head().out_features
         return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -227,7 +228,7 @@ class CandidateDrafter(DFlashDrafter):
         rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
         before = self.tokens_before(input_ids).transpose(1, 2)
         scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten())
-        return self.over_all_tokens(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
+        return self.vocab.widen(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         return self.rows_of(self.norm(hidden), context)
@@ -277,7 +278,7 @@ class DFlash2Drafter(CandidateDrafter):
         return self.candidate_selector.edges(self.candidate_selector.gates(normed[0]), before_n, candidates_nk)
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        values, columns = self.head_logits(normed).topk(self.config.selector_top_k)
+        values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.models.base.draft_head import DraftHead
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.options import Loss
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.layout import Groups

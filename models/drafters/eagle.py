@@ -31,9 +31,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.draft_head import DraftHead
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken, Layers, Rope
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups
@@ -61,6 +62,7 @@ class EagleLayerOptions(GroupWiseOptions):
 
 class EagleConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle"
+    published_as = "eagle-1"  # vLLM looks for `eagle-`
 
     class Options(EagleLayerOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -130,7 +132,6 @@ class EagleDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleConfig
-    published_as = "eagle-1"  # vLLM looks for `eagle-`
 
 
 DRAFTER = EagleDrafter

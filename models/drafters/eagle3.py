@@ -40,17 +40,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    MODEL_TYPE_PREFIX,
-    DepthOptions,
-    DraftDepth,
-    DrafterConfig,
-    FirstToken,
-    Init,
-    Layers,
-    Rope,
-)
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
+from draftsmith.models.base.options import DepthOptions, DraftDepth, FirstToken, Init, Layers, Rope
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups, previous_features
@@ -177,13 +169,9 @@ class Eagle3Shape(GroupWiseDrafter):
         """Make a norm of the target's kind, with weights of one."""
         return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
 
-    @property
-    def own_heads(self) -> list[nn.Linear]:
-        return [] if self.config.draft_vocab_size is None else [self.lm_head]
-
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
-        self.initialize_own_heads()
+        self.vocab.start_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if not self.takes_target_layers:
             return

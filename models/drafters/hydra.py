@@ -27,7 +27,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig, Layers
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.options import Attention, DepthWeights, Layers
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import CachedDecoder, depths_below, padded_rows, to_device
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
@@ -182,7 +183,7 @@ class HydraDrafter(HeadsDrafter):
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))
-        return self.over_all_tokens(torch.stack(logits, dim=1))
+        return self.vocab.widen(torch.stack(logits, dim=1))
 
     # ---- shared by training and decoding ----
 
@@ -193,7 +194,7 @@ class HydraDrafter(HeadsDrafter):
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
         """Return logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
-        return self.head_logits(self.heads[j](inputs), j)
+        return self.vocab.logits(self.heads[j](inputs), j)
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
         return HydraDecoder(self, max_length_tokens)
@@ -203,7 +204,7 @@ class HydraDecoder:
     """A `StepwiseDecoder`. A node's row is what its head reads, the state and the embeddings along its path."""
 
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
-        self.num_depths, self.columns = drafter.config.num_heads, drafter.columns
+        self.num_depths, self.columns = drafter.config.num_heads, drafter.vocab.columns
         self._drafter = drafter
         self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens)
         self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]

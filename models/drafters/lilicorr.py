@@ -46,8 +46,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from draftsmith.models.base.draft_head import DraftHead
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.options import one_message
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
@@ -340,7 +341,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         return columns_agk, log_q_agk, scores_agkk, before_agk
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        logits = self.head_logits(normed)
+        logits = self.vocab.logits(normed)
         log_q, columns = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype)).topk(self.config.lattice_top_k)
         columns_agk, log_q_agk, normed_agd = (each.reshape(-1, *each.shape[-2:]) for each in (columns, log_q, normed))
         rows = self._rows(columns_agk, log_q_agk, normed_agd, context.reshape(-1, context.shape[-1]))

@@ -37,10 +37,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput, Teacher, head_loss, safe_denominator
+from draftsmith.models.target.features import target_features
 
 ADAPTER_NAME = "draftsmith"
 ALL_LINEAR = "all-linear"
@@ -78,18 +80,22 @@ class Medusa2Drafter(MedusaDrafter):
     """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
 
     config_class = Medusa2Config
-    offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
-    whole_target_needed = "it changes the target's own layers while it trains"
-    split_obstacle = "its LoRA is inside the target, which runs outside the forward that puts the parts together"
+    unsupported = {  # noqa: RUF012
+        "offline": "it changes the target while it trains, so that features from disk would be the old target's",
+        "split_target": "it changes the target's own layers while it trains",
+        "split_weights": "its LoRA is inside the target, which runs outside the forward that puts the parts together",
+    }
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
         self.lora = lora_tree(config.lora_shapes, config.lora_rank)
 
     @classmethod
-    def complete_config(cls, config: DrafterConfig, target: PreTrainedModel) -> None:
+    def make_config(cls, target: PreTrainedModel, options: dict[str, Any]) -> DrafterConfig:
+        config = super().make_config(target, options)
         remove(target)
         config.lora_shapes = linear_shapes(target, config.lora_targets)
+        return config
 
     def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the embedding and the LM head, and lend the LoRA to the target in place of an earlier one."""
@@ -117,13 +123,22 @@ class Medusa2Drafter(MedusaDrafter):
         merge(self.attached.target)
         return self
 
-    @contextmanager
-    def original_target(self) -> Iterator[None]:
-        with switched_off(self.attached.target):
-            yield
+    def training_features(
+        self, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return features of the changed target, with a gradient, and of the original one for L_LM."""
+        if not self.trains_target:
+            return super().training_features(target, ids_bs, positions_bs)
+        teacher_features = None
+        if self.needs_teacher:
+            with switched_off(self.attached.target):
+                teacher_features = target_features(target, ids_bs, None, positions_bs)
+        features = target_features(target, ids_bs, None, positions_bs, self.feature_layers, with_gradient=True)
+        return features, teacher_features
 
     @property
-    def target_change(self) -> str | None:
+    def target_change(self) -> str:
+        """Return a sentence for the report: attaching this drafter changes the target's answers."""
         config = self.config
         return (
             f"The target itself was changed: a LoRA of rank {config.lora_rank} in {len(config.lora_shapes)} of its "
@@ -133,10 +148,12 @@ class Medusa2Drafter(MedusaDrafter):
         )
 
     def learning_rate_factors(self) -> dict[str, float]:
+        """Return factors on the recipe's learning rate, by the beginning of the parameters' names."""
         return {"lora.": self.config.lora_learning_rate}
 
     @property
     def trains_target(self) -> bool:
+        """Return whether the current step trains the LoRA too."""
         return self.training_step >= self.config.warmup_steps
 
     @property

@@ -25,23 +25,16 @@ from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    MODEL_TYPE_PREFIX,
-    DrafterConfig,
-    Init,
-    Layers,
-    Loss,
-    MaskResidual,
-    NumLayers,
-    ascending_layers,
-)
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
+from draftsmith.models.base.options import Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
 from draftsmith.models.cpu_kernels import can_fuse, fused
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
 class ParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "parallel"
+    published_as = "parallelspec"
 
     class Options(MaskOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -72,7 +65,6 @@ class ParallelDrafter(GroupWiseDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = ParallelConfig
-    published_as = "parallelspec"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

@@ -132,10 +132,10 @@ def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedMo
     """A draft vocabulary, where there is one, is of tokens all over the target's."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = tiny_drafter_of(kind, target, **options)
-    drafter.prepare(FREQUENT)
+    drafter.vocab.prepare(FREQUENT)
     if "draft_vocab_size" in options:
         with torch.no_grad():
-            for head in drafter.own_heads:  # which have just started as the target's
+            for head in drafter.vocab.own_heads:  # which have just started as the target's
                 head.weight.add_(0.1 * torch.randn_like(head.weight))
     return target, drafter
 

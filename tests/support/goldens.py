@@ -51,7 +51,7 @@ def get_goldens(kind: str, options: dict[str, Any]) -> dict[str, Any]:
         target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
         _fill(target, seed=1)
         drafter = load_drafter_class(kind).from_target(target, options).double()
-        drafter.prepare(FREQUENT)
+        drafter.vocab.prepare(FREQUENT)
         _fill(drafter, seed=2)
         drafter.training_step = WARM_UP_DONE
         rows = [

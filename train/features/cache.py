@@ -223,7 +223,7 @@ def refuse_obstacle(recipe: Recipe) -> None:
     Raises:
         UserError: They cannot; the message gives the reason.
     """
-    obstacle = load_drafter_class(recipe.drafter.kind).offline_obstacle
+    obstacle = load_drafter_class(recipe.drafter.kind).unsupported.get("offline")
     if obstacle is not None:
         raise UserError(
             f"drafter.kind `{recipe.drafter.kind}` cannot be trained on features from disk, as {obstacle}: "

@@ -145,13 +145,14 @@ class _Step:
         self._num_queries = batch_size * (grid_depths - context) * grid_length
         self._num_keys = batch_size * grid_depths * grid_length
         self._layers = list(getattr(drafter, "layers", []))
-        own_heads = {id(head) for head in drafter.own_heads}
+        own_heads = {id(head) for head in drafter.vocab.own_heads}
         lists = [c for c in drafter.children() if isinstance(c, nn.ModuleList) and len(c) == self._depths]
         self._heads = [head for heads in lists for head in heads if id(head) not in own_heads and not self._layers]
+        self._trains_target = getattr(drafter, "trains_target", False)
         self._half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._mode, self._core = FakeTensorMode(allow_non_fake_inputs=True), _AttentionCore()
         # Losses to the teacher count by its mass of a reduced vocabulary.
-        self._weighs_teacher = drafter.needs_teacher and drafter.draft_ids is not None and drafter.config.teacher_mass
+        self._weighs_teacher = drafter.needs_teacher and drafter.vocab.ids is not None and drafter.config.teacher_mass
         # Depths that follow one another, each on the outputs of the one before, as no masks stand for them.
         self._stepwise = bool(self._layers) and self._depths > 1 and drafter.mask_inputs() is None
 
@@ -176,7 +177,7 @@ class _Step:
         for head in self._heads:
             per_row, fixed = self._probe(head, head)
             total += (per_row + size * wide) * self._labels / self._depths + fixed
-        if drafter.trains_target:
+        if self._trains_target:
             layer, num_layers = self._target.base_model.layers[0], len(self._target.base_model.layers)
             total += self._probe(layer, self._decoder_layer(layer))[0] * self.num_tokens * num_layers
         kept, chunk, product_bytes = self._loss_bytes()
@@ -198,8 +199,8 @@ class _Step:
 
     def _loss_bytes(self) -> tuple[int, int, int]:
         """Return the bytes of an own head's gradient and copies, of a chunk of logits, and of a number in a product."""
-        drafter, head, taught = self._drafter, self._drafter.head_linear(), self._drafter.needs_teacher
-        own, number, weight_bytes = drafter.own_heads, head.weight.element_size(), bytes_of([head.weight])
+        drafter, head, taught = self._drafter, self._drafter.vocab.head(), self._drafter.needs_teacher
+        own, number, weight_bytes = drafter.vocab.own_heads, head.weight.element_size(), bytes_of([head.weight])
         product = self._half.itemsize if self._half and number == 4 else number
         rows = self._labels // max(1, len(self._heads))
         rows = min(chunk_rows(head.out_features, self.size, bool(own), self._device_type), rows)
@@ -224,7 +225,7 @@ class _Step:
         return int(per_row * min(self._labels, getattr(self._drafter, "further_rows_at_once", self._labels)))
 
     def _decoder_layer(self, layer: nn.Module) -> Callable[[Tensor], Any]:
-        config = self._target.config.get_text_config() if self._drafter.trains_target else self._drafter.layers_config
+        config = self._target.config.get_text_config() if self._trains_target else self._drafter.layers_config
         size = head_size(config)
 
         def run(hidden: Tensor) -> Any:
@@ -267,6 +268,7 @@ class _Step:
     def flops(self, is_offline: bool) -> dict[str, float]:
         """Return FLOPs by part: 2 for each weight and row, and attention's products."""
         drafter, config = self._drafter, self._target.config.get_text_config()
+        own_heads = drafter.vocab.own_heads
         num_layers = config.num_hidden_layers
         read = max(num_layers if layer < 0 else layer for layer in drafter.layers_read) / num_layers
         heads = config.num_attention_heads * head_size(config)
@@ -274,8 +276,8 @@ class _Step:
             2.0 * self.num_tokens * (num_weights(self._target.base_model) + num_layers * self._length * heads) * read
         )
         layers, of_heads = (sum(map(num_weights, modules)) for modules in (self._layers, self._heads))
-        head = drafter.head_linear().weight.numel()
-        counted = {id(each) for part in (*self._layers, *self._heads, *drafter.own_heads) for each in part.modules()}
+        head = drafter.vocab.head().weight.numel()
+        counted = {id(each) for part in (*self._layers, *self._heads, *own_heads) for each in part.modules()}
         others = sum(num_weights(m) for m in drafter.modules() if id(m) not in counted and not any(m.children()))
         forward = 2.0 * (layers * self._num_rows + of_heads * self._labels / self._depths + others * self.num_tokens)
         forward += 2.0 * self._length * self._core.width * self._num_queries * len(self._layers)
@@ -283,11 +285,11 @@ class _Step:
             self._layers
         )
         taught = self._labelled_tokens if self._device_type == "cpu" else self._labels
-        through_head = 2.0 * head * (self._labels * (2 + bool(drafter.own_heads)) + taught * drafter.needs_teacher)
+        through_head = 2.0 * head * (self._labels * (2 + bool(own_heads)) + taught * drafter.needs_teacher)
         if self._weighs_teacher:
             through_head += 2.0 * taught * self.size * len(drafter.t2d)
         backward = forward * (1 if is_frozen else 2)
-        if drafter.trains_target:
+        if self._trains_target:
             target, backward = target * (1 + drafter.needs_teacher), backward + target
         muon = 0.0
         for name in muon_parameters(drafter) if self._args.optimizer == "muon" else []:

@@ -6,7 +6,8 @@ from pydantic import Field
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import DrafterConfig, Loss
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.options import Loss
 from draftsmith.models.drafters.medusa import HeadOptions, MedusaDrafter
 from draftsmith.models.groups.layout import previous_features
 

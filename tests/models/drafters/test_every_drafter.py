@@ -111,7 +111,7 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, of
             for size in chunks:
                 decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
                 end += size
-            drafted = drafter.columns.widened(drafted_logits(drafter, decoder, ids[0], end - 1), float("-inf"))
+            drafted = drafter.vocab.columns.widened(drafted_logits(drafter, decoder, ids[0], end - 1), float("-inf"))
             expected = training[: len(drafted), end - 1]
             torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
 
@@ -266,7 +266,7 @@ def lattice_losses(
     labels: list[int],
 ) -> list[Tensor]:
     """One block's, label by label, teacher features from its newest token on; 0 from where a label is no candidate."""
-    config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.draft_ids is None else drafter.draft_ids
+    config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.vocab.ids is None else drafter.vocab.ids
     log_q, columns = logits_gv[:, kept].log_softmax(-1).topk(config.lattice_top_k)
     candidates = kept[columns]
     embedded = target.get_input_embeddings()(candidates)
@@ -297,7 +297,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, drafter.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
-    kept = list(range(VOCABULARY)) if drafter.draft_ids is None else drafter.draft_ids.tolist()
+    kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
     teacher = batch.get("teacher_features", features)
     hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
