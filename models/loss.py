@@ -457,6 +457,7 @@ class _Rows:
     def _teacher_logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the teacher's logits of some rows, or of their tokens and each row's place among them, in `out_cv`."""
         assert self.teacher is not None
+        assert self._teacher_vd is not None
         token_c, place_c = self.teacher.token_n[rows], None
         if _device_type(self.labels_n) == "cpu":
             token_c, place_c = token_c.unique_consecutive(return_inverse=True)

@@ -22,12 +22,12 @@ from draftsmith.models.base.weights import Auxiliary, Part, sum_losses, weigh_by
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss
-from draftsmith.models.target.features import FINAL_FEATURES, target_features
+from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 from draftsmith.models.target_logits import LogitShape, logit_shape
 
 # Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
 # that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).
-Feature = Literal["offline", "changed_target", "split_weights"]
+Feature = Literal["offline", "split_target", "split_weights"]
 
 
 @dataclass
@@ -40,7 +40,17 @@ class Attached:
     shape: LogitShape  # what the target makes of its head's product
 
 
-class Drafter(PreTrainedModel):
+class WithoutEmbeddings(PreTrainedModel):
+    """A model whose embeddings are another's: transformers and accelerate find none to tie, split or resize."""
+
+    def get_input_embeddings(self) -> None:
+        """Return none."""
+
+    def get_output_embeddings(self) -> None:
+        """Return none: no head of a drafter is tied to embeddings."""
+
+
+class Drafter(WithoutEmbeddings):
     """Base of all drafters: attaches to a target, is built from one, and is saved without the target's weights."""
 
     config_class = DrafterConfig
@@ -112,25 +122,12 @@ class Drafter(PreTrainedModel):
         """Return whether the loss compares with the target's distribution, so that it needs `teacher_features`."""
         return has_teacher(self.config.loss)
 
-    @property
-    def layers_read(self) -> tuple[int, ...]:
-        """Return the layers that a training step reads: `feature_layers`, and the final one if the loss needs it."""
-        layers = self.feature_layers
-        return (*layers, FINAL_FEATURES) if self.needs_teacher and FINAL_FEATURES not in layers else layers
-
-    def split_features(self, read: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return [B, S, F] for the drafter and [B, S, D] for its teacher, if it has one, of those of `layers_read`."""
-        if not self.needs_teacher:
-            return read, None
-        parts = read.chunk(len(self.layers_read), dim=-1)
-        final = parts[self.layers_read.index(FINAL_FEATURES)]
-        return torch.cat(parts[: len(self.feature_layers)], dim=-1), final
-
     def training_features(
         self, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the same, of a target that reads these tokens in one forward."""
-        return self.split_features(target_features(target, ids_bs, None, positions_bs, self.layers_read))
+        """Return features [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D], from one forward."""
+        layers = required_layers(self)
+        return split_features(self, target_features(target, ids_bs, None, positions_bs, layers))
 
     # ---- training and decoding ----
 

@@ -38,6 +38,7 @@ Shape = tuple[int, int, int]
 Documents = tuple[Tensor, int]
 # Rows of some depths alone: their places among the N, and a grid of these depths with the rows' places on it.
 DepthRows = tuple[Tensor, Shape, Tensor]
+Core = tuple[Shape, Tensor, bool, Documents | None]  # fields of `Groups`, from `core_shape` on
 
 
 def group_mask(
@@ -185,7 +186,8 @@ class Groups:
             in_documents: Lay the sequences of a batch out one after the other too, each as a document at least.
         """
         active_brs = active(labels_bgs) if active_brs is None else active_brs
-        batch, num_rows, length = shape = tuple(active_brs.shape)
+        batch, num_rows, length = active_brs.shape
+        shape = (batch, num_rows, length)
         first_depth = num_rows - labels_bgs.shape[1]
         starts_bs = None
         if position_ids is not None:
@@ -216,7 +218,7 @@ class Groups:
             counts_r = [1] * made + counts_r[made:]
         labelled_m = has_label_brs.flatten()[index_n].nonzero_static(size=num_labelled).squeeze(1)
         if starts_bs is not None and placed_bs is not None and (in_documents or sizes[0] > batch):
-            core = _packed_core(shape, index_n, starts_bs, placed_bs, *sizes)
+            core: Core = _packed_core(shape, index_n, starts_bs, placed_bs, *sizes)
         else:
             core = _plain_core(shape, index_n, first_token)
         return Groups(input_ids, labels_bgs, position_ids, shape, index_n, counts_r, labelled_m, *core)
@@ -316,19 +318,19 @@ def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: t
     return active_bgs
 
 
-def _plain_core(shape: Shape, index_n: Tensor, first_token: bool) -> tuple[Shape, Tensor, bool]:
-    """Return the core's fields of `Groups`: sequences as they are, without the places of tokens that have no row."""
+def _plain_core(shape: Shape, index_n: Tensor, first_token: bool) -> Core:
+    """Return sequences as they are, without the places of tokens that have no row."""
     batch, num_rows, length = shape
     if not first_token:
         index_n = index_n // length * (length - 1) + index_n % length - 1
         shape = (batch, num_rows, length - 1)
-    return shape, index_n, len(index_n) == batch * num_rows * shape[2]
+    return shape, index_n, len(index_n) == batch * num_rows * shape[2], None
 
 
 def _packed_core(
     shape: Shape, index_n: Tensor, starts_bs: Tensor, placed_bs: Tensor, num_documents: int, total: int, longest: int
-) -> tuple[Shape, Tensor, bool, Documents]:
-    """Return the core's fields of `Groups`: all documents one after the other, each of its tokens that are placed."""
+) -> Core:
+    """Return all documents one after the other, each of its tokens that are placed."""
     batch, num_rows, length = shape
     placed_p = placed_bs.flatten().long()
     before_p = placed_p.cumsum(0) - placed_p

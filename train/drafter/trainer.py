@@ -44,6 +44,7 @@ from draftsmith.files import share_as_usual
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput
+from draftsmith.models.target.features import split_features
 from draftsmith.progress import is_quiet
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
@@ -277,8 +278,9 @@ class DrafterTrainer(Trainer):
             place = number * processes + rank
             generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
             self._drafter.generator = generator
-            columns = (batch.get(name) for name in ("input_ids", "loss_mask", "position_ids"))
-            groups = self._drafter.groups(*(None if column is None else column.to(device) for column in columns))
+            positions = batch.get("position_ids")
+            positions = None if positions is None else positions.to(device)
+            groups = self._drafter.groups(batch["input_ids"].to(device), batch["loss_mask"].to(device), positions)
             self._groups.append((groups, generator))
             counts.append(self._drafter.label_counts(groups))
         if not batches:
@@ -318,7 +320,7 @@ class DrafterTrainer(Trainer):
         ids, half = inputs["input_ids"], self._autocast_target and self.args.bf16
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
             if "features" in inputs:
-                return self._drafter.split_features(inputs["features"].to(self._target.dtype))
+                return split_features(self._drafter, inputs["features"].to(self._target.dtype))
             # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
             return self._drafter.training_features(self._target, ids, inputs.get("position_ids"))
 

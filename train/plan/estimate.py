@@ -22,7 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_layers import head_size
 from draftsmith.models.loss import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk_rows, loss_weights
-from draftsmith.models.target.features import drop_decoder_layers
+from draftsmith.models.target.features import drop_decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.schema import Recipe
@@ -67,7 +67,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, T
     if is_offline:
         drop_decoder_layers(target)
     step = _Step(args, batch, target, drafter, target_device(recipe.target).type)
-    feature_bytes = step.num_tokens * len(drafter.layers_read) * step.size * target.dtype.itemsize
+    feature_bytes = step.num_tokens * len(required_layers(drafter)) * step.size * target.dtype.itemsize
     if is_offline:  # the Trainer fetches all batches of a step before the first
         disk_bytes = getattr(torch, recipe.data.features.dtype).itemsize
         feature_bytes += accumulation * feature_bytes * disk_bytes // target.dtype.itemsize
@@ -270,7 +270,7 @@ class _Step:
         drafter, config = self._drafter, self._target.config.get_text_config()
         own_heads = drafter.vocab.own_heads
         num_layers = config.num_hidden_layers
-        read = max(num_layers if layer < 0 else layer for layer in drafter.layers_read) / num_layers
+        read = max(num_layers if layer < 0 else layer for layer in required_layers(drafter)) / num_layers
         heads = config.num_attention_heads * head_size(config)
         target = (
             2.0 * self.num_tokens * (num_weights(self._target.base_model) + num_layers * self._length * heads) * read

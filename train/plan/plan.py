@@ -23,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
-from draftsmith.models.target.features import decoder_layers
+from draftsmith.models.target.features import decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.models.target.text_model import running_sentence
@@ -175,7 +175,7 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Li
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
-    layers, size = len(cost.drafter.layers_read), cost.drafter.config.hidden_size
+    layers, size = len(required_layers(cost.drafter)), cost.drafter.config.hidden_size
     token_bytes = layers * size * getattr(torch, chosen.dtype).itemsize
     how = f"{layers} feature layers x {size} in {chosen.dtype}"
     if num_tokens is None:
