@@ -208,9 +208,9 @@ MUTANTS = (
     ),
     Mutant(
         "d2t holds ids in place of offsets",
-        "models/base/drafter.py",
-        "self.d2t.copy_(chosen - torch.arange(len(chosen)))",
-        "self.d2t.copy_(chosen)",
+        "models/base/draft_vocab.py",
+        "d2t.copy_(chosen - torch.arange(len(chosen)))",
+        "d2t.copy_(chosen)",
         "tests/models/drafters/test_draft_vocabulary.py",
     ),
     Mutant(

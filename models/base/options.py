@@ -65,7 +65,7 @@ DraftVocabSize = Annotated[
     AfterValidator(_within_the_vocabulary),
     Field(
         description="draft this many of the target's tokens only, the most frequent of the answers that are trained on "
-        "(`models/base/draft_head.py`); all by default"
+        "(`models/base/draft_vocab.py`); all by default"
     ),
 ]
 NumLayers = Annotated[int, Field(ge=1, le=MOST_LAYERS, description="decoder layers")]
@@ -183,7 +183,7 @@ class DepthOptions(DrafterOptions):
         gt=0,
         le=1,
         description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
-        "smoothed with this alpha (the paper's is 0.5); see `models/base/draft_head.py`",
+        "smoothed with this alpha (the paper's is 0.5); see `models/base/weights.py`",
     )
     until_first_error: bool = Field(
         False, description="no loss after the first row of a group whose most likely token is wrong (2607.01893)"

@@ -2,7 +2,7 @@
 
 Shape, training and decoding are those of `dflash.py`, with the published way of reading a block: a row predicts
 the token after its own position, the newest token's row the first (`sample_from_anchor`), and a round drafts
-`block_size` tokens. The Markov head (`base/draft_head.py`) makes the drafts of a depth depend on the token before, so
+`block_size` tokens. The Markov head (`base/draft_vocab.py`) makes the drafts of a depth depend on the token before, so
 that trees are grown along paths under an exact q, still from one forward of the layers.
 
 The confidence head says of each drafted token, c_k = sigmoid(w [h_k; W1[x_{k-1}]] + b), how likely it is accepted where

@@ -81,6 +81,10 @@ class HeadsDrafter(Drafter):
                 )
             self.vocab.start_own_heads()
 
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return the states that heads read, h_{t-1} of all groups [P, D]."""
+        return previous_features(features, groups.position_ids).flatten(0, 1)
+
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
         for j, place_m in enumerate(groups.labelled_by_depth):
             yield self.vocab.draft_head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
@@ -129,10 +133,6 @@ class MedusaDrafter(HeadsDrafter):
         for parameter in self.blocks.parameters():
             parameter.zero_()
         super().initialize_from_target(target)
-
-    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return h_{t-1} of all groups, [P, D]."""
-        return previous_features(features, groups.position_ids).flatten(0, 1)
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
         return self.blocks[j](states_pd.index_select(0, token_m).to(self.dtype))
