@@ -53,8 +53,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel, PreTraine
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.groups.attention import group_attention
-from draftsmith.models.losses import head_loss
-from draftsmith.models.target.features import target_features
+from draftsmith.models.loss import head_loss
+from draftsmith.models.target.features import required_layers, split_features, target_features
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.train.drafter.rows import ROWS_COLUMN
@@ -138,7 +138,7 @@ def measure_offline(length: int, masks: int, turns: int) -> dict[str, Any]:
     ids = torch.randint(0, step.target.config.vocab_size, (NUM_ROWS, length)).tolist()
     mask = [0] * (length // 2) + [1] * (length - length // 2)
     rows = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": mask} for row in ids])
-    layers = step.drafter.layers_read
+    layers = required_layers(step.drafter)
     index = FeatureIndex(layers, step.target.config.hidden_size, {"data.features.dtype": DISK_DTYPE}, [])
     index.shards.extend(cut_into_shards([length] * NUM_ROWS, index.bytes_per_token))
     with tempfile.TemporaryDirectory() as name, tqdm(disable=True) as bar:
@@ -159,7 +159,7 @@ def measure_offline(length: int, masks: int, turns: int) -> dict[str, Any]:
             collated: dict[str, Tensor] = (read if side == "offline" else collate_right_padded)(batch)
             features = None
             if side == "offline":
-                features = step.drafter.split_features(collated["features"].to(step.target.dtype))
+                features = split_features(step.drafter, collated["features"].to(step.target.dtype))
             step.run(collated["input_ids"], collated["loss_mask"], features)
 
         times_s = in_turns({side: partial(run, side) for side in places}, CPU, turns, warmup=1)
@@ -190,7 +190,7 @@ def step_beside_its_parts(target: PreTrainedModel, backend: str, length: int, ma
     optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=1e-4, fused=True)
     ids = torch.randint(3, target.config.vocab_size, (1, length), device=DEVICE)
     labelled = torch.ones_like(ids)
-    rows = int(drafter.label_counts(ids, labelled)[0].sum())
+    rows = int(drafter.label_counts(drafter.groups(ids, labelled))[0].sum())
     half = partial(torch.autocast, DEVICE.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
 
     def step() -> None:

@@ -40,7 +40,7 @@ class Mutant:
 
 
 VERIFY = "eval/trees/verify.py"
-GROUP_WISE, ROWS, DRAFT_HEAD = "models/base/group_wise.py", "models/groups/rows.py", "models/base/draft_head.py"
+LAYOUT = "models/groups/layout.py"
 MUTANTS = (
     # ---- verification and trees ----
     Mutant(
@@ -138,38 +138,38 @@ MUTANTS = (
     ),
     Mutant(
         "a label off by one",
-        ROWS,
+        LAYOUT,
         "torch.where(valid, input_ids_bs[:, shift:], IGNORED_LABEL)",
         "torch.where(valid, input_ids_bs[:, shift - 1 : length - 1], IGNORED_LABEL)",
-        "tests/models/groups/test_rows.py",
+        "tests/models/groups/test_layout.py",
     ),
     Mutant(
         "the feature at a token in place of the one that predicted it",
-        ROWS,
+        LAYOUT,
         "previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))",
         "previous_bsf = features_bsf.clone()",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),
     Mutant(
         "a mask's position off by one",
-        GROUP_WISE,
-        "return rows.position_n + rows.depth_n",
-        "return rows.position_n + (rows.depth_n - 1).clamp_min(0)",
+        LAYOUT,
+        "return self.column_n + self.depth_n",
+        "return self.column_n + (self.depth_n - 1).clamp_min(0)",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),
     Mutant(
         "the teacher's row off by one",
-        DRAFT_HEAD,
-        "teacher = TeacherRows(batch.teacher_features.flatten(0, 1), before_n)",
-        "teacher = TeacherRows(batch.teacher_features.flatten(0, 1).roll(1, 0), before_n)",
+        LAYOUT,
+        "return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m",
+        "return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m - 1",
         "tests/models/drafters/test_dspark.py",
     ),
     Mutant(
         "KL the other way round",
-        "models/losses.py",
+        "models/loss.py",
         "losses.copy_(torch.linalg.vecdot(p, log_p.sub_(log_q)))",
         "losses.copy_(torch.linalg.vecdot(log_q.exp(), log_q - log_p))",
-        "tests/models/test_losses.py",
+        "tests/models/test_loss.py",
     ),
     Mutant(
         "a borrowed head keeps the draft vocabulary of its start",
@@ -180,37 +180,37 @@ MUTANTS = (
     ),
     Mutant(
         "noise of a whole row's length",
-        "models/groups/rows.py",
+        LAYOUT,
         "return lengths_d[document_p].view(batch, length)",
         "return torch.full_like(document_p, length).view(batch, length)",
         "tests/models/drafters/test_eagle.py -k noise",
     ),
     Mutant(
         "the mass outside the draft vocabulary",
-        "models/losses.py",
+        "models/loss.py",
         "ones_v = inside_v.to(mass_p.dtype)",
         "ones_v = (~inside_v).to(mass_p.dtype)",
-        "tests/models/test_losses.py -k mass_inside",
+        "tests/models/test_loss.py -k mass_inside",
     ),
     Mutant(
         "losses of a sum change their factors",
-        "models/losses.py",
-        "factor = factors.teacher_n if has_teacher(name) else factors.label_n",
-        "factor = factors.label_n if has_teacher(name) else factors.teacher_n",
-        "tests/models/test_losses.py -k weighted_sums",
+        "models/loss.py",
+        "factor = factors[has_teacher(name)]",
+        "factor = factors[not has_teacher(name)]",
+        "tests/models/test_loss.py -k weighted_sums",
     ),
     Mutant(
         "the weight of another depth",
-        DRAFT_HEAD,
-        "return (shares_g / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n",
-        "return (shares_g.flip(0) / one_for_none(rows_g.to(shares_g.dtype)))[depth_n] * read_n",
+        "models/base/weights.py",
+        "return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m",
+        "return (shares_g.flip(0) / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m",
         "tests/models/drafters/test_every_drafter.py -k the_loss_and_its_gradients",
     ),
     Mutant(
         "d2t holds ids in place of offsets",
-        "models/base/drafter.py",
-        "self.d2t.copy_(chosen - torch.arange(len(chosen)))",
-        "self.d2t.copy_(chosen)",
+        "models/base/draft_vocab.py",
+        "d2t.copy_(chosen - torch.arange(len(chosen)))",
+        "d2t.copy_(chosen)",
         "tests/models/drafters/test_draft_vocabulary.py",
     ),
     Mutant(
@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "gradients of several processes averaged, not added up",
         "train/drafter/trainer.py",
-        "loss = loss * processes",
+        "loss = loss * (self.args.world_size // self.get_tp_size())",
         "loss = loss * 1",
         "tests/train/drafter/test_global_batch.py",
     ),

@@ -168,13 +168,13 @@ def _trees(target: PreTrainedModel) -> str:
 def _drafter(target: PreTrainedModel) -> str:
     """Check train = decode of an EAGLE-3 drafter, and that its RoPE is the target's."""
     from draftsmith.data.tokens.loss_mask import TokenizedConversation
-    from draftsmith.models.base.registry import load_drafter_class
+    from draftsmith.models.base.registry import check_drafter, load_drafter_class
     from draftsmith.models.formats.exporting import refusal
     from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 
     options = {"feature_layers": [1, 2, 3]}
     drafter_class = load_drafter_class("eagle3")
-    drafter_class.check_target(target.config, options)
+    check_drafter("eagle3", target.config, options)
     config = drafter_class.from_target(target, options).config
     rows = [TokenizedConversation((PROMPT * 3)[:32], [0] * 8 + [1] * 24)]
     parity = check_parity("eagle3", options, target, rows)

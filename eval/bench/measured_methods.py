@@ -17,7 +17,8 @@ from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting, make_method
 from draftsmith.eval.trees.verify import Sampling
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import pack_linears
@@ -70,7 +71,7 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
     target, tokenizer = load_target(recipe.target)
     drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
     for folder, drafter in drafters.items():
-        if drafter.target_change and len(drafters) > 1:
+        if hasattr(drafter, "target_change") and len(drafters) > 1:
             raise UserError(f"{folder} changes the target: measure it in a separate run, without other drafters")
     for model in (target, *drafters.values()):  # after adapters were merged into the target
         pack_linears(model)

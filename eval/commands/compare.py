@@ -29,7 +29,6 @@ from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.summary import headline, question_sums
 from draftsmith.eval.report.text import ends_in_brackets
-from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import explain, load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -95,7 +94,7 @@ def compare(
     """
     _check_comparable(recipes, name)
     kinds = {recipe.name: load_drafter_class(recipe.drafter.kind) for recipe in recipes}
-    together = [each for each in recipes if kinds[each.name].target_change is Drafter.target_change]
+    together = [each for each in recipes if not hasattr(kinds[each.name], "target_change")]
     measured = [joint_recipe(together, name)] if together else []
     for recipe in recipes:
         reuse_data(recipe, [*recipes, *distilled])

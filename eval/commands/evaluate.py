@@ -37,7 +37,8 @@ from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.asking import recorded_served
 from draftsmith.files import read_json, write_atomically
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_training
 from draftsmith.parent import end_with_parent
 from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
@@ -101,7 +102,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         "questions": len(bench.questions),
         "left_out": bench.left_out,
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "",
-        "target_change": next((d.target_change for d in drafters.values() if d.target_change), None),
+        "target_change": next((d.target_change for d in drafters.values() if hasattr(d, "target_change")), None),
         "drafter_kinds": list(dict.fromkeys(kinds)),
         **({} if command is None else {"command": masked(command)}),
     }

@@ -58,7 +58,7 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import read_json, write_atomically
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.features import target_features

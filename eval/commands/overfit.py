@@ -34,7 +34,7 @@ from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
-from draftsmith.models.losses import loss_weights
+from draftsmith.models.loss import loss_weights
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig, Recipe
@@ -123,7 +123,7 @@ def overfit(
             return None
         ids, first = _conversation(recipe, target, tokenizer, rows)
         dataset = Dataset.from_list([{"input_ids": ids, "loss_mask": [0] * first + [1] * (len(ids) - first)}])
-        drafter.prepare(dataset)
+        drafter.vocab.prepare(dataset)
         trainer = _train(recipe, target, drafter, dataset, folder)
         drafter.save_pretrained(folder)
         trained = load_drafter(folder, target)

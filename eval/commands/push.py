@@ -25,7 +25,7 @@ from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, upd
 from draftsmith.eval.commands.console import console
 from draftsmith.files import bytes_text, read_json, write_atomically
 from draftsmith.hub import hub_errors, hub_id
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
 from draftsmith.models.target.loading import EMBEDDED_TARGET
@@ -119,7 +119,7 @@ def default_name(recipe: Recipe, base_model: str | None = None) -> str:
     """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it."""
     target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
-    method = load_drafter_class(kind).published_as or kind.replace("_", "-")
+    method = load_drafter_class(kind).config_class.published_as or kind.replace("_", "-")
     target = re.sub(r"[^\w.-]+", "-", target.removesuffix(".gguf"))[: LONGEST_NAME - len(method) - 1]
     return f"{target}-{method}"
 

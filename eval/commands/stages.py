@@ -33,7 +33,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     from draftsmith.data.distill.token_dataset import build_token_dataset
     from draftsmith.data.engines.engine import check_engine
     from draftsmith.data.tokens.templates import missing_header_sentence
-    from draftsmith.models.base.registry import load_drafter_class
+    from draftsmith.models.base.registry import check_drafter
     from draftsmith.models.target.loading import load_target_config, load_tokenizer, weights_hash
 
     if recipe.data.distill.engine != "none":
@@ -45,7 +45,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     check_writable(folder.data)
     folder.stages()
     # Checked before anything expensive: targets that training does not support.
-    load_drafter_class(recipe.drafter.kind).check_target(load_target_config(recipe.target), recipe.drafter.options)
+    check_drafter(recipe.drafter.kind, load_target_config(recipe.target), recipe.drafter.options)
     tokenizer = load_tokenizer(recipe.target)
     if answering is not recipe.target:
         as_is = answering.model_copy(update={"chat_template": tokenizer.chat_template, "chat_template_kwargs": {}})

@@ -318,7 +318,7 @@ class Worker:
         session.read_layers(self.drafter.feature_layers)
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
         stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
-        columns = self.drafter.columns
+        columns = self.drafter.vocab.columns
         answer = Answering(job.sampling, job.new_tokens, self.end_ids, generator, stop, columns=columns)
         step = session.prefill(job.prompt_ids)
         answer.begin(step.logits[-1])

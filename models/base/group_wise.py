@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, G depths, K masks, N active rows, M of them labelle
 features, V vocabulary, V' of them drafted, W tree nodes of a call.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Self
 
@@ -16,15 +17,10 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.models.base.draft_head import Batch, LabelledRows
-from draftsmith.models.base.drafter import (
-    Attention,
-    DepthOptions,
-    Drafter,
-    DrafterConfig,
-    DrafterOptions,
-    ascending_layers,
-)
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.options import Attention, DepthOptions, DrafterOptions, ascending_layers
 from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import (
     DrafterDecoder,
@@ -35,7 +31,7 @@ from draftsmith.models.decoding.decoders import (
 )
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
-from draftsmith.models.groups.rows import ActiveRows, active, previous_features
+from draftsmith.models.groups.layout import Groups, active, depth_labels, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -140,66 +136,52 @@ class GroupWiseDrafter(Drafter):
 
     # ---- training ----
 
-    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
-        hidden_nd = self.rows_hidden(rows, batch.input_ids, batch.features, batch.position_ids)
-        place_m = rows.labelled_m
-        normed_md, depth_m = self.norm(hidden_nd.index_select(0, place_m)), rows.depth_n[place_m] - self.first_depth
-        return [LabelledRows(self.draft_head(), normed_md, depth_m, rows.token_n[place_m])]
+    def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
+        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
+        # The sequences of a batch follow each other in one for attention, so that padding costs nothing.
+        in_documents = self.config.attention == "folded" and len(input_ids) > 1
+        active_brs = self.active_rows(labels_bgs)
+        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
 
-    def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
-        shares = self.config.options.kept_shares if self.training else None
-        active_bgs, in_documents = active(labels_bgs, shares, self.generator), self.in_documents(labels_bgs)
-        return ActiveRows.of(labels_bgs, active_bgs, position_ids, self.reads_first_token, in_documents)
+    def active_rows(self, labels_bgs: Tensor) -> Tensor:
+        """Return which rows are computed [B, R, S], given labels [B, G, S]; the last G rows of a group predict them."""
+        return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
-    def in_documents(self, labels_bgs: Tensor) -> bool:
-        """Whether the sequences of a batch follow each other in one for attention, so that padding costs nothing."""
-        return self.config.attention == "folded" and len(labels_bgs) > 1
-
-    def features_read(self, features: Tensor, rows: ActiveRows, position_ids: Tensor | None) -> Tensor:
-        """[B, S, F] what a training step reads of the target's features."""
+    def features_read(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return what a training step reads of the target's features, [B, S, F]."""
         return features
 
-    def rows_hidden(
-        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
-    ) -> Tensor:
-        """[N, D] of the active rows, before the final norm. Features are those AT each token."""
-        features = self.features_read(features, rows, position_ids)
-        real_bse = self.real_inputs(input_ids, previous_features(features, position_ids))
-        newest_ne, masks_ke = real_bse.flatten(0, 1).index_select(0, rows.token_n), self.mask_inputs()
-        hidden_ne = newest_ne
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return the active rows before the final norm, [N, D]."""
+        previous_bsf = previous_features(self.features_read(groups, features), groups.position_ids)
+        newest_ne = self.real_inputs(groups.input_ids, previous_bsf).flatten(0, 1).index_select(0, groups.token_n)
+        masks_ke, hidden_ne = self.mask_inputs(), newest_ne
         if masks_ke is not None and len(masks_ke):
-            of_masks_ne = masks_ke[(rows.depth_n - 1).clamp_min(0)]
+            of_masks_ne = masks_ke[(groups.depth_n - 1).clamp_min(0)]
             if self.mask_residual:
                 of_masks_ne = of_masks_ne + newest_ne
-            hidden_ne = torch.where((rows.depth_n > 0)[:, None], of_masks_ne, newest_ne)
+            hidden_ne = torch.where((groups.depth_n > 0)[:, None], of_masks_ne, newest_ne)
         hidden = hidden_ne.unsqueeze(0)
-        rotary = self.rotary_of(hidden, self.positions(rows, position_ids).unsqueeze(0))
-        attention = GroupAttention(self.config.attention, rows.grid)
-        return self.run_layers(hidden, rotary, cached_attention=attention)[0]
+        rotary = self.rotary_of(hidden, groups.position_n.unsqueeze(0))
+        return self.run_layers(hidden, rotary, cached_attention=GroupAttention(self.config.attention, groups))[0]
 
-    @staticmethod
-    def positions(rows: ActiveRows, position_ids: Tensor | None) -> Tensor:
-        """[N] position ids of the rows: a mask or a drafted token comes after its group's newest token."""
-        if position_ids is None:
-            return rows.position_n + rows.depth_n
-        batch, _, length = rows.shape
-        return position_ids.expand(batch, length).flatten()[rows.token_n] + rows.depth_n
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+        yield self.vocab.draft_head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
 
     def group_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, G, S, D] of all depths, before the final norm; zeros where there is no row."""
-        batch, length = input_ids.shape
-        shape = (batch, self.first_depth + self.config.num_depths, length)
-        rows = ActiveRows.full(shape, input_ids.device, position_ids, self.reads_first_token)
-        hidden_nd = self.rows_hidden(rows, input_ids, features, position_ids)
-        grid = hidden_nd.new_zeros(batch * shape[1] * length, hidden_nd.shape[-1])
-        return grid.index_copy(0, rows.index_n, hidden_nd).unflatten(0, shape)[:, self.first_depth :]
+        """Return all depths before the final norm, [B, G, S, D]; zeros where there is no row."""
+        num_depths = self.config.num_depths
+        groups = Groups.full(input_ids, num_depths, position_ids, self.reads_first_token, self.first_depth)
+        hidden_nd = self.hidden_states(groups, features)
+        grid = hidden_nd.new_zeros(math.prod(groups.shape), hidden_nd.shape[-1])
+        return grid.index_copy(0, groups.index_n, hidden_nd).unflatten(0, groups.shape)[:, self.first_depth :]
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        logits_bgsv = self.over_all_tokens(self.logits_of(self.group_hidden(input_ids, features, position_ids)))
+        logits_bgsv = self.vocab.widen(self.logits_of(self.group_hidden(input_ids, features, position_ids)))
         if self.markov_head is None:
             return logits_bgsv
         bias = self.markov_head(self.tokens_before(input_ids))
-        return logits_bgsv + self.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
+        return logits_bgsv + self.vocab.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
 
     def tokens_before(self, input_ids: Tensor) -> Tensor:
         """[B, G, S] the tokens before the labels of every group: x_t at depth 1.
@@ -238,7 +220,7 @@ class GroupWiseDrafter(Drafter):
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Map [..., D] to the logits [..., V'] of `columns`."""
-        return self.head_logits(self.norm(hidden))
+        return self.vocab.logits(self.norm(hidden))
 
     def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
@@ -253,7 +235,7 @@ class GroupWiseDrafter(Drafter):
         ours = type(self)
         if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
             return None
-        head = self.head_linear() if self.head_shape.is_plain else None
+        head = self.vocab.head() if self.vocab.shape.is_plain else None
         return CpuLayers.of(list(self.layers), self.norm, head, self.layers_config)
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:

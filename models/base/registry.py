@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.hub import hub_errors, hub_id
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 
 # Trained for SmolLM2-135M-Instruct; what `draftsmith demo` shows.
@@ -73,6 +74,17 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     if kind not in kinds:
         raise UserError(f"drafter.kind `{kind}` does not exist: use one of {', '.join(kinds)}")
     return importlib.import_module(f"draftsmith.models.drafters.{kind}").DRAFTER
+
+
+def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str, Any]) -> None:
+    """Check a target's config and a kind's options, before any weight is loaded.
+
+    Raises:
+        UserError: As `load_drafter_class` and `Drafter.from_target`.
+    """
+    drafter_class = load_drafter_class(kind)
+    with torch.device("meta"):
+        drafter_class(drafter_class.config_class.for_target(target_config, options))
 
 
 def drafter_kinds() -> list[str]:

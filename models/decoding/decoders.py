@@ -436,7 +436,7 @@ class CachedDecoder:
             return kept, drafter.logits_of(kept).float()
         features, logits = self._cache.run(layers, inputs_re, rotary, first_kept, layers.has_head)
         kept, normed = features[first_kept:].chunk(2, dim=-1)
-        return kept, logits if layers.has_head else drafter.head_logits(normed).float()
+        return kept, logits if layers.has_head else drafter.vocab.logits(normed).float()
 
     def _hidden_of(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[R, D] of the rows of the cache's current step, before the final norm."""
@@ -466,7 +466,7 @@ class ParallelDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
-        self.columns = drafter.columns
+        self.columns = drafter.vocab.columns
         self._masks_ke, self._mask_residual = drafter.mask_inputs().detach(), drafter.mask_residual
 
     @torch.inference_mode()
@@ -636,7 +636,7 @@ class TreeDecoder(CachedDecoder):
 
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
-        self.num_depths, self.columns = num_depths, drafter.columns
+        self.num_depths, self.columns = num_depths, drafter.vocab.columns
         self._tree = GrowingTree(self._device)
         self._feedback_md = torch.empty(0)
 

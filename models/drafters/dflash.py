@@ -45,17 +45,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
-from draftsmith.models.base.drafter import (
-    MODEL_TYPE_PREFIX,
-    DepthWeights,
-    DrafterConfig,
-    Init,
-    Loss,
-    MaskResidual,
-    NumLayers,
-    Rope,
-)
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
+from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import (
     LONGEST_STATIC_ROWS,
@@ -66,7 +58,7 @@ from draftsmith.models.decoding.decoders import (
     padded_rows,
 )
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
+from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 # Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
@@ -92,6 +84,7 @@ def _holds_a_block(window: int | None, info: ValidationInfo) -> int | None:
 class DFlashConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash"
     layers = "qwen3"
+    first_token = False
 
     class Options(OneForwardOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -147,15 +140,8 @@ class DFlashDrafter(GroupWiseDrafter):
         super().build(config)
         self.hidden_norm, hidden_size = copy.deepcopy(self.norm), self.layers_config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
-
-    @property
-    def reads_first_token(self) -> bool:
-        return False
-
-    @property
-    def first_depth(self) -> int:  # type: ignore[override]
-        """Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing."""
-        return 1 if self.config.sample_from_anchor else 2
+        # Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing.
+        self.first_depth = 1 if config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start, with `init: target`, c near the mean of the features, and layers from the target's first to its last,
@@ -176,39 +162,37 @@ class DFlashDrafter(GroupWiseDrafter):
 
     # ---- training ----
 
-    def active_rows(self, labels_bgs: Tensor, position_ids: Tensor | None) -> ActiveRows:
-        """Return the rows of whole blocks, and of the context before the last of them."""
+    def active_rows(self, labels_bgs: Tensor) -> Tensor:
+        """Return the rows of whole blocks, and of the context before the last of them, [B, 1 + block_size, S]."""
         blocks_bs = labels_bgs[:, 0] != IGNORED_LABEL
         if self.training and self.config.anchor_ratio < 1:
             drawn_bs = torch.rand(blocks_bs.shape, generator=self.generator, device=blocks_bs.device)
             blocks_bs = blocks_bs & (drawn_bs < self.config.anchor_ratio)
         context_bs = blocks_bs.flip(-1).cumsum(-1).flip(-1) > 0
-        active_bgs = torch.cat([context_bs[:, None], blocks_bs[:, None].expand(-1, self.config.block_size, -1)], dim=1)
-        in_documents = self.in_documents(labels_bgs)
-        labels_bgs = F.pad(labels_bgs, (0, 0, self.first_depth, 0), value=IGNORED_LABEL)
-        return ActiveRows.of(labels_bgs, active_bgs, position_ids, False, in_documents, whole_groups=True)
+        return torch.cat([context_bs[:, None], blocks_bs[:, None].expand(-1, self.config.block_size, -1)], dim=1)
 
-    def rows_hidden(
-        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
-    ) -> Tensor:
-        """[N, D] of the rows of blocks, before the final norm; zeros for those of the context."""
-        (context_c, context_grid), (block_n, block_grid) = rows.first_and_others()
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return the rows of blocks before the final norm, and c for the rows of the context, [N, D]."""
+        of_context, of_blocks = groups.rows_of_depths(1, groups.shape[1] - 1)
+        context_c, block_n = of_context[0], of_blocks[0]
         # The context's row at token t is h_{t-1}, at its own position; row k of a block is k after its anchor.
-        positions_n = self.positions(rows, position_ids) - 1
-        read_pf = previous_features(features, position_ids).flatten(0, 1)
-        context = self.context_of(read_pf.index_select(0, rows.token_n[context_c])).unsqueeze(0)
+        positions_n = groups.position_n - 1
+        read_pf = previous_features(features, groups.position_ids).flatten(0, 1)
+        context = self.context_of(read_pf.index_select(0, groups.token_n[context_c])).unsqueeze(0)
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
         ours = self.config
-        attention = GroupAttention(ours.attention, context_grid, ours.causal, window=ours.sliding_window)
+        attention = GroupAttention(ours.attention, groups, of_context, ours.causal, window=ours.sliding_window)
         for index, keys_values in enumerate(self.context_keys_values(context, rotary)):
             attention.add(index, *keys_values)
-        attention.go_on(block_grid)
-        newest_nd, is_mask_n = self.embedded(input_ids.flatten()[rows.token_n[block_n]]), rows.depth_n[block_n] > 1
+        attention.resume(of_blocks)
+        newest_nd = self.embedded(groups.input_ids.flatten()[groups.token_n[block_n]])
+        is_mask_n = groups.depth_n[block_n] > 1
         masks_nd = self.mask_inputs()[:1] + newest_nd if self.config.mask_residual else self.mask_inputs()[:1]
         hidden = torch.where(is_mask_n[:, None], masks_nd, newest_nd).unsqueeze(0)
         rotary = self.rotary_of(hidden, positions_n[block_n].unsqueeze(0))
         hidden_nd = self.run_layers(hidden, rotary, cached_attention=attention)[0]
-        return hidden_nd.new_zeros(len(rows.index_n), hidden_nd.shape[-1]).index_copy(0, block_n, hidden_nd)
+        rows_nd = hidden_nd.new_empty(len(groups.index_n), hidden_nd.shape[-1])
+        return rows_nd.index_copy(0, block_n, hidden_nd).index_copy(0, context_c, context[0].to(hidden_nd.dtype))
 
     def context_keys_values(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return each layer's rotated keys and values [1, Hkv, C, Dh], from c [1, C, D] and cos and sin [1, C, Dh]."""
@@ -305,7 +289,7 @@ class BlockDecoder(CachedDecoder):
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
         config = drafter.config
         super().__init__(drafter, max_length_tokens, config.block_size, config.sliding_window)
-        self.columns = drafter.columns
+        self.columns = drafter.vocab.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
         self._first_row = drafter.first_depth - 1
         self._to_keys_values = ContextLayers(drafter.layers)

@@ -40,12 +40,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from draftsmith.models.base.draft_head import RowLosses
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.options import one_message
+from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
-from draftsmith.models.groups.rows import previous_features
-from draftsmith.models.losses import chunk_rows, softmax_dtype
+from draftsmith.models.groups.layout import Groups, previous_features
+from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -196,7 +198,7 @@ class CandidateDrafter(DFlashDrafter):
 
     def tokens_of(self, columns: Tensor) -> Tensor:
         """The target's ids of columns of the logits."""
-        return columns if self.draft_ids is None else self.draft_ids[columns]
+        return columns if self.vocab.ids is None else self.vocab.ids[columns]
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         """What `scores_after` reads of a row, given final-normed rows of whole blocks and their newest c.
@@ -217,7 +219,7 @@ class CandidateDrafter(DFlashDrafter):
     def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
         """[N, V'] the same scores in their columns, -inf beside the candidates."""
         scores_nk = self.scores_after(rows, before_n)
-        shape = len(scores_nk), self.head_linear().out_features
+        shape = len(scores_nk), self.vocab.head().out_features
         return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -226,7 +228,7 @@ class CandidateDrafter(DFlashDrafter):
         rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
         before = self.tokens_before(input_ids).transpose(1, 2)
         scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten())
-        return self.over_all_tokens(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
+        return self.vocab.widen(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         return self.rows_of(self.norm(hidden), context)
@@ -245,17 +247,29 @@ class DFlash2Drafter(CandidateDrafter):
         shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
         self.candidate_selector = CandidateSelector(*shape)
 
-    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
-        """Return the selector's loss of the rows that the loss through the LM head reads."""
-        normed_nd, head, selector = part.rows.normed_nd, part.rows.head.linear, self.candidate_selector
-        logits_nk, columns_nk, label_n, missing_n = _TopLogits.apply(
-            normed_nd, head.weight, head.bias, part.labels_n, self.config.selector_top_k
+    def auxiliary_loss(
+        self,
+        groups: Groups,
+        hidden_nd: Tensor,
+        normed_md: Tensor,
+        place_m: Tensor,
+        head: DraftHead,
+        result: HeadLoss,
+        features_pd: Tensor | None,
+    ) -> Auxiliary:
+        """Return the selector's loss of the rows that the loss through the LM head reads, and whether it is right."""
+        linear, selector, (_, label_m, before_m) = head.linear, self.candidate_selector, groups.labels(place_m)
+        rows_m = head.rows_of(label_m)
+        known_m = rows_m >= 0
+        logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
+            normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
         )
-        logits_nk = part.rows.head.shape(logits_nk)  # which keeps their order
-        scores_nk = self.scores_after((columns_nk, logits_nk, selector.gates(normed_nd)), part.before_n)
-        losses_n = F.cross_entropy(scores_nk, label_n, reduction="none") * part.known_n
-        part.right_n = (scores_nk.argmax(-1) == label_n) & ~missing_n & (part.known_n > 0)
-        return self.config.selector_weight * losses_n, part.read_n.to(losses_n.dtype), 1
+        logits_mk = head.shape(logits_mk)  # which keeps their order
+        tokens_m = groups.input_ids.flatten()[before_m]
+        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(normed_md)), tokens_m)
+        losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
+        correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
+        return self.config.selector_weight * losses_m, head.mask_of(rows_m, losses_m.dtype), correct_m
 
     def further_run(self, normed: Tensor) -> Tensor:
         """Compute the selector's scores of rows [1, N, D]: `draftsmith plan` counts the bytes that they save."""
@@ -264,7 +278,7 @@ class DFlash2Drafter(CandidateDrafter):
         return self.candidate_selector.edges(self.candidate_selector.gates(normed[0]), before_n, candidates_nk)
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        values, columns = self.head_logits(normed).topk(self.config.selector_top_k)
+        values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:

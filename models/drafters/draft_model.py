@@ -16,8 +16,9 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, Init, Layers, NumLayers
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DraftDepth, Init, Layers, NumLayers
 
 
 class DraftModelConfig(DrafterConfig):

@@ -2,7 +2,7 @@
 
 Shape, training and decoding are those of `dflash.py`, with the published way of reading a block: a row predicts
 the token after its own position, the newest token's row the first (`sample_from_anchor`), and a round drafts
-`block_size` tokens. The Markov head (`base/draft_head.py`) makes the drafts of a depth depend on the token before, so
+`block_size` tokens. The Markov head (`base/draft_vocab.py`) makes the drafts of a depth depend on the token before, so
 that trees are grown along paths under an exact q, still from one forward of the layers.
 
 The confidence head says of each drafted token, c_k = sigmoid(w [h_k; W1[x_{k-1}]] + b), how likely it is accepted where
@@ -20,14 +20,21 @@ the others would have.
 Shapes: N labelled rows, G depths, D hidden, r rank of the Markov head.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.models.base.draft_head import RowLosses
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, Loss
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.options import Loss
+from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import HeadLoss
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -89,18 +96,29 @@ class DSparkDrafter(DFlashDrafter):
     def needs_teacher(self) -> bool:
         return super().needs_teacher or self.config.confidence_weight > 0
 
-    @property
-    def wants_overlap(self) -> bool:  # type: ignore[override]
-        return self.config.confidence_weight > 0
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+        for head, place_m, normed_md in super().head_inputs(groups, hidden_nd):
+            yield replace(head, needs_acceptance=self.config.confidence_weight > 0), place_m, normed_md
 
-    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int] | None:
+    def auxiliary_loss(
+        self,
+        groups: Groups,
+        hidden_nd: Tensor,
+        normed_md: Tensor,
+        place_m: Tensor,
+        head: DraftHead,
+        result: HeadLoss,
+        features_pd: Tensor | None,
+    ) -> Auxiliary | None:
         """Return the confidence head's loss of the rows that the loss through the LM head reads."""
-        if part.overlap_n is None or part.low_rank is None:
+        if result.acceptance_n is None or head.markov is None:
             return None
-        sure_n = self.confidence_head(part.rows.normed_nd, part.low_rank.rows_nr)
+        _, label_m, before_m = groups.labels(place_m)
+        sure_m = self.confidence_head(normed_md, head.markov.markov_w1(groups.input_ids.flatten()[before_m]))
         # Rounding may leave a sum of probabilities above 1.
-        losses_n = F.binary_cross_entropy_with_logits(sure_n, part.overlap_n.clamp(max=1), reduction="none")
-        return self.config.confidence_weight * losses_n, part.read_n.to(losses_n.dtype), 1
+        losses_m = F.binary_cross_entropy_with_logits(sure_m, result.acceptance_n.clamp(max=1), reduction="none")
+        mask_m = head.mask_of(head.rows_of(label_m), losses_m.dtype)
+        return self.config.confidence_weight * losses_m, mask_m, None
 
 
 DRAFTER = DSparkDrafter

@@ -23,17 +23,22 @@ differ from that code:
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.draft_head import RowLosses
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DraftDepth, DrafterConfig, FirstToken, Layers, Rope
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
+from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
+from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.groups.layers import build_target_layers, layers_config
-from draftsmith.models.groups.rows import ActiveRows
-from draftsmith.models.losses import smooth_l1
+from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import HeadLoss, smooth_l1
 
 # Tokens of a sequence at which the noise is `feature_noise`.
 NOISE_LENGTH = 512
@@ -57,6 +62,7 @@ class EagleLayerOptions(GroupWiseOptions):
 
 class EagleConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle"
+    published_as = "eagle-1"  # vLLM looks for `eagle-`
 
     class Options(EagleLayerOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -83,26 +89,35 @@ class EagleLayer(GroupWiseDrafter):
 
     # ---- training ----
 
-    def features_read(self, features: Tensor, rows: ActiveRows, position_ids: Tensor | None) -> Tensor:
+    def features_read(self, groups: Groups, features: Tensor) -> Tensor:
         """Add uniform noise to the features that are read, in training only."""
         if not self.training or self.config.feature_noise == 0:
             return features
         dtype, device = self.fc.weight.dtype, features.device
         noise = torch.rand(features.shape, generator=self.generator, dtype=dtype, device=device)
-        lengths_bs = rows.document_lengths(position_ids).clamp(min=1).to(dtype)
+        lengths_bs = groups.document_lengths().clamp(min=1).to(dtype)
         width_bs1 = (2.0 * NOISE_LENGTH * self.config.feature_noise / lengths_bs).unsqueeze(-1)
         return noise.sub_(0.5).mul_(width_bs1).add_(features)
 
-    @property
-    def class_weight(self) -> float:  # type: ignore[override]
-        return self.config.class_weight
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+        for head, place_m, normed_md in super().head_inputs(groups, hidden_nd):
+            yield replace(head, weight=self.config.class_weight), place_m, normed_md
 
-    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
+    def auxiliary_loss(
+        self,
+        groups: Groups,
+        hidden_nd: Tensor,
+        normed_md: Tensor,
+        place_m: Tensor,
+        head: DraftHead,
+        result: HeadLoss,
+        features_pd: Tensor | None,
+    ) -> Auxiliary:
         """Return the regression to the target's features, of all labelled rows."""
-        if part.teacher is None:
+        if features_pd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        losses_n = smooth_l1(part.rows.normed_nd, part.teacher.features_nd())
-        return losses_n, torch.ones_like(losses_n), 0
+        _, _, before_m = groups.labels(place_m)
+        return smooth_l1(normed_md, features_pd.index_select(0, before_m)), None, None
 
     # ---- shared by training and decoding ----
 
@@ -117,7 +132,6 @@ class EagleDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleConfig
-    published_as = "eagle-1"  # vLLM looks for `eagle-`
 
 
 DRAFTER = EagleDrafter

@@ -40,20 +40,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    MODEL_TYPE_PREFIX,
-    DepthOptions,
-    DraftDepth,
-    DrafterConfig,
-    FirstToken,
-    Init,
-    Layers,
-    Rope,
-)
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions, layers_or
+from draftsmith.models.base.options import DepthOptions, DraftDepth, FirstToken, Init, Layers, Rope
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import build_target_layers, layers_config
-from draftsmith.models.groups.rows import ActiveRows, previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 # Projections of the attention's input, in transformers' names: separate, or fused (Phi-3).
@@ -177,13 +169,9 @@ class Eagle3Shape(GroupWiseDrafter):
         """Make a norm of the target's kind, with weights of one."""
         return type(self.norm)(size, eps=self.layers_config.rms_norm_eps)
 
-    @property
-    def own_heads(self) -> list[nn.Linear]:
-        return [] if self.config.draft_vocab_size is None else [self.lm_head]
-
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start, with `init: target`, from the target's last layers, with g near the mean of the features."""
-        self.initialize_own_heads()
+        self.vocab.start_own_heads()
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if not self.takes_target_layers:
             return
@@ -256,25 +244,23 @@ class Eagle3Drafter(Eagle3Shape):
     def build(self, config: DrafterConfig) -> None:
         self.build_shape(config, num_layers=1)
 
-    def rows_hidden(
-        self, rows: ActiveRows, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None
-    ) -> Tensor:
-        """[N, D] of the active rows, before the final norm: depth after depth. Features are those AT each token."""
-        length = rows.shape[2]
-        previous_bsf = previous_features(features, position_ids)
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return the active rows before the final norm [N, D], computed depth after depth."""
+        length = groups.shape[2]
+        previous_bsf = previous_features(features, groups.position_ids)
         # What the next depth reads with its tokens: g first, then the outputs of the depth before it.
-        feedback_pd = self.fused(previous_bsf).flatten(0, 1)
-        positions_n, ids_p = self.positions(rows, position_ids), input_ids.flatten()
-        attention = GroupAttention(self.config.attention, rows.grid, keeps=True)
+        feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
+        attention = GroupAttention(self.config.attention, groups, keeps=True)
         outputs, places = [], []
-        for j, (place_n, grid) in enumerate(rows.by_depth()):
-            token_n, position_n = rows.token_n[place_n], rows.position_n[place_n]
-            # Past the end of the row there is no token to read, nor a label: any will do.
-            read_n = token_n + (position_n + j).clamp_max(length - 1) - position_n
+        for j, depths in enumerate(groups.rows_of_depths(*[1] * groups.shape[1])):
+            place_n = depths[0]
+            token_n, column_n = groups.token_n[place_n], groups.column_n[place_n]
+            # Past the end of the sequence there is no token to read, nor a label: any will do.
+            read_n = token_n + (column_n + j).clamp_max(length - 1) - column_n
             read = self.drafted_inputs if j else self.token_inputs
             hidden = read(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)
-            rotary = self.rotary_of(hidden, positions_n[place_n].unsqueeze(0))
-            attention.go_on(grid)
+            rotary = self.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
+            attention.resume(depths)
             outputs.append(self.run_layers(hidden, rotary, cached_attention=attention)[0])
             places.append(place_n)
             feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, token_n, outputs[-1])

@@ -25,13 +25,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthWeights, DrafterConfig, MaskResidual
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import MaskOptions, embeddings_of
+from draftsmith.models.base.options import DepthWeights, MaskResidual
 from draftsmith.models.drafters.eagle import EagleLayer, EagleLayerOptions
 
 
 class EagleParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle_parallel"
+    published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
 
     class Options(EagleLayerOptions, MaskOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -44,7 +46,6 @@ class EagleParallelDrafter(EagleLayer):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleParallelConfig
-    published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

@@ -19,7 +19,7 @@ Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n n
 call. "State" is what the heads know of the prefix: h_{t-1}, or what prefix attention makes of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -27,14 +27,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.draft_head import Batch
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Attention, DepthWeights, DrafterConfig, Layers
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.options import Attention, DepthWeights, Layers
 from draftsmith.models.compiling import BACKEND, compiled
 from draftsmith.models.decoding.decoders import CachedDecoder, depths_below, padded_rows, to_device
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
-from draftsmith.models.groups.rows import ActiveRows, previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 
 
 class HydraConfig(DrafterConfig):
@@ -150,43 +150,40 @@ class HydraDrafter(HeadsDrafter):
 
     # ---- training: all groups of a sequence at once ----
 
-    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
-        states_pd = self.states_of(rows, batch.features, batch.position_ids).flatten(0, 1)
-        embedded_pd = self.embedded(batch.input_ids).flatten(0, 1)
-        for j, token_n in enumerate(rows.labelled_tokens):
-            read = [states_pd.index_select(0, token_n)]
-            read += [embedded_pd.index_select(0, token_n + i) for i in range(j + 1)]
-            yield self.heads[j](torch.cat(read, dim=-1))
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return of each token t the state of group t and its embedding, side by side [P, 2D]."""
+        states_pd = self.states_of(groups, features)
+        return torch.cat([states_pd, self.embedded(groups.input_ids).flatten(0, 1).to(states_pd.dtype)], dim=-1)
 
-    def states_of(self, rows: ActiveRows, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, S, D]: what the heads know of the prefix of group t, at t. Zeros where depth 0 has no row."""
-        previous_bsd = previous_features(features, position_ids).to(self.dtype)
+    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
+        states_pd, embedded_pd = states_pd.chunk(2, dim=-1)
+        read = [states_pd.index_select(0, token_m), *(embedded_pd.index_select(0, token_m + i) for i in range(j + 1))]
+        return self.heads[j](torch.cat(read, dim=-1))
+
+    def states_of(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return what the heads know of the prefix of group t, at t, [P, D]. Zeros where depth 0 has no row."""
+        previous_pd = previous_features(features, groups.position_ids).to(self.dtype).flatten(0, 1)
         if self.prefix is None:
-            return previous_bsd
-        batch, length = previous_bsd.shape[:2]
-        place_n, grid = rows.by_depth()[0]
-        token_n = rows.token_n[place_n]
-        positions_n = rows.position_n[place_n]
-        if position_ids is not None:
-            positions_n = position_ids.expand(batch, length).flatten()[token_n]
-        hidden = previous_bsd.flatten(0, 1).index_select(0, token_n).unsqueeze(0)
-        rotary = self.prefix.rotary_of(hidden, positions_n.unsqueeze(0))
-        attention = GroupAttention(self.config.attention, grid)
+            return previous_pd
+        depths = groups.rows_of_depths(1)[0]
+        place_n = depths[0]
+        token_n = groups.token_n[place_n]
+        hidden = previous_pd.index_select(0, token_n).unsqueeze(0)
+        rotary = self.prefix.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
+        attention = GroupAttention(self.config.attention, groups, depths)
         states_nd = self.prefix.run_layers(hidden, rotary, cached_attention=attention)[0]
-        states_pd = states_nd.new_zeros(batch * length, states_nd.shape[-1]).index_copy(0, token_n, states_nd)
-        return states_pd.view(batch, length, -1)
+        return states_nd.new_zeros(len(previous_pd), states_nd.shape[-1]).index_copy(0, token_n, states_nd)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         batch, length = input_ids.shape
-        rows = ActiveRows.full((batch, 1, length), input_ids.device, position_ids)
         embedded_bsd = self.embedded(input_ids)
-        inputs, logits = self.states_of(rows, features, position_ids), []
+        inputs, logits = self.states_of(Groups.full(input_ids, 1, position_ids), features).view(batch, length, -1), []
         for j in range(self.config.num_heads):
             # After the last token there is none: groups that would read it repeat the last, and mean nothing.
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))
-        return self.over_all_tokens(torch.stack(logits, dim=1))
+        return self.vocab.widen(torch.stack(logits, dim=1))
 
     # ---- shared by training and decoding ----
 
@@ -197,7 +194,7 @@ class HydraDrafter(HeadsDrafter):
 
     def logits_of(self, inputs: Tensor, j: int) -> Tensor:
         """Return logits [..., V'] of head index j for inputs [..., (j+2) * D]: the state, then j+1 embeddings."""
-        return self.head_logits(self.heads[j](inputs), j)
+        return self.vocab.logits(self.heads[j](inputs), j)
 
     def decoder(self, max_length_tokens: int) -> "HydraDecoder":
         return HydraDecoder(self, max_length_tokens)
@@ -207,7 +204,7 @@ class HydraDecoder:
     """A `StepwiseDecoder`. A node's row is what its head reads, the state and the embeddings along its path."""
 
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
-        self.num_depths, self.columns = drafter.config.num_heads, drafter.columns
+        self.num_depths, self.columns = drafter.config.num_heads, drafter.vocab.columns
         self._drafter = drafter
         self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens)
         self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]

@@ -35,8 +35,8 @@ Shapes: N rows with a label, R of all blocks, A blocks, G depths, K candidates, 
 factor, V' columns of the logits.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +46,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from draftsmith.models.base.draft_head import Batch, LabelledRows, RowLosses
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.options import one_message
+from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
-from draftsmith.models.groups.rows import ActiveRows, previous_features
-from draftsmith.models.losses import chunk_rows, softmax_dtype
+from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
 from draftsmith.models.target_logits import LogitShape
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
@@ -231,14 +233,6 @@ class Lattice(nn.Module):
         return self._scale * cosines.to(softmax_dtype(cosines.dtype))
 
 
-class Blocks(NamedTuple):
-    """The rows of whole blocks, and where those with a label stand among them."""
-
-    normed_agd: Tensor
-    context_ad: Tensor
-    place_n: Tensor  # [N] in [A * G]
-
-
 class LiLiCorrDrafter(CandidateDrafter):
     """The drafter q; see the module's docstring."""
 
@@ -260,46 +254,58 @@ class LiLiCorrDrafter(CandidateDrafter):
 
     # ---- training ----
 
-    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
-        hidden_nd = self.rows_hidden(rows, batch.input_ids, batch.features, batch.position_ids)
-        depths, depth_n, label_m = self.config.num_depths, rows.depth_n - self.first_depth, rows.labelled_m
-        row_r = (depth_n >= 0).nonzero_static(size=sum(rows.counts_g[self.first_depth :])).squeeze(1)
-        # Block by block; there are whole ones only.
-        row_r = row_r[(rows.token_n[row_r] * depths + depth_n[row_r]).argsort()]
-        token_a = rows.token_n[row_r[::depths]]
-        normed_rd = self.norm(hidden_nd.index_select(0, row_r))
-        place_m = torch.searchsorted(token_a, rows.token_n[label_m]) * depths + depth_n[label_m]
-        read_pf = previous_features(batch.features, batch.position_ids).flatten(0, 1)
-        context_ad = self.context_of(read_pf.index_select(0, token_a))
-        blocks = Blocks(normed_rd.unflatten(0, (-1, depths)), context_ad, place_m)
-        normed_md = normed_rd.index_select(0, place_m)
-        return [LabelledRows(self.draft_head(), normed_md, depth_n[label_m], rows.token_n[label_m], blocks)]
-
-    def further_losses(self, part: RowLosses) -> tuple[Tensor, Tensor, int]:
-        """Return the lattice's loss of the rows that the loss through the LM head reads."""
-        config, head, (normed_agd, context_ad, place_n) = self.config, part.rows.head, part.rows.others
+    def auxiliary_loss(
+        self,
+        groups: Groups,
+        hidden_nd: Tensor,
+        normed_md: Tensor,
+        place_m: Tensor,
+        head: DraftHead,
+        result: HeadLoss,
+        features_pd: Tensor | None,
+    ) -> Auxiliary:
+        """Return the lattice's loss of the rows that the loss through the LM head reads, and whether it is right."""
+        config, (depth_m, label_m, before_m) = self.config, groups.labels(place_m)
+        normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, place_m, depth_m)
+        rows_m = head.rows_of(label_m)
         log_q_rk, columns_rk = _TopLogProbabilities.apply(
             normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k, head.shape
         )
         columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
         rows = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
-        columns_nk, *_ = rows_n = [row.flatten(0, 1)[place_n] for row in rows]
-        scores_nk = self.scores_after(rows_n, part.before_n)
-        is_label_nk = (columns_nk == part.labels_n[:, None]) & (part.known_n > 0)[:, None]
-        inside_n, rank_n = is_label_nk.any(-1), is_label_nk.int().argmax(-1)
-        part.right_n = inside_n & (scores_nk.argmax(-1) == rank_n)
-        inside_r = inside_n.new_zeros(len(columns_rk)).index_copy(0, place_n, inside_n)
-        counts_n = inside_r.view(columns_agk.shape[:2]).cumprod(1).flatten()[place_n]
-        losses_n = config.lattice_ce_weight * F.cross_entropy(scores_nk, rank_n, reduction="none")
+        columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in rows]
+        scores_mk = self.scores_after(of_labels, groups.input_ids.flatten()[before_m])
+        is_label_mk = columns_mk == rows_m[:, None]
+        is_inside_m, rank_m = is_label_mk.any(-1), is_label_mk.int().argmax(-1)
+        correct_m = is_inside_m & (scores_mk.argmax(-1) == rank_m)
+        is_inside_r = is_inside_m.new_zeros(len(columns_rk)).index_copy(0, slot_m, is_inside_m)
+        counts_m = is_inside_r.view(columns_agk.shape[:2]).cumprod(1).flatten()[slot_m]
+        losses_m = config.lattice_ce_weight * F.cross_entropy(scores_mk, rank_m, reduction="none")
         if config.lattice_margin_weight and config.lattice_top_k > 1:
-            others_nk = scores_nk.scatter(1, rank_n[:, None], float("-inf"))
-            ahead_n = scores_nk.gather(1, rank_n[:, None]).squeeze(1) - others_nk.amax(1)
-            losses_n = losses_n + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_n)
-        if config.lattice_penalty_weight and part.teacher is not None:
-            logits_nk = head.teacher_shape(_logits_at(part.teacher.features_nd(), head.teacher, columns_nk))
-            gaps_nk = F.relu(logits_nk.gather(1, rank_n[:, None]) - logits_nk)
-            losses_n = losses_n + config.lattice_penalty_weight * (scores_nk.softmax(-1) * gaps_nk).sum(-1)
-        return losses_n * counts_n, part.read_n.to(losses_n.dtype), 1
+            others_mk = scores_mk.scatter(1, rank_m[:, None], float("-inf"))
+            ahead_m = scores_mk.gather(1, rank_m[:, None]).squeeze(1) - others_mk.amax(1)
+            losses_m = losses_m + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_m)
+        if config.lattice_penalty_weight and features_pd is not None:
+            logits_mk = _logits_at(features_pd.index_select(0, before_m), head.teacher, columns_mk)
+            logits_mk = head.teacher_shape(logits_mk)
+            gaps_mk = F.relu(logits_mk.gather(1, rank_m[:, None]) - logits_mk)
+            losses_m = losses_m + config.lattice_penalty_weight * (scores_mk.softmax(-1) * gaps_mk).sum(-1)
+        return losses_m * counts_m, head.mask_of(rows_m, losses_m.dtype), correct_m
+
+    def _blocks(
+        self, groups: Groups, hidden_nd: Tensor, place_m: Tensor, depth_m: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return final-normed rows of all blocks [A, G, D], their newest c [A, D], and labels' places in [A * G]."""
+        depths, depth_n = self.config.num_depths, groups.depth_n - self.first_depth
+        row_r = (depth_n >= 0).nonzero_static(size=sum(groups.counts_r[self.first_depth :])).squeeze(1)
+        # Block by block; there are whole ones only.
+        row_r = row_r[(groups.token_n[row_r] * depths + depth_n[row_r]).argsort()]
+        token_a = groups.token_n[row_r[::depths]]
+        context_c = groups.rows_of_depths(1)[0][0]
+        context_a = context_c[torch.searchsorted(groups.token_n[context_c], token_a)]
+        normed_agd = self.norm(hidden_nd.index_select(0, row_r)).unflatten(0, (-1, depths))
+        slot_m = torch.searchsorted(token_a, groups.token_n[place_m]) * depths + depth_m
+        return normed_agd, hidden_nd.index_select(0, context_a), slot_m
 
     # ---- shared by training and decoding ----
 
@@ -335,7 +341,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         return columns_agk, log_q_agk, scores_agkk, before_agk
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        logits = self.head_logits(normed)
+        logits = self.vocab.logits(normed)
         log_q, columns = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype)).topk(self.config.lattice_top_k)
         columns_agk, log_q_agk, normed_agd = (each.reshape(-1, *each.shape[-2:]) for each in (columns, log_q, normed))
         rows = self._rows(columns_agk, log_q_agk, normed_agd, context.reshape(-1, context.shape[-1]))

@@ -13,8 +13,8 @@ they share with other kinds that have a head for each depth (Hydra) is `HeadsDra
 Shapes: B batch, S sequence, P = B*S tokens, G heads = depths, N labelled rows of a depth, D hidden, V' drafted tokens.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Literal, cast
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.draft_head import Batch, LabelledRows
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthOptions, Drafter, DrafterConfig, Loss
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.options import DepthOptions, Loss
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.groups.rows import ActiveRows, previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
 
@@ -50,7 +52,7 @@ class HeadOptions(DepthOptions):
 class HeadsDrafter(Drafter):
     """Heads that each read one state of the target and no others, with LM heads of their own or the target's.
 
-    A kind says what the rows of each head come to (`hidden_of_heads`). LM heads of its own have V' rows each, with
+    A kind says what an LM head reads of these states (`head_hidden`). LM heads of its own have V' rows each, with
     `draft_vocab_size`.
     """
 
@@ -61,12 +63,8 @@ class HeadsDrafter(Drafter):
             rows = config.draft_vocab_size or vocabulary
             bias = getattr(config, "lm_head_bias", False)
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=bias) for _ in range(config.num_heads))
-            for head in self.own_heads if bias else []:
+            for head in self.vocab.own_heads if bias else []:
                 head.bias.requires_grad_(False).zero_()
-
-    @property
-    def own_heads(self) -> list[nn.Linear]:
-        return [cast(nn.Linear, head) for head in self.lm_heads] if self.config.lm_heads == "separate" else []
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Start LM heads as the target's own.
@@ -81,16 +79,18 @@ class HeadsDrafter(Drafter):
                     f"the LM head of {type(target).__name__} has a bias, so LM heads of the drafter's own cannot start "
                     "as it: use drafter.options.lm_heads=shared"
                 )
-            self.initialize_own_heads()
+            self.vocab.start_own_heads()
 
-    def labelled_rows(self, rows: ActiveRows, batch: Batch) -> Iterable[LabelledRows]:
-        for j, (hidden_nd, token_n) in enumerate(
-            zip(self.hidden_of_heads(rows, batch), rows.labelled_tokens, strict=True)
-        ):
-            yield LabelledRows(self.draft_head(j), hidden_nd, torch.full_like(token_n, j), token_n)
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        """Return the states that heads read, h_{t-1} of all groups [P, D]."""
+        return previous_features(features, groups.position_ids).flatten(0, 1)
 
-    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
-        """Yield the hidden states [N, D] of each head's rows, whose newest tokens are `rows.labelled_tokens`."""
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+        for j, place_m in enumerate(groups.labelled_by_depth):
+            yield self.vocab.draft_head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
+
+    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
+        """Return what the LM head of head index j reads [M, D], of the groups of these newest tokens [M]."""
         raise NotImplementedError
 
 
@@ -134,20 +134,18 @@ class MedusaDrafter(HeadsDrafter):
             parameter.zero_()
         super().initialize_from_target(target)
 
-    def hidden_of_heads(self, rows: ActiveRows, batch: Batch) -> Iterator[Tensor]:
-        previous_pd = previous_features(batch.features, batch.position_ids).flatten(0, 1)
-        for blocks, token_n in zip(self.blocks, rows.labelled_tokens, strict=True):
-            yield blocks(previous_pd.index_select(0, token_n).to(self.dtype))
+    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
+        return self.blocks[j](states_pd.index_select(0, token_m).to(self.dtype))
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self.over_all_tokens(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))
+        return self.vocab.widen(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))
 
     def logits_of(self, previous: Tensor) -> Tensor:
         """Map h_{t-1} [..., D] to the logits [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])
-        if not self.own_heads:
-            return self.head_logits(hidden)  # one product
-        return torch.stack([lm_head(part) for lm_head, part in zip(self.own_heads, hidden, strict=True)])
+        if not self.vocab.own_heads:
+            return self.vocab.logits(hidden)  # one product
+        return torch.stack([lm_head(part) for lm_head, part in zip(self.vocab.own_heads, hidden, strict=True)])
 
     def decoder(self, max_length_tokens: int) -> "MedusaDecoder":
         return MedusaDecoder(self)
@@ -157,7 +155,7 @@ class MedusaDecoder:
     """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
-        self._drafter, self._logits_of, self.columns = drafter, drafter.logits_of, drafter.columns
+        self._drafter, self._logits_of, self.columns = drafter, drafter.logits_of, drafter.vocab.columns
         self._previous_d: Tensor | None = None
 
     def compile(self, backend: str = BACKEND) -> None:

@@ -24,7 +24,7 @@ Shapes: B batch, S sequence, N labelled positions, D hidden.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -32,16 +32,17 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.draft_head import Batch
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, one_message
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
-from draftsmith.models.groups.rows import ActiveRows
-from draftsmith.models.losses import DrafterOutput, TeacherRows, head_loss, one_for_none
+from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import DrafterOutput, Teacher, head_loss, safe_denominator
+from draftsmith.models.target.features import target_features
 
 ADAPTER_NAME = "draftsmith"
 ALL_LINEAR = "all-linear"
@@ -79,18 +80,22 @@ class Medusa2Drafter(MedusaDrafter):
     """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
 
     config_class = Medusa2Config
-    offline_obstacle = "it changes the target while it trains, so that features from disk would be the old target's"
-    whole_target_needed = "it changes the target's own layers while it trains"
-    split_obstacle = "its LoRA is inside the target, which runs outside the forward that puts the parts together"
+    unsupported = {  # noqa: RUF012
+        "offline": "it changes the target while it trains, so that features from disk would be the old target's",
+        "split_target": "it changes the target's own layers while it trains",
+        "split_weights": "its LoRA is inside the target, which runs outside the forward that puts the parts together",
+    }
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
         self.lora = lora_tree(config.lora_shapes, config.lora_rank)
 
     @classmethod
-    def complete_config(cls, config: DrafterConfig, target: PreTrainedModel) -> None:
+    def make_config(cls, target: PreTrainedModel, options: dict[str, Any]) -> DrafterConfig:
+        config = super().make_config(target, options)
         remove(target)
         config.lora_shapes = linear_shapes(target, config.lora_targets)
+        return config
 
     def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the embedding and the LM head, and lend the LoRA to the target in place of an earlier one."""
@@ -118,13 +123,22 @@ class Medusa2Drafter(MedusaDrafter):
         merge(self.attached.target)
         return self
 
-    @contextmanager
-    def original_target(self) -> Iterator[None]:
-        with switched_off(self.attached.target):
-            yield
+    def training_features(
+        self, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return features of the changed target, with a gradient, and of the original one for L_LM."""
+        if not self.trains_target:
+            return super().training_features(target, ids_bs, positions_bs)
+        teacher_features = None
+        if self.needs_teacher:
+            with switched_off(self.attached.target):
+                teacher_features = target_features(target, ids_bs, None, positions_bs)
+        features = target_features(target, ids_bs, None, positions_bs, self.feature_layers, with_gradient=True)
+        return features, teacher_features
 
     @property
-    def target_change(self) -> str | None:
+    def target_change(self) -> str:
+        """Return a sentence for the report: attaching this drafter changes the target's answers."""
         config = self.config
         return (
             f"The target itself was changed: a LoRA of rank {config.lora_rank} in {len(config.lora_shapes)} of its "
@@ -134,38 +148,50 @@ class Medusa2Drafter(MedusaDrafter):
         )
 
     def learning_rate_factors(self) -> dict[str, float]:
+        """Return factors on the recipe's learning rate, by the beginning of the parameters' names."""
         return {"lora.": self.config.lora_learning_rate}
 
     @property
     def trains_target(self) -> bool:
+        """Return whether the current step trains the LoRA too."""
         return self.training_step >= self.config.warmup_steps
 
     @property
     def needs_teacher(self) -> bool:
         return self.trains_target and self.config.lm_loss == "kl"
 
-    def loss_of_rows(self, rows: ActiveRows, batch: Batch) -> DrafterOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        teacher_features: Tensor | None = None,
+        label_counts: Tensor | None = None,
+        groups: Groups | None = None,
+    ) -> DrafterOutput:
         """Return L_LM + lambda_0 * L_heads; the latter alone in the warm-up.
 
-        The batch's features are the changed target's, with a gradient after the warm-up, its teacher's those of the
-        original target, for the `kl` of L_LM.
+        Args:
+            features: As in `Drafter.forward`, of the changed target, with a gradient after the warm-up.
+            teacher_features: Of the original target, for the `kl` of L_LM.
         """
-        features, original = batch.features, batch.teacher_features
-        output = super().loss_of_rows(rows, replace(batch, teacher_features=features))
+        groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
+        output = super().forward(input_ids, features, loss_mask, position_ids, features, label_counts, groups)
         output.loss = self.config.heads_weight * output.loss
         if not self.trains_target:
             return output
         # h_t predicts x_{t+1}, the label of depth 1: the mean L_LM of the tokens that may be predicted.
-        token_n = rows.labelled_tokens[0]
-        ones_n = torch.ones_like(token_n, dtype=torch.float32)
-        count = ones_n.sum() if batch.counts_2g is None else batch.counts_2g[0, 0]
+        _, label_m, token_m = groups.labels(groups.labelled_by_depth[0])
+        ones_m = torch.ones_like(token_m, dtype=torch.float32)
+        count = ones_m.sum() if label_counts is None else label_counts[0, 0]
         lm_loss = head_loss(
-            features.flatten(0, 1).index_select(0, token_n),
+            features.flatten(0, 1).index_select(0, token_m),
             self.attached.lm_head,
-            batch.labels_bgs[:, 0].flatten()[token_n],
-            ones_n / one_for_none(count),
+            label_m,
+            ones_m / safe_denominator(count),
             loss=self.config.lm_loss,
-            teacher=None if original is None else TeacherRows(original.flatten(0, 1), token_n),
+            teacher=None if teacher_features is None else Teacher(teacher_features.flatten(0, 1), token_m),
             shape=self.attached.shape,
         ).loss
         output.loss = output.loss + lm_loss

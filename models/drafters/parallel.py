@@ -2,7 +2,7 @@
 
 One decoder layer of the target's own kind reads the newest token and K trainable [MASK] vectors and predicts, in one
 forward, the next K+1 tokens. It is trained on all groups of a sequence at once (`base/group_wise.py`):
-with group attention (`groups/attention.py`) over the rows that carry a label (`groups/rows.py`). It is decoded with
+with group attention (`groups/attention.py`) over the rows that carry a label (`groups/layout.py`). It is decoded with
 plain causal attention over its own KV cache (`decoding/decoders.py`).
 
 Where we decide what the paper leaves open:
@@ -11,7 +11,7 @@ Where we decide what the paper leaves open:
 * The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda), Medusa's 0.8**j.
 * The layer starts as the target's last one (`init`), and beside features [MASK]s are scaled to an RMS of 1.
 
-`markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_head.py`).
+`markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_vocab.py`).
 
 A drafter for serving engines has `inputs: embedding` and `shared_mask: true`, PARD's shape (arXiv 2504.18583).
 
@@ -25,23 +25,16 @@ from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import (
-    MODEL_TYPE_PREFIX,
-    DrafterConfig,
-    Init,
-    Layers,
-    Loss,
-    MaskResidual,
-    NumLayers,
-    ascending_layers,
-)
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
+from draftsmith.models.base.options import Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
 from draftsmith.models.cpu_kernels import can_fuse, fused
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
 class ParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "parallel"
+    published_as = "parallelspec"
 
     class Options(MaskOptions):
         """The keys of `drafter.options` in a recipe."""
@@ -72,7 +65,6 @@ class ParallelDrafter(GroupWiseDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = ParallelConfig
-    published_as = "parallelspec"
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)

@@ -23,9 +23,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DepthWeights, DrafterConfig, Loss
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
-from draftsmith.models.groups.layers import TargetLayers, build_target_layers, layers_config
+from draftsmith.models.base.options import DepthWeights, Loss
+from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -46,16 +47,15 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
     """The drafter q, whose only parameters are `masks` [T, D]; see the module's docstring."""
 
     config_class = PassEmbeddingsConfig
-    offline_obstacle = "it reads no features: its own forward runs the target's layers"
-    whole_target_needed = "its own forward and backward run the target's layers"
+    unsupported = {  # noqa: RUF012
+        "offline": "it reads no features: its own forward runs the target's layers",
+        "split_target": "its own forward and backward run the target's layers",
+    }
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.target_config, config.target_config.get("num_hidden_layers", 1))
         self.masks = nn.Parameter(torch.randn(config.num_masks, self.layers_config.hidden_size))
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return (0,)
+        self.feature_layers = (0,)
 
     def attach(self, target: PreTrainedModel) -> Self:
         """Borrow the target's layers too: copies without memory of their own, which attend as groups do."""
@@ -64,17 +64,10 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
             layers = build_target_layers(self.layers_config).layers
         for layer, source in zip(layers, target.base_model.layers, strict=True):
             _share_weights(layer, source)
-        # In eval mode for good: the target that is drafted for has no dropout.
-        self._of_the_target = TargetLayers(layers.eval(), target.base_model.norm)
+        # In eval mode for good: the target that is drafted for has no dropout. Past torch, which would make them parts
+        # of the drafter.
+        self.__dict__.update(layers=layers.eval(), norm=target.base_model.norm)
         return self
-
-    @property
-    def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        return self._of_the_target.layers
-
-    @property
-    def norm(self) -> nn.Module:  # type: ignore[override]
-        return self._of_the_target.norm
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Draw look-ahead embeddings near the mean of the target's."""

@@ -17,8 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, DrafterConfig, NumLayers
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import MaskOptions, MaskTokenId
+from draftsmith.models.base.options import NumLayers
 from draftsmith.models.drafters.eagle3 import Eagle3Shape, Eagle3ShapeOptions
 
 

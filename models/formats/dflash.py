@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
     Checkpoint,
     Exporter,
@@ -163,7 +164,7 @@ def to_dspark(drafter: Drafter) -> Checkpoint:
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
     tensors = dict(drafter.state_dict())
     if has_draft_vocabulary(drafter.config):
-        tensors["lm_head.weight"] = drafter.borrowed_head.weight.to(drafter.dtype)
+        tensors["lm_head.weight"] = drafter.vocab.borrowed_head.weight.to(drafter.dtype)
     return tensors
 
 

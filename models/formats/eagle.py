@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
     LLAMA_LIKE,
     NO_ATTENTION_BIAS,

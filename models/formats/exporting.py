@@ -20,7 +20,8 @@ from torch import Tensor
 
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.files import check_writable, share_as_usual
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter, DrafterConfig
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 
 # Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in sliding windows, which

@@ -1,5 +1,5 @@
 """Group-wise training (ParallelSpec 4.1): an input token and its K masks are a group; groups never see each other.
 
-Read `rows` (which label belongs to which row, and which rows are computed) and `attention` (the mathematics, three
+Read `layout` (who attends to whom, which rows are computed, and their labels) and `attention` (the mathematics, three
 backends); `layers` builds decoder layers that attend so. May import `recipes` and the files of `models`.
 """

@@ -1,5 +1,7 @@
 """Group-wise attention for parallel drafters (arXiv 2410.05589, section 4.1), without an [S(K+1), S(K+1)] mask.
 
+Who attends to whom is `layout.group_mask`, which only the reference `dense` materialises; the kernel computes the same.
+
 The sequence is held as G = K+1 *depths* of length S: depth 0 the real tokens, depth j all the [MASK]_j. Depth 0 at
 position t is the real token x_t; depths 1..K at t are the masks of its group. A query of depth j at t attends to
 
@@ -36,6 +38,7 @@ masks, M = min(Q, K) masks with queries, S positions, Dh head size; T positions 
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -46,7 +49,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.models.compiling import allow_many_shapes
-from draftsmith.models.groups.rows import Documents, Grid
+from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
 Backend = Literal["folded", "dense", "flex"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -80,39 +83,58 @@ class GroupAttention:
 
     Args:
         backend: As in `group_attention`.
-        grid: The rows' grid, of all depths or of the first ones.
+        groups: Of the rows.
+        depths: Those of the first depths, if not of all (`Groups.rows_of_depths`).
         causal: Whether a row sees only the earlier ones of its own group.
         keeps: Whether rows of further depths follow, which attend to the keys and values of these.
         window: As in `group_attention`.
     """
 
     def __init__(
-        self, backend: str, grid: Grid, causal: bool = True, keeps: bool = False, window: int | None = None
+        self,
+        backend: str,
+        groups: Groups,
+        depths: DepthRows | None = None,
+        causal: bool = True,
+        keeps: bool = False,
+        window: int | None = None,
     ) -> None:
-        self._backend, self._grid, self._causal, self._keeps, self._window = backend, grid, causal, keeps, window
+        self._backend, self._causal, self._keeps, self._window = backend, causal, keeps, window
+        self._documents, self._is_full = groups.documents, groups.is_full
+        self._shape, self._index_n = groups.core_shape, groups.core_index_n
         self._earlier = dict[int, list[tuple[Tensor, Tensor]]]()
+        if depths is not None:
+            self.resume(depths)
 
     def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
-        """Keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
-        self._earlier.setdefault(layer_index, []).append((self._grid.to_grid(k_bhnd), self._grid.to_grid(v_bhnd)))
+        """Add keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
+        self._earlier.setdefault(layer_index, []).append((self._to_grid(k_bhnd), self._to_grid(v_bhnd)))
 
-    def go_on(self, grid: Grid) -> None:
-        """Go on with the rows of the next depths, on a grid of these alone."""
-        self._grid = grid
+    def resume(self, depths: DepthRows) -> None:
+        """Continue with the rows of the next depths, on a grid of these alone."""
+        _, self._shape, self._index_n = depths
+        self._is_full = False
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
-        grid = self._grid
-        keys_values = [*self._earlier.get(layer_index, []), (grid.to_grid(k_bhrd), grid.to_grid(v_bhrd))]
+        """Return [1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
+        keys_values = [*self._earlier.get(layer_index, []), (self._to_grid(k_bhrd), self._to_grid(v_bhrd))]
         if self._keeps:
             self._earlier[layer_index] = keys_values
         k_bhgsd, v_bhgsd = (
             parts[-1] if len(parts) == 1 else torch.cat([part.to(parts[-1].dtype) for part in parts], dim=2)
             for parts in zip(*keys_values, strict=True)
         )
-        q_bhqsd = grid.to_grid(q_bhrd)
-        parts = q_bhqsd, k_bhgsd, v_bhgsd
-        return grid.from_grid(group_attention(*parts, self._backend, scale, grid.documents, self._causal, self._window))
+        parts = self._to_grid(q_bhrd), k_bhgsd, v_bhgsd
+        out = group_attention(*parts, self._backend, scale, self._documents, self._causal, self._window)
+        rows = out.permute(0, 2, 3, 1, 4).flatten(0, 2)
+        return (rows if self._is_full else rows.index_select(0, self._index_n)).unsqueeze(0)
+
+    def _to_grid(self, packed: Tensor) -> Tensor:
+        """[1, H, N, Dh] to [B, H, G, S, Dh], zeros where a row is inactive."""
+        rows, shape = packed[0].transpose(0, 1), self._shape
+        if not self._is_full:
+            rows = rows.new_zeros(math.prod(shape), *rows.shape[1:]).index_copy(0, self._index_n, rows)
+        return rows.unflatten(0, shape).permute(0, 3, 1, 2, 4)
 
 
 def group_attention(
@@ -155,11 +177,9 @@ def group_attention(
     device, query_depths, num_depths, length = q_bhqsd.device, q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
     q_bhtd, k_bhtd, v_bhtd = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
     if backend == "dense":
-        mask = group_mask(num_depths, length, device, causal, window)
-        if documents is not None:
-            number_gs = documents.numbers(length).repeat(num_depths)
-            mask &= number_gs[:, None] == number_gs
-        mask = mask[-query_depths * length :]
+        key = torch.arange(num_depths * length, device=device)
+        document_s = None if documents is None else number_documents(documents, length)
+        mask = group_mask(key[-query_depths * length :, None], key, length, causal, window, document_s)
         out = F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
     elif device.type != "cuda":
         raise UserError(
@@ -172,28 +192,6 @@ def group_attention(
             q_bhtd, k_bhtd, v_bhtd, block_mask=block_mask, scale=scale, enable_gqa=q_bhtd.shape[1] != k_bhtd.shape[1]
         )
     return out.unflatten(2, (query_depths, length))
-
-
-def group_mask(
-    num_depths: int,
-    length: int,
-    device: torch.device | str = "cpu",
-    causal: bool = True,
-    window: int | None = None,
-) -> Tensor:
-    """[G*S, G*S] booleans, True where the query (row) may see the key (column); index = depth * S + position."""
-    index = torch.arange(num_depths * length, device=device)
-    return _may_see(index[:, None], index[None, :], length, causal, window)
-
-
-def _may_see(query: Tensor, key: Tensor, length: int, causal: bool, window: int | None) -> Tensor:
-    query_depth, query_position = query // length, query % length
-    key_depth, key_position = key // length, key % length
-    real_past = (key_depth == 0) & (key_position <= query_position)
-    if window is not None:
-        real_past &= key_position > query_position + query_depth - window
-    is_seen = (key_depth <= query_depth) if causal else (query_depth >= 1)
-    return real_past | ((key_depth >= 1) & is_seen & (key_position == query_position))
 
 
 @functools.cache
@@ -216,11 +214,10 @@ def _flex_block_mask(
     window: int | None,
 ) -> Any:
     first_query = (num_depths - query_depths) * length
-    document_s = None if documents is None else documents.numbers(length)
+    document_s = None if documents is None else number_documents(documents, length)
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = _may_see(query + first_query, key, length, causal, window)
-        return seen if document_s is None else seen & (document_s[query % length] == document_s[key % length])
+        return group_mask(query + first_query, key, length, causal, window, document_s)
 
     create_block_mask = _compiled_flex("create_block_mask")
     return create_block_mask(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
@@ -481,9 +478,15 @@ def _causal_backward(
     return grad_q, grad_k, grad_v
 
 
+@functools.lru_cache(maxsize=16)
+def _lengths(bounds_d: Tensor) -> list[int]:
+    """Return the tokens of each document. Waits for the device, once for all layers."""
+    return bounds_d.diff().tolist()
+
+
 def _by_document(documents: Documents, *parts: Tensor) -> list[Any]:
     """Slices along the positions, of each document that has any."""
-    slices = zip(*(part.split(documents.lengths, dim=2) for part in parts), strict=True)
+    slices = zip(*(part.split(_lengths(documents[0]), dim=2) for part in parts), strict=True)
     return [there for there in slices if there[0].shape[2] > 0]
 
 
@@ -563,7 +566,7 @@ def _backward(
             _one_after_the_other, (grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse)
         )
         grads = _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, rows, window)
-        grad_q, grad_k, grad_v = (_row_by_row(grad, len(rows.bounds_d) - 1) for grad in grads)
+        grad_q, grad_k, grad_v = (_row_by_row(grad, len(rows[0]) - 1) for grad in grads)
         return grad_q, grad_k, grad_v
     num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
@@ -671,7 +674,7 @@ def _chunk_mask(q_bnhcd: Tensor, window: int) -> Tensor:
 def _packed_forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents, window: int | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    bounds, longest = documents.bounds_d, documents.max_length_tokens
+    bounds, longest = documents
     q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
     out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
         q_thd, k_thd, v_thd, bounds, bounds, longest, longest, 0.0, True, False, **_options_of_flash(scale, window)
@@ -691,7 +694,7 @@ def _packed_backward(
     documents: Documents,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bounds, longest = documents.bounds_d, documents.max_length_tokens
+    bounds, longest = documents
     parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
     grads_thd = aten._flash_attention_backward(
         *parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved, **_options_of_flash(scale, window)
@@ -709,7 +712,7 @@ def _as_documents(q_bhsd: Tensor) -> Documents:
     """The rows of a batch as documents, since only that kernel takes a window."""
     batch, length = len(q_bhsd), q_bhsd.shape[2]
     bounds_d = torch.arange(batch + 1, device=q_bhsd.device, dtype=torch.int32) * length
-    return Documents(bounds_d, length)
+    return bounds_d, length
 
 
 def _one_after_the_other(part: Tensor) -> Tensor:

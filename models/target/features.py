@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, D hidden, F = D times the number of feature layers.
 """
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,30 @@ def target_features(
                 input_ids=input_ids_bs, attention_mask=attention_mask_bs, position_ids=position_ids_bs, use_cache=False
             )
         return tap.take()
+
+
+class FeatureReader(Protocol):
+    """A drafter: the layers whose features it reads, and whether its loss compares with the target's distribution."""
+
+    feature_layers: tuple[int, ...]
+
+    @property
+    def needs_teacher(self) -> bool: ...
+
+
+def required_layers(drafter: FeatureReader) -> tuple[int, ...]:
+    """Return the layers that a training step reads: those of the drafter, and the final one if the loss needs it."""
+    layers = drafter.feature_layers
+    return (*layers, FINAL_FEATURES) if drafter.needs_teacher and FINAL_FEATURES not in layers else layers
+
+
+def split_features(drafter: FeatureReader, features_bsf: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Split features of `required_layers` into a drafter's [B, S, F] and, if it has one, its teacher's [B, S, D]."""
+    if not drafter.needs_teacher:
+        return features_bsf, None
+    layers = required_layers(drafter)
+    parts = features_bsf.chunk(len(layers), dim=-1)
+    return torch.cat(parts[: len(drafter.feature_layers)], dim=-1), parts[layers.index(FINAL_FEATURES)]
 
 
 class _AllTapped(Exception):

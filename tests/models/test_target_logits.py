@@ -14,7 +14,7 @@ from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
-from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
 from draftsmith.recipes.schema import MethodConfig
@@ -91,19 +91,19 @@ def test_the_teacher_is_the_target(kind: str, options: dict[str, Any]) -> None:
     if "draft_vocab_size" in options:
         counts_v = torch.zeros(VOCABULARY, dtype=torch.long)
         counts_v[::2] += 2
-        drafter.choose_draft_tokens(counts_v)
+        drafter.vocab.choose(counts_v)
     drafter.attach(target)
     batch = random_batch(target, drafter=drafter)
     ids = batch["input_ids"]
     q = drafter.group_logits(ids, batch["features"]).log_softmax(-1)
     whole_p = target(input_ids=ids).logits.softmax(-1)
     assert whole_p.amax() < 0.5  # else the cap would not be seen
-    p = whole_p if drafter.draft_ids is None else torch.zeros_like(whole_p)
+    p = whole_p if drafter.vocab.ids is None else torch.zeros_like(whole_p)
     mass = torch.ones_like(whole_p[..., 0])
-    if drafter.draft_ids is not None:
-        inside = whole_p[..., drafter.draft_ids]
+    if drafter.vocab.ids is not None:
+        inside = whole_p[..., drafter.vocab.ids]
         mass = inside.sum(-1)
-        p[..., drafter.draft_ids] = inside / mass[..., None]
+        p[..., drafter.vocab.ids] = inside / mass[..., None]
     labels_bgs = depth_labels(ids, batch["loss_mask"], drafter.config.num_depths)
     expected = torch.zeros((), dtype=torch.float64)
     for depth, share in enumerate(drafter.config.options.depth_shares()):
@@ -164,7 +164,9 @@ def test_a_scaled_target_trains_and_drafts_as_its_unscaled_twin(kind: str, optio
 
 def test_own_heads_start_as_what_the_target_gives() -> None:
     plain, scaled = twins()
-    heads = [load_drafter_class("medusa").from_target(target, {}).own_heads[0].weight for target in (plain, scaled)]
+    heads = [
+        load_drafter_class("medusa").from_target(target, {}).vocab.own_heads[0].weight for target in (plain, scaled)
+    ]
     torch.testing.assert_close(heads[0], heads[1])
 
 

@@ -97,7 +97,7 @@ def briefly_trained(
     drafter = load_drafter_class(kind).from_target(target, options)
     if options.get("draft_vocab_size"):
         said = torch.tensor([token for answer in answers for token in answer])
-        drafter.choose_draft_tokens(torch.bincount(said, minlength=target.config.vocab_size))
+        drafter.vocab.choose(torch.bincount(said, minlength=target.config.vocab_size))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     drafter.train()
     rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -5,7 +5,7 @@ orthogonal rows or columns. `torch.optim.Muon` computes it; its `match_rms_adamw
 AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that rates of both are of the same order.
 
 Embeddings, [MASK] vectors, norms, biases and heads over the vocabulary stay with AdamW, as in both sources. So do
-weights that a kind trains at a separate rate (`Drafter.learning_rate_factors`).
+weights that a kind trains at a separate rate (`get_learning_rate_factors`).
 """
 
 from typing import Any, Literal
@@ -20,10 +20,16 @@ from draftsmith.models.base.drafter import Drafter
 OptimizerName = Literal["adamw", "muon"]
 
 
+def get_learning_rate_factors(drafter: Drafter) -> dict[str, float]:
+    """Return a kind's factors on the learning rate, by the beginning of the parameters' names; most kinds have none."""
+    factors: dict[str, float] = getattr(drafter, "learning_rate_factors", dict)()
+    return factors
+
+
 def muon_parameters(drafter: Drafter) -> list[str]:
     """Return the names of the trained matrices that Muon updates: weights of linear layers, except vocabulary heads."""
     vocabulary_sizes = {drafter.config.target_config.get("vocab_size"), drafter.config.draft_vocab_size}
-    prefixes = tuple(drafter.learning_rate_factors())
+    prefixes = tuple(get_learning_rate_factors(drafter))
     return [
         f"{name}.weight"
         for name, module in drafter.named_modules()
@@ -100,8 +106,8 @@ def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) ->
 
 
 def apply_learning_rate_factors(optimizer: Optimizer, drafter: Drafter) -> None:
-    """Split a new optimizer's groups by `Drafter.learning_rate_factors`."""
-    factors = drafter.learning_rate_factors()
+    """Split a new optimizer's groups by `get_learning_rate_factors`."""
+    factors = get_learning_rate_factors(drafter)
     if not factors:
         return
     names = {parameter: name for name, parameter in drafter.named_parameters()}

@@ -6,8 +6,8 @@ measured on the same examples. All examples of a conversation (some templates gi
 
 Packing puts several conversations into one row, so that almost nothing of a batch is padding. The conversations of a
 row are chosen once, by their lengths alone (best-fit decreasing). Position ids restart with each document: from that
-the attention masks of the target (transformers) and of drafters (`models/groups/rows.py`) end at the borders, and so do
-the features that a group reads. The loss equals that of the documents in separate rows.
+the attention masks of the target (transformers) and of drafters (`models/groups/layout.py`) end at the borders, and so
+do the features that a group reads. The loss equals that of the documents in separate rows.
 
 The answers are the target's own, so a greedy chain can be replayed without decoding: it is known how many depths of the
 group after a round's newest token are right, and the next round starts after these and the target's token. At T = 0
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import answer_lengths, conversation_begins, row_lengths
 from draftsmith.errors import UserError
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import target_features
 
 # The column of a dataset that says which rows of the feature cache, in this order, its row is made of.

@@ -111,8 +111,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         _refuse_full_disk(run.drafter, drafter)
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")
-        if drafter.draft_vocabulary is not None:
-            print(f"{recipe.name}: {drafter.draft_vocabulary.sentence()}")
+        if drafter.vocab.coverage is not None:
+            print(f"{recipe.name}: {drafter.vocab.coverage.sentence()}")
     checkpoint = _checkpoint_to_go_on_from(trainer, launch)
     if checkpoint is not None:
         trainer.restore_counts(checkpoint)
@@ -147,7 +147,7 @@ def _target_and_drafter(
     target = load_frozen_target(recipe, args.device)
     torch.manual_seed(args.seed)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-    drafter.prepare(to_train)
+    drafter.vocab.prepare(to_train)
     start = (
         None
         if begun_from is None
@@ -256,7 +256,7 @@ def _save(
 ) -> None:
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
-    covered = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.coverage
+    covered = None if drafter.vocab.coverage is None else drafter.vocab.coverage.coverage
     reproducible = "this device, these versions" if args.full_determinism else None
     if args.device.type == "cpu":
         threads = torch.get_num_threads()
@@ -274,7 +274,7 @@ def _save(
             "rows": len(trainer.train_dataset),
             "reproducible": reproducible,
             "weights_sha256": weights_sha256(folder),
-            "target_change": drafter.target_change,
+            "target_change": getattr(drafter, "target_change", None),
             **({} if start is None else {"start": asdict(start)}),
             "draft_vocabulary_coverage": covered,
             "history": trainer.state.log_history,

@@ -14,7 +14,8 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.hub import hub_id
-from draftsmith.models.base.drafter import MODEL_TYPE_PREFIX, Drafter
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, drafter_place, read_drafter
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.loading import first_stage
@@ -75,7 +76,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
             tensor with this one, or it is of the same kind with other options.
     """
     trained = read_drafter(folder, drafter.dtype)
-    trained.refuse_other_target(drafter.attached.target)
+    trained.config.check_same_target(drafter.attached.target)
     own, kind = (each.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for each in (drafter, trained))
     theirs, mine = trained.state_dict(), drafter.state_dict()
     other_shapes = [name for name in mine if name in theirs and mine[name].shape != theirs[name].shape]
@@ -86,7 +87,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
             f"{list(theirs[name].shape)}, here {list(mine[name].shape)}): give this recipe its `drafter.options`"
         )
     taken = {name for name in mine if name in theirs and name not in other_shapes}
-    vocabulary, its_rows = drafter.draft_vocabulary_names, drafter.draft_vocabulary_rows
+    vocabulary, its_rows = drafter.vocab.names, drafter.vocab.row_names
     if not (vocabulary <= taken and its_rows & taken):
         taken -= vocabulary | its_rows  # as a whole or not at all
     parameters = dict(drafter.named_parameters())
@@ -101,13 +102,13 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
             f"key `drafter.init`: {source} was trained on features of the target's layers {list(theirs_read)}, not "
             f"{list(read)}: set drafter.options.feature_layers to those"
         )
-    anew = drafter.draft_vocabulary
+    anew = drafter.vocab.coverage
     for name in taken:
         mine[name].copy_(theirs[name])
-    extends = extend_vocabulary and bool(vocabulary) and not its_rows and trained.draft_ids is not None
+    extends = extend_vocabulary and bool(vocabulary) and not its_rows and trained.vocab.ids is not None
     if extends:
-        drafter.extend_draft_tokens(trained.t2d)
-    drafter.read_draft_vocabulary()
+        drafter.vocab.extend(trained.t2d)
+    drafter.vocab.gather_rows()
     maps = {"d2t", "t2d"}  # no parameters: described in words below
     fresh, unused = sorted(mine.keys() - taken - maps), sorted(theirs.keys() - taken - maps)
     words = None
@@ -116,7 +117,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
         words += ", and then as the trained drafter's" if extends else ""
     elif vocabulary:
         words = f"its draft vocabulary of {len(drafter.d2t):,} tokens is that of the trained rows"
-        if anew is not None and (now := drafter.draft_vocabulary) is not None:
+        if anew is not None and (now := drafter.vocab.coverage) is not None:
             words += f", {now.coverage:.2%} of this run's answer tokens where a new one would be {anew.coverage:.2%}"
     return Start(source, kind, weights_sha256(folder), fresh, unused, words)
 

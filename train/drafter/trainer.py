@@ -42,7 +42,9 @@ from transformers.trainer_utils import rotate_checkpoints
 from draftsmith.errors import Terminated, UserError
 from draftsmith.files import share_as_usual
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.groups.layout import Groups
+from draftsmith.models.loss import DrafterOutput
+from draftsmith.models.target.features import split_features
 from draftsmith.progress import is_quiet
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
@@ -226,7 +228,7 @@ class DrafterTrainer(Trainer):
         # Rows: loss sum, correct, labels of each depth; of this process, since processes last added them up.
         self._depth_sums_3g: Tensor | None = None
         self._tokens: Tensor | None = None
-        self._micro_batch = 0  # of the current optimiser step, in this process
+        self._groups: list[tuple[Groups, torch.Generator]] = []  # of the step's next micro-batches, in this process
         self.progress = Progress()
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
@@ -249,32 +251,40 @@ class DrafterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The micro-batch's part of the loss of the global batch, whose labels `num_items_in_batch` [2, G] counts."""
-        processes, rank = (n // self.get_tp_size() for n in (self.args.world_size, self.args.process_index))
-        place = self._micro_batch * processes + rank
-        self._drafter.generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
-        self._micro_batch += 1
-        output = self._output(model, inputs, num_items_in_batch)
+        """Return the micro-batch's part of the loss of the global batch, whose labels are counted in [2, G]."""
+        groups, self._drafter.generator = self._groups.pop(0)
+        features, teacher_features = self._target_features(inputs)
+        output = self._forward(model, inputs, features, teacher_features, num_items_in_batch, groups)
         self._count(output, inputs["attention_mask"])
         loss = cast(Tensor, output.loss)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             # Gradients are averaged over processes, whose parts are to be added up.
-            loss = loss * processes
+            loss = loss * (self.args.world_size // self.get_tp_size())
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Tensor]], Any]:
-        """Return a step's micro-batches, and their `label_counts` [2, G] over all processes, for each depth's mean.
+        """Return a step's micro-batches, and the labels [2, G] of all of them, on all processes, for each depth's mean.
 
-        transformers would count the labels of a single depth, from a column that the batches do not have.
+        The groups of each are made here, once, as the labels must be counted before the first forward. (transformers
+        would count the labels of a single depth, from a column that the batches do not have.)
         """
-        self._micro_batch = 0
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._groups, counts = [], list[Tensor]()
+        processes, rank = (n // self.get_tp_size() for n in (self.args.world_size, self.args.process_index))
+        self._drafter.train()  # as in the forward
+        for number, batch in enumerate(batches):
+            place = number * processes + rank
+            generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
+            self._drafter.generator = generator
+            positions = batch.get("position_ids")
+            positions = None if positions is None else positions.to(device)
+            groups = self._drafter.groups(batch["input_ids"].to(device), batch["loss_mask"].to(device), positions)
+            self._groups.append((groups, generator))
+            counts.append(self._drafter.label_counts(groups))
         if not batches:
             return batches, None
-        self._drafter.train()  # as in the forward
-        counts = [self._drafter.label_counts(b["input_ids"], b["loss_mask"], b.get("position_ids")) for b in batches]
         counts_2g = torch.stack(counts).sum(0).to(device)
         if self.args.average_tokens_across_devices:
             counts_2g = self.accelerator.reduce(counts_2g, reduction="sum") / self.get_tp_size()
@@ -303,31 +313,38 @@ class DrafterTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return even_out(super().get_eval_dataloader(eval_dataset))
 
-    def _output(
-        self, model: nn.Module, inputs: dict[str, Tensor], label_counts: Tensor | int | None = None
-    ) -> DrafterOutput:
-        """The drafter's forward on a batch, with the target's features."""
-        ids = inputs["input_ids"]
+    def _target_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D]: of the target, or from disk."""
         self._drafter.training_step = self.state.global_step
         self._drafter.training_progress_frac = self.state.global_step / max(1, self.state.max_steps)
-        half = self._autocast_target and self.args.bf16
+        ids, half = inputs["input_ids"], self._autocast_target and self.args.bf16
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
-            # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
-            positions = inputs.get("position_ids")
             if "features" in inputs:
-                features, teacher_features = self._drafter.split_features(inputs["features"].to(self._target.dtype))
-            else:
-                features, teacher_features = self._drafter.training_features(self._target, ids, positions)
+                return split_features(self._drafter, inputs["features"].to(self._target.dtype))
+            # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
+            return self._drafter.training_features(self._target, ids, inputs.get("position_ids"))
+
+    def _forward(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        features: Tensor,
+        teacher_features: Tensor | None,
+        label_counts: Tensor | int | None = None,
+        groups: Groups | None = None,
+    ) -> DrafterOutput:
+        """Return the drafter's output for a batch and the target's features of it."""
         # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
         half = self.args.bf16 and self._launch.strategy == "fsdp"
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16) if half else nullcontext():
+        with torch.autocast(features.device.type, dtype=torch.bfloat16) if half else nullcontext():
             return model(
-                ids,
+                inputs["input_ids"],
                 features,
                 inputs["loss_mask"],
-                position_ids=positions,
+                position_ids=inputs.get("position_ids"),
                 teacher_features=teacher_features,
                 label_counts=label_counts,
+                groups=groups,
             )
 
     @torch.no_grad()
@@ -342,7 +359,8 @@ class DrafterTrainer(Trainer):
             for batch in self.get_eval_dataloader():
                 inputs = self._prepare_inputs(batch)
                 with self.accelerator.autocast():
-                    sums.append(heldout_sums(self._output(model, inputs), inputs["loss_mask"]))
+                    output = self._forward(model, inputs, *self._target_features(inputs))
+                    sums.append(heldout_sums(output, inputs["loss_mask"]))
         model.train()
         whole = self.accelerator.reduce(torch.stack(sums).sum(0).to(self.args.device), reduction="sum")
         metrics = heldout_metrics(whole.cpu(), metric_key_prefix)

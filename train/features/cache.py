@@ -27,6 +27,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import weights_hash
 from draftsmith.recipes.run_folder import RunFolder, check_same_settings
 from draftsmith.recipes.schema import Recipe
@@ -223,7 +224,7 @@ def check_offline_support(recipe: Recipe) -> None:
     Raises:
         UserError: They cannot; the message gives the reason.
     """
-    obstacle = load_drafter_class(recipe.drafter.kind).offline_obstacle
+    obstacle = load_drafter_class(recipe.drafter.kind).unsupported.get("offline")
     if obstacle is not None:
         raise UserError(
             f"drafter.kind `{recipe.drafter.kind}` cannot be trained on features from disk, as {obstacle}: "
@@ -260,6 +261,6 @@ def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> Feature
             f"{folder} holds no features, which data.features.source=offline trains on: run `draftsmith features` with "
             f"recipe `{recipe.name}` first, or set data.features.source=online"
         )
-    layers = drafter.layers_read
+    layers = required_layers(drafter)
     index.check_matches(folder, feature_settings(recipe, tokens_hash), layers)
     return FeatureCache(folder, index, layers)

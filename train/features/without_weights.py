@@ -18,7 +18,6 @@ def models_without_weights(recipe: Recipe) -> tuple[PreTrainedModel, Drafter]:
     with torch.device("meta"):
         target = target_without_weights(recipe.target)
         kind = load_drafter_class(recipe.drafter.kind)
-        config = kind.config_for(target.config, recipe.drafter.options)
-        kind.complete_config(config, target)
+        config = kind.make_config(target, recipe.drafter.options)
         dtype = torch.promote_types(target.dtype, torch.float32)
         return target, kind(config).to(dtype).attach(target)

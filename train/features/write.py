@@ -25,7 +25,7 @@ from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at
-from draftsmith.models.target.features import target_features
+from draftsmith.models.target.features import required_layers, target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_device
 from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
@@ -123,7 +123,7 @@ def project_features(recipe: Recipe) -> Projection:
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
     settings = feature_settings(recipe, tokens_hash(tokens))
     target, drafter = models_without_weights(recipe)
-    layers, hidden_size = drafter.layers_read, target.config.get_text_config().hidden_size
+    layers, hidden_size = required_layers(drafter), target.config.get_text_config().hidden_size
     index = FeatureIndex.read(run.features)
     if index is None:
         index = FeatureIndex(layers, hidden_size, settings, [])

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel, Trainer
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_layers import head_size
-from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.losses import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk_rows, loss_weights
-from draftsmith.models.target.features import drop_decoder_layers
+from draftsmith.models.loss import BLOCK_ELEMENTS, LARGE_GRADIENT_BYTES, chunk_rows, loss_weights
+from draftsmith.models.target.features import drop_decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.schema import Recipe
@@ -68,7 +67,7 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, T
     if is_offline:
         drop_decoder_layers(target)
     step = _Step(args, batch, target, drafter, target_device(recipe.target).type)
-    feature_bytes = step.num_tokens * len(drafter.layers_read) * step.size * target.dtype.itemsize
+    feature_bytes = step.num_tokens * len(required_layers(drafter)) * step.size * target.dtype.itemsize
     if is_offline:  # the Trainer fetches all batches of a step before the first
         disk_bytes = getattr(torch, recipe.data.features.dtype).itemsize
         feature_bytes += accumulation * feature_bytes * disk_bytes // target.dtype.itemsize
@@ -137,23 +136,23 @@ class _Step:
         self._args, self._target, self._drafter, self._device_type = args, target, drafter, device_type
         self.size, self._depths = drafter.config.hidden_size, drafter.config.num_depths
         (_, self._length), self.num_tokens = batch["input_ids"].shape, batch["input_ids"].numel()
-        labels_bgs = depth_labels(batch["input_ids"], batch["loss_mask"], self._depths)
-        self._rows = drafter.active_rows(labels_bgs, batch.get("position_ids"))
-        self._labels, self._labelled_tokens = len(self._rows.labelled_m), int(batch["loss_mask"].sum())
+        self._groups = drafter.groups(batch["input_ids"], batch["loss_mask"], batch.get("position_ids"))
+        self._labels, self._labelled_tokens = len(self._groups.labelled_m), int(batch["loss_mask"].sum())
         # The first depth of a grid may be a context, of which layers make keys and values alone.
-        context = min(getattr(drafter, "first_depth", 0), 1)
-        batch_size, grid_depths, grid_length = self._rows.grid.shape
-        self._num_rows = sum(self._rows.counts_g[context:])
+        context = min(self._groups.first_depth, 1)
+        batch_size, grid_depths, grid_length = self._groups.core_shape
+        self._num_rows = sum(self._groups.counts_r[context:])
         self._num_queries = batch_size * (grid_depths - context) * grid_length
         self._num_keys = batch_size * grid_depths * grid_length
         self._layers = list(getattr(drafter, "layers", []))
-        own_heads = {id(head) for head in drafter.own_heads}
+        own_heads = {id(head) for head in drafter.vocab.own_heads}
         lists = [c for c in drafter.children() if isinstance(c, nn.ModuleList) and len(c) == self._depths]
         self._heads = [head for heads in lists for head in heads if id(head) not in own_heads and not self._layers]
+        self._trains_target = getattr(drafter, "trains_target", False)
         self._half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._mode, self._core = FakeTensorMode(allow_non_fake_inputs=True), _AttentionCore()
         # Losses to the teacher count by its mass of a reduced vocabulary.
-        self._weighs_teacher = drafter.needs_teacher and drafter.draft_ids is not None and drafter.config.teacher_mass
+        self._weighs_teacher = drafter.needs_teacher and drafter.vocab.ids is not None and drafter.config.teacher_mass
         # Depths that follow one another, each on the outputs of the one before, as no masks stand for them.
         self._stepwise = bool(self._layers) and self._depths > 1 and drafter.mask_inputs() is None
 
@@ -178,7 +177,7 @@ class _Step:
         for head in self._heads:
             per_row, fixed = self._probe(head, head)
             total += (per_row + size * wide) * self._labels / self._depths + fixed
-        if drafter.trains_target:
+        if self._trains_target:
             layer, num_layers = self._target.base_model.layers[0], len(self._target.base_model.layers)
             total += self._probe(layer, self._decoder_layer(layer))[0] * self.num_tokens * num_layers
         held, chunk, product_bytes = self._loss_bytes()
@@ -195,13 +194,13 @@ class _Step:
     def _attention_bytes(self) -> int:
         """Return the bytes of queries, outputs, keys and values on the grid, and of the rows that were put there."""
         core, queries, keys = self._core, self._num_queries, self._num_keys
-        rows = 0 if self._rows.grid.in_order else self._num_rows
+        rows = 0 if self._groups.is_full else self._num_rows
         return (2 * queries + rows) * core.width * core.itemsize + 2 * (keys + rows) * core.key_bytes
 
     def _loss_bytes(self) -> tuple[int, int, int]:
         """Return the bytes of an own head's gradient and copies, of a chunk of logits, and of a number in a product."""
-        drafter, head, taught = self._drafter, self._drafter.head_linear(), self._drafter.needs_teacher
-        own, number, weight_bytes = drafter.own_heads, head.weight.element_size(), tensor_bytes([head.weight])
+        drafter, head, taught = self._drafter, self._drafter.vocab.head(), self._drafter.needs_teacher
+        own, number, weight_bytes = drafter.vocab.own_heads, head.weight.element_size(), tensor_bytes([head.weight])
         product = self._half.itemsize if self._half and number == 4 else number
         rows = self._labels // max(1, len(self._heads))
         rows = min(chunk_rows(head.out_features, self.size, bool(own), self._device_type), rows)
@@ -218,7 +217,7 @@ class _Step:
         return held + (weight_bytes * product // number if own and product < number else 0), chunk, product
 
     def _further_bytes(self) -> int:
-        """Return the bytes that a kind's further losses save, of a kind that has some and shows how (`further_run`)."""
+        """Return the bytes that the auxiliary loss saves, of a kind that has one and shows how (`further_run`)."""
         run: Callable[[Tensor], Any] | None = getattr(self._drafter, "further_run", None)
         if run is None:
             return 0
@@ -226,7 +225,7 @@ class _Step:
         return int(per_row * min(self._labels, getattr(self._drafter, "further_rows_at_once", self._labels)))
 
     def _decoder_layer(self, layer: nn.Module) -> Callable[[Tensor], Any]:
-        config = self._target.config.get_text_config() if self._drafter.trains_target else self._drafter.layers_config
+        config = self._target.config.get_text_config() if self._trains_target else self._drafter.layers_config
         size = head_size(config)
 
         def run(hidden: Tensor) -> Any:
@@ -269,27 +268,28 @@ class _Step:
     def flops(self, is_offline: bool) -> dict[str, float]:
         """Return FLOPs by part: 2 for each weight and row, and attention's products."""
         drafter, config = self._drafter, self._target.config.get_text_config()
+        own_heads = drafter.vocab.own_heads
         num_layers = config.num_hidden_layers
-        read = max(num_layers if layer < 0 else layer for layer in drafter.layers_read) / num_layers
+        read = max(num_layers if layer < 0 else layer for layer in required_layers(drafter)) / num_layers
         heads = config.num_attention_heads * head_size(config)
         target = (
             2.0 * self.num_tokens * (num_weights(self._target.base_model) + num_layers * self._length * heads) * read
         )
-        layers, own_heads = (sum(map(num_weights, modules)) for modules in (self._layers, self._heads))
-        head = drafter.head_linear().weight.numel()
-        counted = {id(each) for part in (*self._layers, *self._heads, *drafter.own_heads) for each in part.modules()}
+        layers, heads = (sum(map(num_weights, modules)) for modules in (self._layers, self._heads))
+        head = drafter.vocab.head().weight.numel()
+        counted = {id(each) for part in (*self._layers, *self._heads, *own_heads) for each in part.modules()}
         others = sum(num_weights(m) for m in drafter.modules() if id(m) not in counted and not any(m.children()))
-        forward = 2.0 * (layers * self._num_rows + own_heads * self._labels / self._depths + others * self.num_tokens)
+        forward = 2.0 * (layers * self._num_rows + heads * self._labels / self._depths + others * self.num_tokens)
         forward += 2.0 * self._length * self._core.width * self._num_queries * len(self._layers)
         is_frozen = not any(p.requires_grad for layer in self._layers for p in layer.parameters()) and bool(
             self._layers
         )
         taught = self._labelled_tokens if self._device_type == "cpu" else self._labels
-        through_head = 2.0 * head * (self._labels * (2 + bool(drafter.own_heads)) + taught * drafter.needs_teacher)
+        through_head = 2.0 * head * (self._labels * (2 + bool(own_heads)) + taught * drafter.needs_teacher)
         if self._weighs_teacher:
             through_head += 2.0 * taught * self.size * len(drafter.t2d)
         backward = forward * (1 if is_frozen else 2)
-        if drafter.trains_target:
+        if self._trains_target:
             target, backward = target * (1 + drafter.needs_teacher), backward + target
         muon = 0.0
         for name in muon_parameters(drafter) if self._args.optimizer == "muon" else []:

@@ -23,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
-from draftsmith.models.target.features import decoder_layers
+from draftsmith.models.target.features import decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.models.target.text_model import running_sentence
@@ -172,10 +172,10 @@ def training_batch(
 
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Line:
-    what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.offline_obstacle
+    what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
-    layers, size = len(cost.drafter.layers_read), cost.drafter.config.hidden_size
+    layers, size = len(required_layers(cost.drafter)), cost.drafter.config.hidden_size
     token_bytes = layers * size * getattr(torch, chosen.dtype).itemsize
     how = f"{layers} feature layers x {size} in {chosen.dtype}"
     if num_tokens is None:
@@ -359,12 +359,12 @@ def _set_ups(
     whole = step_cost(plain, args, batch)
     layers = [tensor_bytes(layer.parameters()) for layer in decoder_layers(whole.target)]
     rest = {"replicated": whole.peak_bytes}
-    if kind.whole_target_needed is None:
+    if "split_target" not in kind.unsupported:
         rest["sharded"] = whole.peak_bytes - sum(layers) + sum(layers) // processes
         for bits in ("int8", "nf4"):
             quantized = plain.target.model_copy(update={"quantization": bits})
             rest[bits] = whole.peak_bytes - saved_bytes(quantized, whole.target)
-    if kind.offline_obstacle is None:
+    if "offline" not in kind.unsupported:
         plain.data.features.source = "offline"
         rest["offline"] = step_cost(plain, args, batch).peak_bytes
     weights, state, held, part = (
@@ -380,7 +380,7 @@ def _set_ups(
         "ZeRO-2": weights + (2 * gradients + state) * part,
         "ZeRO-3": weights * (1 + part) + (2 * gradients + state) * part,
     }
-    split = () if kind.split_obstacle is None else ("FSDP2", "ZeRO-3")
+    split = ("FSDP2", "ZeRO-3") if "split_weights" in kind.unsupported else ()
     alone = weights + held + state
     return {
         launch: {place: round(size - alone + drafter[launch]) for place, size in rest.items()}

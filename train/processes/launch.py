@@ -157,13 +157,13 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
         )
 
     features, kind = recipe.data.features, recipe.drafter.kind
-    drafter_class = load_drafter_class(kind)
-    if launch.splits_weights and drafter_class.split_obstacle is not None:
+    unsupported = load_drafter_class(kind).unsupported
+    if launch.splits_weights and "split_weights" in unsupported:
         yield (
-            f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {drafter_class.split_obstacle}: launch "
+            f"drafter.kind `{kind}` cannot be trained with {launch.name}, as {unsupported['split_weights']}: launch "
             "with recipes/accelerate/multi_gpu.yaml or zero2.yaml, or leave out what is in the way"
         )
-    needs = drafter_class.whole_target_needed
+    needs = unsupported.get("split_target")
     if recipe.target.quantization is not None and needs is not None:
         yield f"key `target.quantization`: not with drafter.kind `{kind}`, as {needs}: leave it out"
     if not features.sharded or features.source == "offline":  # where it is about who writes the features

@@ -6,9 +6,11 @@ from pydantic import Field
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import DrafterConfig, Loss
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.options import Loss
 from draftsmith.models.drafters.medusa import HeadOptions, MedusaDrafter
-from draftsmith.models.groups.rows import previous_features
+from draftsmith.models.groups.layout import previous_features
+from draftsmith.models.target.features import required_layers
 
 
 class InnerConfig(DrafterConfig):
@@ -50,5 +52,5 @@ def test_a_kind_that_reads_an_inner_layer_has_the_targets_distribution_as_its_te
 def test_a_loss_of_labels_reads_no_further_layer() -> None:
     target = tiny_target()
     drafter = inner_drafter(target, "ce")
-    assert drafter.layers_read == (1,)
+    assert required_layers(drafter) == (1,)
     assert drafter.training_features(target, torch.tensor([[3, 4, 5]]))[1] is None

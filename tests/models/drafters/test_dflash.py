@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.drafters.dflash import DFlashDrafter, default_feature_layers
-from draftsmith.models.groups.rows import ActiveRows
+from draftsmith.models.groups.layout import Groups
 
 IN_BLOCKS = [kind for kind in drafter_kinds() if issubclass(load_drafter_class(kind), DFlashDrafter)]
 every_kind_in_blocks = pytest.mark.parametrize("kind", IN_BLOCKS)
@@ -116,37 +116,36 @@ def test_blocks_are_there_whole_or_not_at_all() -> None:
     drafter = tiny_block(sample_from_anchor=True)
     labels = torch.full((2, 4, 6), -100)
     labels[0, 0, 3], labels[0, :2, 1], labels[1, 0, 0], labels[1, 0, 2] = 1, 1, 1, 1
-    rows = drafter.active_rows(labels, None)
+    ids = torch.ones(2, 6, dtype=torch.long)
+    groups = Groups.of(ids, labels, drafter.active_rows(labels), first_token=False)
     context = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
     blocks = [(0, 1), (0, 3), (1, 2)]
-    found = list(zip(rows.batch_n.tolist(), rows.depth_n.tolist(), rows.position_n.tolist(), strict=True))
+    found = list(zip((groups.token_n // 6).tolist(), groups.depth_n.tolist(), groups.column_n.tolist(), strict=True))
     assert sorted(found) == sorted(
         [(b, 0, t) for b, t in context] + [(b, k, t) for b, t in blocks for k in (1, 2, 3, 4)]
     )
-    assert len(rows.labelled_m) == 4
-    assert rows.shape == (2, 5, 6)
+    assert len(groups.labelled_m) == 4
+    assert groups.shape == (2, 5, 6)
 
 
 def test_an_anchor_ratio_drops_whole_blocks() -> None:
     drafter = tiny_block(anchor_ratio=0.3)
     labels = torch.zeros(20, 3, 500, dtype=torch.long)
-    rows = drafter.train().active_rows(labels, None)
-    blocks = (
-        torch.zeros(rows.shape, dtype=torch.bool).flatten().index_fill(0, rows.index_n, True).view(rows.shape)[:, 1:]
-    )
+    blocks = drafter.train().active_rows(labels)[:, 1:]
     assert torch.equal(blocks, blocks[:, :1].expand_as(blocks))
     assert blocks[:, 0].float().mean().item() == pytest.approx(0.3, abs=0.02)
-    assert len(drafter.eval().active_rows(labels, None).index_n) == 20 * 499 * rows.shape[1]
+    assert drafter.eval().active_rows(labels).all()
     ids, mask = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
-    everything = drafter.label_counts(ids, mask)
-    torch.testing.assert_close(drafter.train().label_counts(ids, mask), 0.3 * everything)
+    groups = drafter.groups(ids, mask)
+    everything = drafter.label_counts(groups)
+    torch.testing.assert_close(drafter.train().label_counts(groups), 0.3 * everything)
 
 
 def test_rows_without_a_block_become_one_block() -> None:
     """The layers have to run on something: a row of the context and a whole block, none of them labelled."""
-    labels = torch.full((2, 3, 5), -100)
-    rows = ActiveRows.of(labels, labels != -100, first_token=False, whole_groups=True)
-    assert (rows.counts_g, rows.index_n.tolist(), len(rows.labelled_m)) == ([1, 1, 1], [1, 6, 11], 0)
+    labels, active = torch.full((2, 2, 5), -100), torch.zeros(2, 3, 5, dtype=torch.bool)
+    groups = Groups.of(torch.ones(2, 5).long(), labels, active, first_token=False)
+    assert (groups.counts_r, groups.index_n.tolist(), len(groups.labelled_m)) == ([1, 1, 1], [1, 6, 11], 0)
 
 
 @pytest.mark.parametrize(

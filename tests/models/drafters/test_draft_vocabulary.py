@@ -39,7 +39,7 @@ def test_the_most_frequent_tokens_are_taken(size: int, tmp_path: Path) -> None:
     expected = {2: [5, 7], 3: [5, 7, 9], 6: [0, 1, 4, 5, 7, 9]}[size]
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = Eagle3Drafter.from_target(target, {"draft_vocab_size": size})
-    drafter.prepare(ROWS)
+    drafter.vocab.prepare(ROWS)
     drafter.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert saved["d2t"].dtype == torch.int64
@@ -59,10 +59,10 @@ def test_the_most_frequent_tokens_are_taken(size: int, tmp_path: Path) -> None:
 )
 def test_what_it_covers_is_said(size: int, coverage: float, sentence: str) -> None:
     drafter = tiny_drafter_of("parallel", tiny_target(), draft_vocab_size=size)
-    assert drafter.draft_vocabulary is None
-    drafter.prepare(ROWS)
-    assert drafter.draft_vocabulary.coverage == coverage
-    assert drafter.draft_vocabulary.sentence().endswith(sentence)
+    assert drafter.vocab.coverage is None
+    drafter.vocab.prepare(ROWS)
+    assert drafter.vocab.coverage.coverage == coverage
+    assert drafter.vocab.coverage.sentence().endswith(sentence)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -72,20 +72,20 @@ def test_a_borrowed_head_is_rows_of_the_targets(bias: bool, tmp_path: Path) -> N
     if bias:
         target.lm_head = nn.Linear(32, VOCABULARY).requires_grad_(False)
     drafter = tiny_drafter_of("parallel", target, draft_vocab_size=3)
-    drafter.prepare(ROWS)
+    drafter.vocab.prepare(ROWS)
     drafter.save_pretrained(tmp_path)
     saved = [*load_file(tmp_path / "model.safetensors"), *dict(drafter.named_parameters())]
     assert not any("head" in name for name in saved)
     for found in (drafter, load_drafter(tmp_path, target)):
         assert isinstance(found, GroupWiseDrafter)
-        head = found.draft_head().linear
+        head = found.vocab.draft_head().linear
         assert type(head) is nn.Linear  # what packs linear layers finds it
         assert any(module is head for module in found.modules())
         assert torch.equal(head.weight, target.lm_head.weight[[5, 7, 9]])
         assert not head.weight.requires_grad
         hidden = torch.randn(4, 32)
         torch.testing.assert_close(head(hidden), target.lm_head(hidden)[:, [5, 7, 9]])
-        assert found.double().draft_head().linear.weight.dtype == torch.float64
+        assert found.double().vocab.draft_head().linear.weight.dtype == torch.float64
 
 
 def test_the_train_stage_takes_the_tokens_of_its_data(target_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_drafting_with_fewer_tokens_than_branches(kind: str, tree: str, temperat
     """Three tokens, trees four wide: greedy output stays the target's, and no drafted token is from outside at T=1."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
     drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
-    drafter.prepare(ROWS)
+    drafter.vocab.prepare(ROWS)
     paths = [[0], [1], [2], [3], [0, 0], [0, 3]] if tree == "static" else None
     recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 4})
     sampling, prompt = Sampling(temperature), [5, 9, 33, 12, 40, 7]

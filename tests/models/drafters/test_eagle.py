@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.groups.rows import depth_labels
 from draftsmith.models.target.features import target_features
 
 # Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
@@ -102,8 +101,7 @@ def test_noise_is_that_of_each_documents_length() -> None:
                 positions[b, begin:] = torch.arange(LENGTH - begin)
             documents.append([slice(begin, begin + size) for begin, size in zip(begins, of_row, strict=True)])
         given, features = positions if packed else None, torch.zeros(len(lengths), LENGTH, 2000)
-        labels = depth_labels(torch.ones_like(positions), mask, 1)
-        noise = drafter.features_read(features, drafter.active_rows(labels, given), given)
+        noise = drafter.features_read(drafter.groups(torch.ones_like(positions), mask, given), features)
         assert noise.isfinite().all()
         return [[noise[b, part].abs().max().item() for part in row] for b, row in enumerate(documents)]
 

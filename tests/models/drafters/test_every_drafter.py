@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from safetensors import safe_open
+from support.drafter_cases import BY_GROUPS, CASES, TARGET_LAYERS, drafted_logits, target_and_drafter
 from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,139 +27,15 @@ from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.models.drafters.dflash2 import CandidateDrafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
-from draftsmith.models.groups.rows import depth_labels
-from draftsmith.models.losses import LOSSES, has_teacher, loss_weights, smooth_l1
+from draftsmith.models.groups.layout import depth_labels
+from draftsmith.models.loss import LOSSES, has_teacher, loss_weights, smooth_l1
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
-TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
-# Every mechanism that an option turns on, once, together with others that it does not depend on.
-VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "dflash": [
-        {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4, "markov_rank": 5, "init": "random"},
-        {"draft_vocab_size": 40, "feature_layers": [0, 3], "mask_token_id": 7, "attention": "dense"},
-        {"block_size": 4, "sliding_window": 6},
-    ],
-    "dflash2": [
-        {
-            "block_size": 4,
-            "conv_kernel_size": 3,
-            "conv_group_size": 8,
-            "selector_rank": 6,
-            "selector_top_k": 5,
-            "selector_weight": 0.7,
-            "sliding_window": 7,
-        },
-        {
-            "block_size": 3,
-            "sample_from_anchor": True,
-            "loss": "kl",
-            "selector_top_k": 4,
-            "conv_kernel_size": 5,
-            "draft_vocab_size": 40,
-        },
-    ],
-    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random", "draft_vocab_size": 40}],
-    "dspark": [
-        {"draft_vocab_size": 40, "markov_rank": 5, "loss": "ce", "anchor_ratio": 0.9},
-        {
-            "sample_from_anchor": False,
-            "markov_rank": 5,
-            "loss": {"ce": 0.1, "tv": 1.8},
-            "num_layers": 1,
-            "mask_residual": True,
-        },
-        {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True, "sliding_window": 9},
-    ],
-    "eagle": [
-        {
-            "loss": "lk_lambda",
-            "attention": "dense",
-            "fc_bias": True,
-            "draft_vocab_size": 40,
-            "first_token": False,
-            "teacher_mass": False,
-        }
-    ],
-    "eagle_parallel": [
-        {"mask_residual": True, "keep_ratio": 0.8, "loss": "ce", "fc_bias": True, "first_token": False},
-        {"markov_rank": 5, "draft_vocab_size": 40},
-    ],
-    "eagle3": [
-        {"draft_vocab_size": 40, "feature_layers": [0, 3], "norm_before_fc": True, "norm_before_residual": True},
-        {"first_token": False, "fc_norm": True, "norm_output": True},
-    ],
-    "hydra": [
-        {"prefix_attention": True, "draft_vocab_size": 40, "lm_head_bias": True},
-        {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40, "embedding_norm": False},
-    ],
-    "lilicorr": [
-        {"block_size": 4, "conv_kernel_size": 0, "lattice_top_k": 40, "lattice_factor_dim": 9, "lattice_layers": 1},
-        {
-            "block_size": 3,
-            "sample_from_anchor": True,
-            "loss": "kl",
-            "lattice_top_k": 30,
-            "lattice_margin_weight": 0.4,
-            "lattice_margin": 0.7,
-            "draft_vocab_size": 40,
-            "sliding_window": 7,
-        },
-    ],
-    "medusa": [
-        {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda", "draft_vocab_size": 40},
-        {"loss": {"lk_alpha": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
-    ],
-    "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce", "draft_vocab_size": 40}],
-    "parallel": [
-        {"inputs": "embedding", "shared_mask": True, "num_layers": 2},
-        {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1]},
-        {"markov_rank": 5, "draft_vocab_size": 40, "loss": {"kl": 1.0, "tv": 0.5}},
-    ],
-    "pass_embeddings": [{"draft_vocab_size": 40}],
-    "peagle": [
-        {"num_layers": 2, "first_token": False, "fc_norm": True},
-        {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce", "markov_rank": 5},
-    ],
-}
-# Two of three tokens, 40 in all, are in the data.
-FREQUENT = datasets.Dataset.from_dict(
-    {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
-)
-# By default a lattice is a quarter as wide, with labels of 61 tokens seldom among 8 candidates.
-TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}}
-CASES = [
-    (kind, {**TINY.get(kind, {}), **options}) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]
-]
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
-
-
-def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
-    """A draft vocabulary, where there is one, is of tokens all over the target's."""
-    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
-    drafter = tiny_drafter_of(kind, target, **options)
-    drafter.prepare(FREQUENT)
-    if "draft_vocab_size" in options:
-        with torch.no_grad():
-            for head in drafter.own_heads:  # which have just started as the target's
-                head.weight.add_(0.1 * torch.randn_like(head.weight))
-    return target, drafter
-
-
-def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
-    """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
-    if not isinstance(decoder, StepwiseDecoder):
-        return decoder.draft()
-    rows, parent = [decoder.begin()[0]], 0
-    for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
-        token = int(ids[newest + depth])
-        # The true token's sibling comes first: it must change nothing for the true one.
-        rows.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
-        parent += 2
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, ("parallel", {"num_masks": 0, "init": "random"})])
@@ -235,7 +111,7 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, of
             for size in chunks:
                 decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
                 end += size
-            drafted = drafter.columns.widened(drafted_logits(drafter, decoder, ids[0], end - 1), float("-inf"))
+            drafted = drafter.vocab.columns.widened(drafted_logits(drafter, decoder, ids[0], end - 1), float("-inf"))
             expected = training[: len(drafted), end - 1]
             torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
 
@@ -390,7 +266,7 @@ def lattice_losses(
     labels: list[int],
 ) -> list[Tensor]:
     """One block's, label by label, teacher features from its newest token on; 0 from where a label is no candidate."""
-    config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.draft_ids is None else drafter.draft_ids
+    config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.vocab.ids is None else drafter.vocab.ids
     log_q, columns = logits_gv[:, kept].log_softmax(-1).topk(config.lattice_top_k)
     candidates = kept[columns]
     embedded = target.get_input_embeddings()(candidates)
@@ -421,14 +297,14 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, drafter.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
-    kept = list(range(VOCABULARY)) if drafter.draft_ids is None else drafter.draft_ids.tolist()
+    kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
     teacher = batch.get("teacher_features", features)
     hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
     normed = drafter.norm(drafter.group_hidden(ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
-    alpha = None if credit is None else credit.dpace_alpha
+    alpha, until_first_error = credit or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, what chooses among candidates
     total, groups = logits.new_zeros(()), 0
@@ -447,12 +323,12 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
             p_all = target.lm_head(teacher[b, t + j]) if has_teacher(config.loss) else logits[b, j, t]
             counts = {"ce": float(label in kept)}  # the others: the target's probability of the draft vocabulary
             inside = p_all.softmax(-1)[kept].sum() if config.teacher_mass else 1.0
-            distance = drafter.class_weight * sum(
+            distance = getattr(config, "class_weight", 1.0) * sum(
                 weight * counts.get(name, inside) * LOSSES[name](row, place, p_all[kept][None])[0]
                 for name, weight in loss_weights(config.loss).items()
             )
             q.append(float(row.detach().softmax(-1)[0, place]) if label in kept else 0.0)
-            if credit is not None and credit.until_first_error:
+            if until_first_error:
                 kept_on = float(all(right))
             right.append(int(drafted[b, j, t]) == label)
             means[j] += [kept_on * distance] if read else []
@@ -483,22 +359,6 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
         for part in (of_head, of_others):
             total = total + (share * torch.stack(part).mean() if part else 0.0)
     return total
-
-
-BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
-    ("dflash", {"dpace_alpha": 0.3}),
-    ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
-    ("lilicorr", {**TINY["lilicorr"], "dpace_alpha": 0.3, "lattice_top_k": 30}),
-    ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
-    ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
-    ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
-    ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
-    ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
-    ("parallel", {"until_first_error": True, "loss": "kl"}),
-    ("dflash", {"until_first_error": True}),
-    ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
-    ("dflash2", {"until_first_error": True, "selector_rank": 6, "selector_top_k": 5}),
-]
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
@@ -583,7 +443,7 @@ def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         rows.append({"input_ids": ids, "loss_mask": [0] * (length % 3) + [1] * (length - length % 3)})
     batches = [collate_right_padded(part) for part in (rows[:1], rows[1:], [])]
-    counts = sum(drafter.label_counts(batch["input_ids"], batch["loss_mask"]) for batch in batches)
+    counts = sum(drafter.label_counts(drafter.groups(batch["input_ids"], batch["loss_mask"])) for batch in batches)
     results, sums = [], []
     for parts, label_counts in (([collate_right_padded(rows)], None), (batches, counts)):
         losses, depth_counts = [], []

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models.drafters.hydra import HydraDrafter
-from draftsmith.models.groups.rows import ActiveRows
+from draftsmith.models.groups.layout import Groups
 
 HEADS, HIDDEN = 3, 32
 
@@ -93,8 +93,8 @@ def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_typ
     previous = torch.cat([torch.zeros(2, 1, HIDDEN), batch["features"][:, :-1]], dim=1)
     with torch.no_grad():
         expected = reference(inputs_embeds=previous).last_hidden_state
-        states = drafter.states_of(ActiveRows.full((2, 1, LENGTH), target.device), batch["features"])
-    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
+        states = drafter.states_of(Groups.full(batch["input_ids"], 1), batch["features"])
+    torch.testing.assert_close(states.view(expected.shape), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("prefix_attention", [False, True])

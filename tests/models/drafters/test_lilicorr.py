@@ -55,7 +55,7 @@ def test_after_a_token_that_is_no_candidate() -> None:
     drafter = lattice_drafter()
     with torch.no_grad():
         normed = torch.randn(5, 32)
-        logits = drafter.head_logits(normed)
+        logits = drafter.vocab.logits(normed)
         columns, *rest = drafter.rows_of(normed, torch.randn(32))
         rows = [columns, *rest]
         for depth in (0, 3):

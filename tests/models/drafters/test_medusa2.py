@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.drafters.medusa2 import Medusa2Drafter, adapted_layers, remove
-from draftsmith.models.groups.rows import depth_labels
+from draftsmith.models.drafters.medusa2 import Medusa2Drafter, adapted_layers, remove, switched_off
+from draftsmith.models.groups.layout import depth_labels
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
 
@@ -61,7 +61,7 @@ def test_a_new_lora_changes_nothing_a_trained_one_what_its_factors_say(model_typ
         expected = functional_call(original, weights, (ids,)).logits
     assert (expected - logits_of(original, ids)).abs().max() > 0.1
     torch.testing.assert_close(logits_of(target, ids), expected, atol=1e-5, rtol=1e-5)
-    with drafter.original_target():
+    with switched_off(target):
         assert torch.equal(logits_of(target, ids), logits_of(original, ids))
     torch.testing.assert_close(logits_of(target, ids), expected, atol=1e-5, rtol=1e-5)
     assert all(parameter.requires_grad for parameter in drafter.parameters())

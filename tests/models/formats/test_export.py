@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
-from draftsmith.models.base.drafter import Drafter, DrafterConfig
+from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import (
     EXPORT_FILE,
@@ -186,7 +187,7 @@ def test_eagle3_in_both_engines_counting(tmp_path: Path) -> None:
     config, tensors = exported(drafter, "vllm", tmp_path)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
     assert (config["num_aux_hidden_states"], config["draft_vocab_size"], config["vocab_size"]) == (3, 20, VOCABULARY)
-    assert torch.equal(tensors["d2t"] + torch.arange(20), drafter.draft_ids)
+    assert torch.equal(tensors["d2t"] + torch.arange(20), drafter.vocab.ids)
     export_drafter(drafter_of("eagle3", "llama", FEATURES), "sglang", tmp_path / "two", "TARGET", tmp_path / "ours")
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]

@@ -253,7 +253,7 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Pa
         tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
     torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
     if "d2t" in tensors:
-        assert drafter.columns.tokens([0, 1, 19]) == [1, 4, 58]
+        assert drafter.vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
 
 
 @pytest.mark.parametrize("layout", ["peagle", "peagle-normed"])
@@ -330,7 +330,7 @@ def test_a_block_may_have_the_targets_rows_of_a_draft_vocabulary_and_no_others(t
     save_file(tensors, theirs / "model.safetensors")
     import_drafter(str(theirs), TARGET, tmp_path / "ours")
     drafter = load_drafter(tmp_path / "ours", TARGET)
-    assert drafter.columns.tokens([0, 1, 19]) == chosen[[0, 1, 19]].tolist()
+    assert drafter.vocab.columns.tokens([0, 1, 19]) == chosen[[0, 1, 19]].tolist()
     export_drafter(drafter, "vllm", tmp_path / "back", "TARGET", tmp_path / "ours")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == tensors.keys()

@@ -12,9 +12,8 @@ from draftsmith.models.groups.attention import (
     _flex_block_mask,
     _FoldedGroupAttention,
     group_attention,
-    group_mask,
 )
-from draftsmith.models.groups.rows import Documents
+from draftsmith.models.groups.layout import group_mask, number_documents
 
 # batch, query heads, key heads, depths, positions, head size
 SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 64), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]
@@ -33,6 +32,12 @@ def random_qkv(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = Fa
     return [(part.contiguous() if contiguous else part).requires_grad_() for part in parts]
 
 
+def whole_mask(num_depths: int, length: int, **options: Any) -> Tensor:
+    """Return the mask of all queries and keys, [G * S, G * S]."""
+    place = torch.arange(num_depths * length)
+    return group_mask(place[:, None], place, length, **options)
+
+
 def test_mask_by_hand() -> None:
     """K=2, S=2; rows and columns in the order x_0 x_1, [M]1_0 [M]1_1, [M]2_0 [M]2_1."""
     expected = [
@@ -43,14 +48,14 @@ def test_mask_by_hand() -> None:
         [1, 0, 1, 0, 1, 0],
         [1, 1, 0, 1, 0, 1],
     ]
-    assert group_mask(3, 2).int().tolist() == expected
+    assert whole_mask(3, 2).int().tolist() == expected
     blocks = [row[:2] + ([0, 0, 0, 0] if place < 2 else [1, 0, 1, 0]) for place, row in enumerate(expected)]
     blocks[3][2:], blocks[5][2:] = [0, 1, 0, 1], [0, 1, 0, 1]
-    assert group_mask(3, 2, causal=False).int().tolist() == blocks
+    assert whole_mask(3, 2, causal=False).int().tolist() == blocks
     # A window of 3 over four tokens: a row at depth j of group t stands at t + j, and sees no token before t + j - 2.
-    of_masks_2 = group_mask(3, 4, window=3).int()[8:, :4]
+    of_masks_2 = whole_mask(3, 4, window=3).int()[8:, :4]
     assert of_masks_2.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert group_mask(3, 4, window=3).int()[:4, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
+    assert whole_mask(3, 4, window=3).int()[:4, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
@@ -133,7 +138,7 @@ LENGTHS = [3, 0, 7, 1, 6]
 def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causal: bool, window: int | None) -> None:
     """Values and gradients of documents one after the other, one of them empty: those of each alone, by `dense`."""
     bounds_d = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    documents = Documents(bounds_d, max(LENGTHS))
+    documents = bounds_d, max(LENGTHS)
     results = []
     for together in (True, False):
         q, k, v = random_qkv((1, 4, 2, 4, sum(LENGTHS), 8), torch.float64)
@@ -225,11 +230,11 @@ def test_folded_has_no_window_before_ampere() -> None:
 def test_blocks_of_flex_attention(bounds: list[int] | None, window: int | None) -> None:
     """Made by a compiled function, they are those of the dense mask: which are empty, partly and wholly seen."""
     num_depths, query_depths, length, block = 3, 2, 390, 128
-    documents = None if bounds is None else Documents(torch.tensor(bounds, dtype=torch.int32), 200)
+    documents = None if bounds is None else (torch.tensor(bounds, dtype=torch.int32), 200)
     made = _flex_block_mask(query_depths, num_depths, length, torch.device("cpu"), True, documents, window)
-    mask = group_mask(num_depths, length, window=window)
+    mask = whole_mask(num_depths, length, window=window)
     if documents is not None:
-        document_t = documents.numbers(length).repeat(num_depths)
+        document_t = number_documents(documents, length).repeat(num_depths)
         mask &= document_t[:, None] == document_t[None]
     mask = mask[-query_depths * length :]
     for row in range(made.kv_num_blocks.shape[-1]):

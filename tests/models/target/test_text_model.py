@@ -20,7 +20,7 @@ from transformers import (
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.loop import TargetSession
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.registry import check_drafter, load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.groups.layers import layers_config, of_kind, rotary_of
 from draftsmith.models.target import text_model
@@ -80,7 +80,7 @@ def test_the_text_of_a_wrapper(name: str, tmp_path: Path) -> None:
     shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (target, planned)]
     assert shapes[0] == shapes[1]
     options = {"feature_layers": [0, 1]}
-    load_drafter_class("eagle3").check_target(load_target_config(recipe), options)
+    check_drafter("eagle3", load_target_config(recipe), options)
     drafter = load_drafter_class("eagle3").from_target(target, options)
     assert drafter.config.target_config["model_type"] in ("gemma3_text", "mistral")
     assert drafter.config.target_config["architectures"]
@@ -164,7 +164,7 @@ def test_old_names(model_type: str) -> None:
     loss = drafter(**random_batch(target, drafter=drafter)).loss
     assert torch.isfinite(loss)
     with pytest.raises(UserError, match=r"ascending layer numbers from 0 to 3"):
-        load_drafter_class("eagle3").check_target(target.config, {"feature_layers": [1, 2, 4]})
+        check_drafter("eagle3", target.config, {"feature_layers": [1, 2, 4]})
 
 
 def test_values_of_layers_and_partial_rope() -> None:
@@ -181,7 +181,7 @@ def test_a_narrow_embedding_is_refused_before_any_weight_is_loaded() -> None:
     config = AutoConfig.for_model("opt", hidden_size=64, word_embed_proj_dim=32, num_attention_heads=4)
     for kind in ("parallel", "medusa", "eagle3"):
         with pytest.raises(UserError, match=r"embedding is 32 wide and its layers 64 \(opt\)"):
-            load_drafter_class(kind).check_target(config, {})
+            check_drafter(kind, config, {})
 
 
 def test_soft_caps_and_sinks_are_run_by_eager(tmp_path: Path) -> None:

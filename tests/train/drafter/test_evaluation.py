@@ -10,7 +10,7 @@ from support.tiny_runs import history_of, make_recipe, same_weights, token_rows
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.errors import UserError
-from draftsmith.models.losses import DrafterOutput
+from draftsmith.models.loss import DrafterOutput
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.processes import in_processes
 from support.tiny_runs import recipe_in
 
-from draftsmith.models.groups.rows import active, depth_labels
+from draftsmith.models.groups.layout import active, depth_labels
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
@@ -115,7 +115,7 @@ def test_expected_rows_equal_kept_rows(target_folder: Path) -> None:
     drafter = tiny_drafter_of("parallel", tiny_target(), num_masks=3, keep_ratio=0.5, keep_ratio_min=0.2).train()
     ids = torch.arange(4000).remainder(50).add(3).view(10, 400)
     mask = torch.ones_like(ids)
-    expected = drafter.label_counts(ids, mask)
+    expected = drafter.label_counts(drafter.groups(ids, mask))
     assert expected[0].tolist() == pytest.approx([3990, 3980 / 2, 3970 / 4, 3960 / 5])
     labels = depth_labels(ids, mask, 4)
     kept = active(labels, drafter.config.options.kept_shares, drafter.generator).sum((0, 2))[1:]

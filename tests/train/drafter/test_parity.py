@@ -19,7 +19,7 @@ def difference(kind: str, options: dict[str, Any], change: Callable[[Any], None]
     torch.manual_seed(0)
     drafter: Drafter = load_drafter_class(kind).from_target(target, options).eval()
     if options.get("draft_vocab_size"):
-        drafter.choose_draft_tokens(torch.arange(target.config.vocab_size).float())
+        drafter.vocab.choose(torch.arange(target.config.vocab_size).float())
     perturb(drafter)
     made = drafter.decoder
 

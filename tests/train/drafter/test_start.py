@@ -137,16 +137,16 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
         options["draft_vocab_size"] = size or len(tokens)
         drafter = load_drafter_class(kind).from_target(target, options)
         answers = [token for place, token in enumerate(tokens) for _ in range(len(tokens) - place)]
-        drafter.prepare(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
+        drafter.vocab.prepare(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
         return drafter
 
     def started(drafter: Any, source: Drafter, extended: bool = False) -> tuple[list[int], Start]:
         """Its tokens, and what it started from."""
         source.save_pretrained(tmp_path / "source")
         start = start_from(drafter, tmp_path / "source", "source", extended)
-        assert drafter.t2d.nonzero().flatten().tolist() == drafter.draft_ids.tolist()
+        assert drafter.t2d.nonzero().flatten().tolist() == drafter.vocab.ids.tolist()
         assert not {"d2t", "t2d"} & {*start.fresh, *start.unused}
-        return drafter.draft_ids.tolist(), start
+        return drafter.vocab.ids.tolist(), start
 
     old, anew = list(range(20, 28)), list(range(26, 36))
     # Own heads: 26 and 27 of the answers' tokens are among the old ones, 10 + 9 times of 55; of eight new ones 52.
@@ -167,16 +167,16 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
     borrowed = built("eagle_parallel", anew, 8)
     tokens, start = started(borrowed, built("eagle", old))
     assert tokens == anew[:8]
-    assert borrowed.draft_vocabulary == built("eagle_parallel", anew, 8).draft_vocabulary
-    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[anew[:8]])
+    assert borrowed.vocab.coverage == built("eagle_parallel", anew, 8).vocab.coverage
+    assert torch.equal(borrowed.vocab.draft_head().linear.weight, target.lm_head.weight[anew[:8]])
     assert start_sentence(start).endswith("; its draft vocabulary is chosen from this run's answers")
     # Or these and then the old ones, the lower ids first.
     borrowed = built("eagle_parallel", anew[:5], 8)
     tokens, start = started(borrowed, built("eagle", old), extended=True)
     assert tokens == [20, 21, 22, *anew[:5]]
-    assert torch.equal(borrowed.draft_head().linear.weight, target.lm_head.weight[tokens])
+    assert torch.equal(borrowed.vocab.draft_head().linear.weight, target.lm_head.weight[tokens])
     assert start_sentence(start).endswith("is chosen from this run's answers, and then as the trained drafter's")
-    assert borrowed.draft_vocabulary.coverage == 1.0
+    assert borrowed.vocab.coverage.coverage == 1.0
     # A Markov head has rows for its tokens, if the source has trained them.
     for rank, expected in ((3, old), (0, anew[:8])):
         source = built("parallel", old, markov_rank=rank)
@@ -195,7 +195,7 @@ def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
     for drafter, first in ((source, 20), (own, 30)):
         counts_v = torch.zeros(target.config.vocab_size)
         counts_v[first : first + 8] = 1
-        drafter.choose_draft_tokens(counts_v)
+        drafter.vocab.choose(counts_v)
     source.save_pretrained(tmp_path / "source")
     start = start_from(own, tmp_path / "source", "source")
     assert own.t2d.nonzero().flatten().tolist() == list(range(30, 38))

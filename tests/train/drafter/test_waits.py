@@ -13,7 +13,6 @@ from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.groups.attention import _FoldedGroupAttention
-from draftsmith.models.groups.rows import Documents
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
@@ -54,10 +53,11 @@ def counted_step(kind: str, options: dict[str, Any], documents: int) -> type[Gho
         ids, positions, mask = batch["input_ids"], batch.get("position_ids"), batch["loss_mask"]
         ghosts.counting = True
         with torch.no_grad():
-            counts = drafter.label_counts(ids, mask, positions)
+            groups = drafter.groups(ids, mask, positions)
+            counts = drafter.label_counts(groups)
             features, teacher = drafter.training_features(target, ids, positions)
             with torch.autocast("cuda", torch.bfloat16):
-                drafter(ids, features, mask, positions, teacher_features=teacher, label_counts=counts)
+                drafter(ids, features, mask, positions, teacher, counts, groups)
         ghosts.counting = False
     return ghosts
 
@@ -86,7 +86,7 @@ def test_attention_of_documents_is_one_kernel_each_way() -> None:
     """And what it gives, forward and backward, is what the CPU gives document by document."""
     results = []
     for lengths in ([5, 19], [3, 1, 9, 0, 4, 7]):
-        documents = Documents(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+        bounds_d = torch.tensor([0, *lengths]).cumsum(0).int()
         generator = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(1, heads, 3, 24, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
         found = []
@@ -94,9 +94,9 @@ def test_attention_of_documents_is_one_kernel_each_way() -> None:
             with ghost_device() as ghosts, torch.no_grad():
                 kept: Any = _Kept()
                 parts = [part.to(device) for part in (q, k, v)]
-                there = Documents(documents.bounds_d.to(device), documents.max_length_tokens)
+                documents = bounds_d.to(device), max(lengths)
                 ghosts.counting = True
-                out = _FoldedGroupAttention.forward(kept, *parts, 0.3, there)
+                out = _FoldedGroupAttention.forward(kept, *parts, 0.3, documents)
                 grads = _FoldedGroupAttention.backward(kept, out.sin())[:3]
                 ghosts.counting = False
                 found.append([part.cpu() for part in (out, *grads) if part is not None])

@@ -72,7 +72,7 @@ def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list
     rows = datasets.Dataset.from_list([row] * (4 * args.per_device_train_batch_size * args.gradient_accumulation_steps))
     target = LlamaForCausalLM(config).eval().requires_grad_(False)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-    drafter.prepare(rows)
+    drafter.vocab.prepare(rows)
     return traced_peak_bytes(DrafterTrainer(drafter, target, args, rows))
 
 

@@ -7,8 +7,8 @@ import torch
 from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.draft_head import depth_shares, group_lengths
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.weights import depth_shares, group_lengths
 
 
 @pytest.mark.parametrize(

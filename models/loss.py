@@ -33,7 +33,7 @@ is in memory once. Where that would add to one of an earlier micro-batch, and is
 instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
 
 Where a target scales or caps its logits (`models/target_logits.py`), so is the product, in place, before anything is
-added. A low-rank term (`LowRankLogits`) is a second product into the same chunk; it has no [N, V] tensor either.
+added. A low-rank term is a second product into the same chunk; it has no [N, V] tensor either.
 
 Rows of several depths predict the same token and have the same teacher. On a CPU such rows are taken together, with one
 row of the teacher's product for all of them; elsewhere every chunk would wait to know how many there are.
@@ -139,15 +139,9 @@ def _compares_with_teacher(row_loss: Callable[..., Tensor]) -> bool:
     return signature(row_loss).parameters["teacher_logits"].default is Parameter.empty
 
 
-class RowFactors(NamedTuple):
-    """What the losses of a row count: with a reduced vocabulary less than 1."""
-
-    label_n: Tensor  # [N] 1, or 0 for rows whose label the head does not have: of losses of labels
-    teacher_n: Tensor | None  # [N] the teacher's mass inside, None for 1: of losses with a teacher
-
-    def of(self, rows: Tensor | slice) -> "RowFactors":
-        """Return those of some rows."""
-        return RowFactors(self.label_n[rows], None if self.teacher_n is None else self.teacher_n[rows])
+# What the losses of N rows count, with a reduced vocabulary less than 1: [N] those of labels, 0 where the head has not
+# the label; [N] those with a teacher, its mass inside, None for 1.
+Factors = tuple[Tensor, Tensor | None]
 
 
 def row_losses(
@@ -155,14 +149,14 @@ def row_losses(
     logits: Tensor,
     labels: Tensor,
     teacher_logits: Tensor | None = None,
-    factors: RowFactors | None = None,
+    factors: Factors | None = None,
 ) -> Tensor:
     """Return the weighted sum of the losses of rows [N], each loss times its own factor of the row."""
     terms = []
     for name, weight in loss.items():
         losses, factor = LOSSES[name](logits, labels, teacher_logits), None
         if factors is not None:
-            factor = factors.teacher_n if has_teacher(name) else factors.label_n
+            factor = factors[has_teacher(name)]
         terms.append(weight * (losses if factor is None else losses * factor))
     return torch.stack(terms).sum(0)
 
@@ -175,7 +169,7 @@ def losses_in_place(
     logits: Tensor,
     labels: Tensor,
     teacher_logits: Tensor | None,
-    factors: RowFactors | None,
+    factors: Factors | None,
     results: Sequence[Tensor],
     wants_grad: bool,
 ) -> None:
@@ -238,7 +232,7 @@ def _any_loss(
     logits: Tensor,
     labels: Tensor,
     teacher_logits: Tensor | None,
-    factors: RowFactors | None,
+    factors: Factors | None,
     losses: Tensor,
     wants_grad: bool,
 ) -> None:
@@ -273,34 +267,31 @@ def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def one_for_none(counts: Tensor) -> Tensor:
+def safe_denominator(counts: Tensor) -> Tensor:
     """Return counts to divide by: expected ones may be below 1, and where there is none there is nothing to divide."""
     return torch.where(counts > 0, counts, 1)
 
 
-def numbers_beside(tensor: Tensor, numbers: Tensor | Sequence[float]) -> Tensor:
-    """A few numbers in fp32 at least on a tensor's device, without waiting for that."""
+def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
+    """Return a few numbers in fp32 at least on a tensor's device, without waiting for that."""
     return torch.as_tensor(numbers, dtype=softmax_dtype(tensor.dtype)).to(tensor.device, non_blocking=True)
 
 
 # ---- through an LM head ----
 
 
-class LowRankLogits(NamedTuple):
-    """A product that is added to the logits of N rows; gradients reach both factors."""
-
-    rows_nr: Tensor  # [N, r]
-    weight_vr: Tensor  # [V, r]
-
-
-class TeacherRows(NamedTuple):
-    """The target's final features that predict the labels of N rows; of rows with one label they are the same."""
+class Teacher(NamedTuple):
+    """The target's final features and its head: p of N rows. Rows with one label have the same features."""
 
     features_pd: Tensor  # [P, D] of all tokens
-    token_n: Tensor  # [N] whose
+    token_n: Tensor  # [N] the token whose features predict a row's label
+    head: nn.Linear | None = None  # [T, D]; None for the head that is trained through
+    columns_v: Tensor | None = None  # [V] a reduced head's tokens among the T: p is the softmax over those alone
+    shape: LogitShape | None = None  # what is made of its product; None for that of the other head
+    mass_n: Tensor | None = None  # [N] probability of those tokens, which losses with a teacher count by; None for 1
 
     def features_nd(self) -> Tensor:
-        """[N, D]."""
+        """Return the features [N, D]."""
         return self.features_pd.index_select(0, self.token_n)
 
 
@@ -310,7 +301,8 @@ class HeadLoss(NamedTuple):
     loss: Tensor  # [] weighted sum
     losses_n: Tensor  # [N] of the chosen loss
     correct_n: Tensor  # [N] bool: the label is the argmax
-    cross_entropy_n: Tensor  # [N] in nats, whatever the loss
+    cross_entropy_n: Tensor  # [N] in nats, whatever the loss; 0 where the head has not the label
+    acceptance_n: Tensor | None = None  # [N] alpha, on request
 
 
 def head_loss(
@@ -319,14 +311,11 @@ def head_loss(
     labels_n: Tensor,
     weights_n: Tensor | None,
     loss: str | LossWeights = "ce",
-    teacher: TeacherRows | None = None,
-    teacher_head: nn.Module | None = None,
-    teacher_columns: Tensor | None = None,
-    low_rank: LowRankLogits | None = None,
-    overlap_n: Tensor | None = None,
-    factors: RowFactors | None = None,
+    teacher: Teacher | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     shape: LogitShape = PLAIN,
-    teacher_shape: LogitShape | None = None,
+    is_reduced: bool = False,
+    needs_acceptance: bool = False,
 ) -> HeadLoss:
     """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
@@ -337,54 +326,56 @@ def head_loss(
         hidden_nd: [N, D].
         head: A linear layer [V, D] whose bias, if any, is frozen.
         labels_n: [N] rows of the head.
-        weights_n: [N] weight of each row in the sum. None: the caller sums
-            `losses_n` itself, once it knows the weights. The gradient of a head that is trained then takes a product
-            more.
+        weights_n: [N] weight of each row in the sum. None: the caller sums `losses_n` itself, once it knows the
+            weights. The gradient of a head that is trained then takes a product more.
         loss: A key of `LOSSES`, or weights of several.
-        teacher: What the target's head makes p of, for losses with a teacher (`has_teacher`).
-        teacher_head: The target's head, a linear layer [T, D]; `head` by default.
-        teacher_columns: [V] the head's rows as ids of the teacher's, for a reduced draft vocabulary: p is then the
-            softmax over those alone.
-        low_rank: Added to the head's logits. The products are in the same dtype.
-        overlap_n: [N] to be filled with every row's alpha. Then any loss has a teacher.
-        factors: What the losses of each row count.
+        teacher: For losses with a teacher (`has_teacher`), and for `needs_acceptance`.
+        low_rank: [N, r] and [V, r], whose product is added to the logits; gradients reach both.
         shape: What is made of the head's product before `low_rank` is added.
-        teacher_shape: The same for the target's; `shape` by default.
+        is_reduced: Whether the head may not have a label, which is below 0 then.
+        needs_acceptance: Give every row's alpha too, whatever the loss.
     """
-    head, order_n, taught, common_n = _linear(head), None, None, None
-    loss = loss_weights(loss)
+    head, loss, order_n, common_n = _linear(head), loss_weights(loss), None, None
+    known_n = factors = None
+    if is_reduced:
+        known_n = (labels_n >= 0).to(softmax_dtype(hidden_nd.dtype))
+        labels_n, factors = labels_n.clamp(min=0), (known_n, None if teacher is None else teacher.mass_n)
     if factors is not None and len({has_teacher(name) for name in loss}) == 1:
         # Where all losses have one factor it is the row's, and nothing of [N, V] is multiplied.
-        common_n, factors = factors.teacher_n if has_teacher(loss) else factors.label_n, None
+        common_n, factors = factors[has_teacher(loss)], None
         weights_n = weights_n if weights_n is None or common_n is None else weights_n * common_n
-    if has_teacher(loss) or overlap_n is not None:
+    if has_teacher(loss) or needs_acceptance:
         if teacher is None:
             raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
-        if _device_type(hidden_nd) == "cpu":
+        teacher = teacher._replace(features_pd=teacher.features_pd.detach(), head=_linear(teacher.head or head))
+        if _device_type(hidden_nd) == "cpu":  # rows of one token together
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
-        of_target = head if teacher_head is None else _linear(teacher_head)
-        taught = _Teacher.of(teacher, of_target, teacher_columns, shape if teacher_shape is None else teacher_shape)
-        taught.overlap_n, taught.together = overlap_n, order_n is not None
+    else:
+        teacher = None
     products: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
     if order_n is not None:
         products[::2] = [rows.index_select(0, order_n) for rows in products[::2]]
         labels_n, weights_n = labels_n[order_n], None if weights_n is None else weights_n[order_n]
-        factors = None if factors is None else factors.of(order_n)
+        factors = _factors_of(factors, order_n)
     if not torch.is_grad_enabled():
         products = [factor.detach() for factor in products]
-    dtype = _product_dtype(head.weight)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        loss_sum, *results = _HeadLoss.apply(
-            head.bias, labels_n, weights_n, (loss, factors, shape), taught, dtype, *products
-        )
+        given = loss, factors, shape, teacher, needs_acceptance, _product_dtype(head.weight)
+        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, given, *products)
     if order_n is not None:
         back_n = order_n.argsort()
-        results = [part.index_select(0, back_n) for part in results]
-        if overlap_n is not None:
-            overlap_n.copy_(overlap_n[back_n])
-    losses_n, *others = results
-    return HeadLoss(loss_sum, losses_n if common_n is None else losses_n * common_n, *others)
+        results = [None if part is None else part.index_select(0, back_n) for part in results]
+    losses_n, correct_n, cross_entropy_n, acceptance_n = results
+    losses_n = losses_n if common_n is None else losses_n * common_n
+    if known_n is not None:
+        correct_n, cross_entropy_n = correct_n & (known_n > 0), cross_entropy_n * known_n
+    return HeadLoss(loss_sum, losses_n, correct_n, cross_entropy_n, acceptance_n)
+
+
+def _factors_of(factors: Factors | None, rows: Tensor | slice) -> Factors | None:
+    """Return the factors of some rows."""
+    return None if factors is None else (factors[0][rows], None if factors[1] is None else factors[1][rows])
 
 
 @torch.no_grad()
@@ -434,66 +425,47 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 
 
 @dataclass
-class _Teacher:
-    """p of a chunk at a time."""
-
-    rows: TeacherRows
-    weight_vd: Tensor
-    bias_v: Tensor | None
-    shape: LogitShape
-    overlap_n: Tensor | None = None  # where alpha of all rows is written to
-    together: bool = False  # whether rows of one token follow each other
-
-    @staticmethod
-    def of(rows: TeacherRows, head: nn.Linear, columns_v: Tensor | None, shape: LogitShape) -> "_Teacher":
-        # The columns once, rather than products with the whole vocabulary in every chunk.
-        columns = slice(None) if columns_v is None else columns_v
-        dtype = _product_dtype(head.weight)
-        bias_v = None if head.bias is None else head.bias[columns].to(dtype)
-        rows = rows._replace(features_pd=rows.features_pd.detach())
-        return _Teacher(rows, head.weight.detach()[columns].to(dtype), bias_v, shape)
-
-    def logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Those of some rows, or of their tokens and the place of each row's among them; they are views of `out_cv`."""
-        token_c, place_c = self.rows.token_n[rows], None
-        if self.together:
-            token_c, place_c = token_c.unique_consecutive(return_inverse=True)
-        logits = out_cv[: len(token_c)]
-        hidden = self.rows.features_pd.index_select(0, token_c).to(logits.dtype)
-        _product(hidden, self.weight_vd, self.bias_v, logits)
-        return self.shape.apply_(logits), place_c
-
-
-class _Taken(NamedTuple):
-    """Results of all chunks. Gradients are of each term; of rows [N, D] they are those of the unweighted losses."""
-
-    losses_n: Tensor
-    correct_n: Tensor
-    cross_entropy_n: Tensor
-    row_grads: list[Tensor | None]
-    weight_grads: list[Tensor | None]
-
-
-class _Term(NamedTuple):
-    """A term of the logits: the product of rows and weight."""
-
-    rows_nd: Tensor
-    weight_vd: Tensor
-
-
-@dataclass
 class _Rows:
-    """N rows before a head, taken through it in chunks. The first of the terms is the head's, to which its bias is."""
+    """N rows before a head, taken through it in chunks.
 
-    terms: list[_Term]
+    Args:
+        terms: Products that add up to the logits, of rows [N, D] and a weight [V, D]; the first is the head's, to which
+            its bias and its shape belong.
+        dtype: Of the products.
+    """
+
+    terms: list[tuple[Tensor, Tensor]]
     bias_v: Tensor | None
     labels_n: Tensor
     weights_n: Tensor
     loss: LossWeights
-    factors: RowFactors | None
-    shape: LogitShape  # of the first term
-    teacher: _Teacher | None
-    dtype: torch.dtype  # of the products
+    factors: Factors | None
+    shape: LogitShape
+    teacher: Teacher | None
+    needs_acceptance: bool
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._teacher_vd = self._teacher_bias_v = None
+        if self.teacher is not None and self.teacher.head is not None:
+            # The columns once, rather than products with the whole vocabulary in every chunk.
+            head, columns = self.teacher.head, slice(None) if self.teacher.columns_v is None else self.teacher.columns_v
+            dtype = _product_dtype(head.weight)
+            self._teacher_vd = head.weight.detach()[columns].to(dtype)
+            self._teacher_bias_v = None if head.bias is None else head.bias[columns].to(dtype)
+
+    def _teacher_logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the teacher's logits of some rows, or of their tokens and each row's place among them, in `out_cv`."""
+        assert self.teacher is not None
+        assert self._teacher_vd is not None
+        token_c, place_c = self.teacher.token_n[rows], None
+        if _device_type(self.labels_n) == "cpu":
+            token_c, place_c = token_c.unique_consecutive(return_inverse=True)
+        logits = out_cv[: len(token_c)]
+        hidden = self.teacher.features_pd.index_select(0, token_c).to(logits.dtype)
+        _product(hidden, self._teacher_vd, self._teacher_bias_v, logits)
+        shape = self.shape if self.teacher.shape is None else self.teacher.shape
+        return shape.apply_(logits), place_c
 
     @property
     def unit(self) -> Tensor:
@@ -503,56 +475,70 @@ class _Rows:
         mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
         return mean.clamp(min=torch.finfo(torch.float32).tiny)
 
-    def take(self, wanted: Sequence[tuple[bool, bool]]) -> _Taken:
-        """wanted: of each term, whether gradients of rows and of the weight are."""
+    def take(
+        self, needs_grad: Sequence[tuple[bool, bool]]
+    ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
+        """Take all rows through the head.
+
+        Args:
+            needs_grad: Of each term, whether gradients of its rows and of its weight are needed.
+
+        Returns:
+            Losses [N], whether the label is the argmax, cross entropies and perhaps alphas; of each term the gradients
+            of rows [N, D], which are those of the unweighted losses; and of each the gradient of the weight.
+        """
         hidden_nd, weight_vd = self.terms[0]
-        # Of the unweighted losses: a weight is 1 / N or less, and beside it fp16 needs the loss scale of the backward.
+        # Of the unweighted losses: a weight is 1 / N or less, and with it fp16 needs the loss scale of the backward.
         row_grads = [
-            torch.empty_like(term.rows_nd, dtype=self.dtype) if wants else None
-            for term, (wants, _) in zip(self.terms, wanted, strict=True)
+            torch.empty_like(rows_nd, dtype=self.dtype) if of_rows else None
+            for (rows_nd, _), (of_rows, _) in zip(self.terms, needs_grad, strict=True)
         ]
         # A sum over chunks, so in fp32 at least.
         weight_grads = [
-            torch.zeros_like(term.weight_vd, dtype=softmax_dtype(term.weight_vd.dtype)) if wants else None
-            for term, (_, wants) in zip(self.terms, wanted, strict=True)
+            torch.zeros_like(weight, dtype=softmax_dtype(weight.dtype)) if of_weight else None
+            for (_, weight), (_, of_weight) in zip(self.terms, needs_grad, strict=True)
         ]
         weights_n = self.weights_n / self.unit
         losses_n = torch.empty(len(self.labels_n), dtype=softmax_dtype(hidden_nd.dtype), device=hidden_nd.device)
-        cross_entropy_n, correct_n = torch.empty_like(losses_n), torch.empty_like(losses_n, dtype=torch.bool)
-        overlap_n = None if self.teacher is None else self.teacher.overlap_n
+        results = [losses_n, torch.empty_like(losses_n, dtype=torch.bool), torch.empty_like(losses_n)]
+        results += [torch.empty_like(losses_n)] if self.needs_acceptance else []
         head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
-        weights = [term.weight_vd.to(self.dtype) for term in self.terms]
+        weights = [weight.to(self.dtype) for _, weight in self.terms]
         vocabulary, hidden_size = weight_vd.shape
         device_type = _device_type(hidden_nd)
-        chunk = min(chunk_rows(vocabulary, hidden_size, wanted[0][1], device_type), max(1, len(self.labels_n)))
+        chunk = min(chunk_rows(vocabulary, hidden_size, needs_grad[0][1], device_type), max(1, len(self.labels_n)))
         logits_cv = weights[0].new_empty(chunk, vocabulary)
-        teacher_cv = None if self.teacher is None else self.teacher.weight_vd.new_empty(chunk, vocabulary)
+        teacher_cv = None if self._teacher_vd is None else self._teacher_vd.new_empty(chunk, vocabulary)
         block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if device_type == "cpu" else chunk
-        wants_grad = any(map(any, wanted))
         for begin in range(0, len(self.labels_n), chunk):
             rows = slice(begin, min(begin + chunk, len(self.labels_n)))
             size = rows.stop - begin
-            logits, taken = logits_cv[:size], [term.rows_nd[rows].to(self.dtype) for term in self.terms]
-            _product(taken[0], weights[0], head_bias_v, logits)
+            logits, inputs = logits_cv[:size], [rows_nd[rows].to(self.dtype) for rows_nd, _ in self.terms]
+            _product(inputs[0], weights[0], head_bias_v, logits)
             slope = self.shape.slope(self.shape.apply_(logits))
-            for part, weight in zip(taken[1:], weights[1:], strict=True):
+            for part, weight in zip(inputs[1:], weights[1:], strict=True):
                 _product(part, weight, logits, logits)
             teacher_logits = place_c = None
-            if self.teacher is not None and teacher_cv is not None:
-                teacher_logits, place_c = self.teacher.logits(rows, teacher_cv)
-            labels, results = self.labels_n[rows], [losses_n[rows], correct_n[rows], cross_entropy_n[rows]]
-            results += [] if overlap_n is None else [overlap_n[rows]]
+            if teacher_cv is not None:
+                teacher_logits, place_c = self._teacher_logits(rows, teacher_cv)
+            labels, of_chunk, factors = self.labels_n[rows], [part[rows] for part in results], self.factors
             for first in range(0, size, block_rows):
-                there = slice(first, first + block_rows)
-                teacher_there = (
-                    None if teacher_logits is None else teacher_logits[there if place_c is None else place_c[there]]
+                block = slice(first, first + block_rows)
+                of_block = (
+                    None if teacher_logits is None else teacher_logits[block if place_c is None else place_c[block]]
                 )
-                given = [part[there] for part in results]
-                factors = None if self.factors is None else self.factors.of(rows).of(there)
-                losses_in_place(self.loss, logits[there], labels[there], teacher_there, factors, given, wants_grad)
+                losses_in_place(
+                    self.loss,
+                    logits[block],
+                    labels[block],
+                    of_block,
+                    _factors_of(_factors_of(factors, rows), block),
+                    [part[block] for part in of_chunk],
+                    any(map(any, needs_grad)),
+                )
             # The weights enter on D's side, not on V's: less to multiply, and nothing small to round before a product.
             # The head's comes last: only what is before its shape has that slope.
-            terms = [*zip(taken, weights, row_grads, weight_grads, strict=True)]
+            terms = [*zip(inputs, weights, row_grads, weight_grads, strict=True)]
             for place, (part, weight, grad_nd, grad_vd) in reversed([*enumerate(terms)]):
                 if place == 0 and not self.shape.is_plain:
                     logits.mul_(slope)
@@ -560,42 +546,35 @@ class _Rows:
                     torch.mm(logits, weight, out=grad_nd[rows])
                 if grad_vd is not None:
                     _add_product(grad_vd, logits, (part * weights_n[rows, None]).to(self.dtype))
-        return _Taken(losses_n, correct_n, cross_entropy_n, row_grads, weight_grads)
+        return results, row_grads, weight_grads
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        bias_v: Tensor | None,
-        labels_n: Tensor,
-        weights_n: Tensor | None,
-        loss: tuple[LossWeights, RowFactors | None, LogitShape],
-        teacher: _Teacher | None,
-        dtype: torch.dtype,
-        *factors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """factors: rows and weight of each term, one after the other."""
-        wanted = ctx.needs_input_grad[-len(factors) :]
+        ctx: Any, bias_v: Tensor | None, labels_n: Tensor, weights_n: Tensor | None, given: Any, *factors: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """given: of `_Rows`, from the loss on; factors: rows and weight of each term, one after the other."""
+        needed = ctx.needs_input_grad[-len(factors) :]
         terms = [
-            _Term(rows_nd.detach(), weight_vd.detach())
+            (rows_nd.detach(), weight_vd.detach())
             for rows_nd, weight_vd in zip(factors[::2], factors[1::2], strict=True)
         ]
         ctx.summed = weights_n is not None
         if weights_n is None:
             weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(factors[0].dtype))
-        rows = _Rows(terms, bias_v, labels_n, weights_n, *loss, teacher, dtype)
+        rows = _Rows(terms, bias_v, labels_n, weights_n, *given)
         keeps = [
-            wants and ctx.summed and not _adds_to_a_large_one(weight)
-            for wants, weight in zip(wanted[1::2], factors[1::2], strict=True)
+            needs and ctx.summed and not _adds_to_a_large_one(weight)
+            for needs, weight in zip(needed[1::2], factors[1::2], strict=True)
         ]
-        taken = rows.take(list(zip(wanted[::2], keeps, strict=True)))
-        ctx.save_for_backward(weights_n, *taken.row_grads)
-        ctx.weight_grads, ctx.rows = taken.weight_grads, rows if any(wanted[1::2]) else None
-        ctx.wanted, ctx.dtypes = wanted, [factor.dtype for factor in factors]
-        loss_sum = (taken.losses_n * weights_n).sum()
-        ctx.mark_non_differentiable(taken.losses_n if ctx.summed else loss_sum, taken.correct_n, taken.cross_entropy_n)
-        return loss_sum, taken.losses_n, taken.correct_n, taken.cross_entropy_n
+        (losses_n, *others), row_grads, ctx.weight_grads = rows.take(list(zip(needed[::2], keeps, strict=True)))
+        ctx.save_for_backward(weights_n, *row_grads)
+        ctx.rows = rows if any(needed[1::2]) else None
+        ctx.needed, ctx.dtypes = needed, [factor.dtype for factor in factors]
+        loss_sum = (losses_n * weights_n).sum()
+        ctx.mark_non_differentiable(losses_n if ctx.summed else loss_sum, *others)
+        return loss_sum, losses_n, *others, *([] if rows.needs_acceptance else [None])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -605,10 +584,10 @@ class _HeadLoss(torch.autograd.Function):
             weights_n, scale = grad_outputs[1], torch.ones_like(scale)
             if ctx.rows is not None:
                 ctx.rows.weights_n = weights_n
-        weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # asked twice: computed again
-        missing = [wants and grad is None for wants, grad in zip(ctx.wanted[1::2], weight_grads, strict=True)]
+        weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # a second backward computes them
+        missing = [needs and grad is None for needs, grad in zip(ctx.needed[1::2], weight_grads, strict=True)]
         if any(missing):
-            computed = ctx.rows.take([(False, wants) for wants in missing]).weight_grads
+            _, _, computed = ctx.rows.take([(False, needs) for needs in missing])
             weight_grads = [again if grad is None else grad for grad, again in zip(weight_grads, computed, strict=True)]
         grads: list[Tensor | None] = []
         for place, (grad_nd, grad_vd) in enumerate(zip(row_grads, weight_grads, strict=True)):
@@ -618,7 +597,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_vd is not None:
                 grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[2 * place + 1])
             grads += [grad_nd, grad_vd]
-        return None, None, None, None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def _adds_to_a_large_one(weight: Tensor) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftsmith.models.base.group_wise import MaskOptions
-from draftsmith.models.groups.rows import ActiveRows, active, depth_labels
+from draftsmith.models.groups.layout import Groups, active, depth_labels
 
 
 def test_labels_and_rows_by_hand() -> None:
@@ -12,9 +12,16 @@ def test_labels_and_rows_by_hand() -> None:
     labels = depth_labels(torch.arange(10, 17)[None], torch.tensor([[0, 0, 1, 1, 0, 1, 0]]), 3)
     expected = [[-100, 12, 13, -100, 15, -100, -100], [-100, 13, -100, -100, -100, -100, -100], [-100] * 7]
     assert labels[0].tolist() == expected
-    rows = ActiveRows.of(labels)
-    found = list(zip(rows.depth_n.tolist(), rows.position_n.tolist(), strict=True))
+    groups = Groups.of(torch.arange(10, 17)[None], labels)
+    found = list(zip(groups.depth_n.tolist(), groups.column_n.tolist(), strict=True))
     assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
+    assert groups.position_n.tolist() == [0, 1, 2, 3, 4, 2]
+    # Depth, label and the token before it, of groups 1, 2 and 4, and of group 1 once more.
+    assert [part.tolist() for part in groups.labels(groups.labelled_m)] == [
+        [0, 0, 0, 1],
+        [12, 13, 15, 13],
+        [1, 2, 4, 2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,19 +42,22 @@ def test_conditional_drop(least: float, expected: list[float]) -> None:
 def test_one_document_in_each_row_is_not_packed() -> None:
     """Whatever its first position: rows stay as they are."""
     labels = torch.full((1, 2, 5), 7)
-    rows = ActiveRows.of(labels, position_ids=torch.arange(7, 12)[None])
-    assert (rows.grid.documents, rows.grid.shape, rows.grid.in_order) == (None, (1, 2, 5), True)
-    assert torch.equal(rows.grid.index_n, ActiveRows.full((1, 2, 5), labels.device).index_n)
-    without = ActiveRows.of(labels, first_token=False)
-    assert (without.grid.shape, without.grid.in_order, without.index_n.tolist()) == (
+    ids = labels[:, 0]
+    groups = Groups.of(ids, labels, position_ids=torch.arange(7, 12)[None])
+    assert (groups.documents, groups.core_shape, groups.is_full) == (None, (1, 2, 5), True)
+    assert torch.equal(groups.core_index_n, Groups.full(ids, 2).index_n)
+    without = Groups.of(ids, labels, first_token=False)
+    assert (without.core_shape, without.is_full, without.index_n.tolist()) == (
         (1, 2, 4), True, [1, 2, 3, 4, 6, 7, 8, 9],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("first_token", [True, False])
 def test_nothing_to_learn_leaves_one_row(first_token: bool) -> None:
-    rows = ActiveRows.of(torch.full((2, 3, 4), -100), first_token=first_token)
-    assert (rows.index_n.tolist(), rows.counts_g, rows.labelled_m.tolist()) == ([int(not first_token)], [1, 0, 0], [])
+    groups = Groups.of(torch.ones(2, 4).long(), torch.full((2, 3, 4), -100), first_token=first_token)
+    assert (groups.index_n.tolist(), groups.counts_r, groups.labelled_m.tolist()) == (
+        [int(not first_token)], [1, 0, 0], [],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("first_token", [True, False])
@@ -58,12 +68,13 @@ def test_padding_has_no_place(first_token: bool) -> None:
     """
     labels = torch.full((3, 1, 6), -100)
     labels[0, 0, 4] = labels[1, 0, 1] = labels[2, 0, 2] = 7
-    rows = ActiveRows.of(labels, first_token=first_token, in_documents=True)
-    documents, skipped = rows.grid.documents, int(not first_token)
-    assert documents is not None
-    assert documents.lengths == [5 - skipped, 2 - skipped, 3 - skipped]
-    assert documents.max_length_tokens == 5 - skipped
+    ids = labels[:, 0]
+    groups, skipped = Groups.of(ids, labels, first_token=first_token, in_documents=True), int(not first_token)
+    assert groups.documents is not None
+    bounds_d, longest = groups.documents
+    assert bounds_d.diff().tolist() == [5 - skipped, 2 - skipped, 3 - skipped]
+    assert longest == 5 - skipped
     tokens = [6 * row + place for row, length in enumerate((5, 2, 3)) for place in range(skipped, length)]
-    assert rows.token_n.tolist() == tokens
-    assert (rows.grid.shape, rows.grid.in_order) == ((1, 1, len(tokens)), True)
-    assert ActiveRows.of(labels, first_token=first_token).grid.shape == (3, 1, 6 - skipped)
+    assert groups.token_n.tolist() == tokens
+    assert (groups.core_shape, groups.is_full) == ((1, 1, len(tokens)), True)
+    assert Groups.of(ids, labels, first_token=first_token).core_shape == (3, 1, 6 - skipped)

@@ -10,13 +10,12 @@ from support.live_memory import LiveMemory
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.models import losses as through_head
-from draftsmith.models.losses import (
+from draftsmith.models import loss as through_head
+from draftsmith.models.loss import (
     LOSSES,
+    Factors,
     LossWeights,
-    LowRankLogits,
-    RowFactors,
-    TeacherRows,
+    Teacher,
     chunk_rows,
     chunks_made_for,
     has_teacher,
@@ -144,7 +143,7 @@ class Setting:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         self.hidden_nd = normal(N, D).requires_grad_()
-        self.teacher: TeacherRows | None = TeacherRows(normal(5, D), torch.tensor([3, 0, 3, 1, 0, 3, 2]))
+        self.teacher: Teacher | None = Teacher(normal(5, D), torch.tensor([3, 0, 3, 1, 0, 3, 2]))
         self.teacher_nd = self.teacher.features_nd()
         self.head, self.teacher_head = nn.Linear(D, V).double(), nn.Linear(D, T if reduced else V).double()
         with torch.no_grad():
@@ -157,26 +156,32 @@ class Setting:
         self.weights_n: Tensor | None = normal(N).abs()
         self.columns = torch.randperm(T, generator=generator)[:V] if reduced else None
         factors = (normal(N, 3).requires_grad_(), normal(V, 3).requires_grad_())
-        self.low_rank = LowRankLogits(*factors) if low_rank else None
+        self.low_rank = factors if low_rank else None
 
-    def run(self, loss: str | LossWeights, factors: RowFactors | None = None) -> through_head.HeadLoss:
+    def run(self, loss: str | LossWeights, factors: Factors | None = None) -> through_head.HeadLoss:
+        teacher, labels_n = self.teacher, self.labels_n
+        if teacher is not None:
+            mass_n = None if factors is None else factors[1]
+            teacher = teacher._replace(head=self.teacher_head, columns_v=self.columns, mass_n=mass_n)
+        if factors is not None:  # -100 where the head has not the label
+            labels_n = labels_n.masked_fill(factors[0] == 0, -100)
         return head_loss(
-            self.hidden_nd, self.head, self.labels_n, self.weights_n, loss, self.teacher, self.teacher_head,
-            self.columns, self.low_rank, factors=factors, shape=self.shape,
+            self.hidden_nd, self.head, labels_n, self.weights_n, loss, teacher, self.low_rank, self.shape,
+            is_reduced=factors is not None,
         )  # fmt: skip
 
-    def taught_in(self, dtype: torch.dtype) -> TeacherRows:
+    def taught_in(self, dtype: torch.dtype) -> Teacher:
         assert self.teacher is not None
         return self.teacher._replace(features_pd=self.teacher.features_pd.to(dtype))
 
-    def reference(self, loss: LossWeights, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def reference(self, loss: LossWeights, factors: Factors | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted sum, losses and logits by plain autograd."""
         logits, teacher_logits = (
             shaped(self.shape, head(rows))
             for head, rows in ((self.head, self.hidden_nd), (self.teacher_head, self.teacher_nd))
         )
         if self.low_rank is not None:
-            logits = logits + self.low_rank.rows_nr @ self.low_rank.weight_vr.T
+            logits = logits + self.low_rank[0] @ self.low_rank[1].T
         teacher_logits = teacher_logits if self.columns is None else teacher_logits[:, self.columns]
         losses_n = torch.zeros(N, dtype=torch.float64)
         for name, weight in loss.items():
@@ -212,7 +217,7 @@ def test_head_loss_equals_plain_autograd(
     torch.testing.assert_close(result.cross_entropy_n, cross_entropy_n.detach())
     assert result.correct_n.tolist() == (logits.argmax(-1) == setting.labels_n).tolist()
     torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
-    assert [part.requires_grad for part in result] == [True, False, False, False]
+    assert [part.requires_grad for part in result[:4]] == [True, False, False, False]
     with torch.no_grad():
         silent = setting.run(name)
     assert silent.loss.grad_fn is None
@@ -240,7 +245,7 @@ def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.Mo
     expected = setting.grads(2.5 * now.loss)
     setting.weights_n = None
     later = setting.run(name)
-    assert [part.requires_grad for part in later] == [False, True, False, False]
+    assert [part.requires_grad for part in later[:4]] == [False, True, False, False]
     torch.testing.assert_close(later.losses_n.detach(), now.losses_n)
     found = setting.grads(2.5 * (later.losses_n * weights_n).sum())
     assert (found[1] is not None) == trained
@@ -257,7 +262,7 @@ def test_weighted_sums_of_losses_and_what_rows_count(
     """Each term by its own factor of the row, in any order of the rows; a name is the sum with weight 1."""
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
     setting = Setting(low_rank=True)
-    factors = RowFactors(torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double())
+    factors = torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double()
     expected, losses_n, _ = setting.reference(loss, factors)
     weights_n = setting.weights_n
     setting.weights_n = None if later else weights_n
@@ -282,7 +287,7 @@ def test_a_new_loss_of_labels_needs_a_function_and_a_name(loss: LossWeights, mon
     monkeypatch.setitem(LOSSES, "focal", focal)
     assert has_teacher(loss) == ("kl" in loss)
     setting = Setting()
-    factors = RowFactors(torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double())
+    factors = torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double()
     expected, losses_n, _ = setting.reference(loss, factors)
     if "kl" not in loss:
         setting.teacher = None
@@ -357,9 +362,9 @@ def test_rows_of_one_token_share_its_teacher(
     monkeypatch.setattr(through_head, "DEVICE_ROWS", 8)
     head, teacher_head = nn.Linear(D, V, bias=False).requires_grad_(False), nn.Linear(D, V, bias=False)
     token_n = torch.arange(4).repeat(3)
-    teacher = TeacherRows(torch.randn(4, D), token_n)
+    teacher = Teacher(torch.randn(4, D), token_n, teacher_head)
     with chunks_made_for(device_type), FlopCounterMode(display=False) as flops, torch.no_grad():
-        head_loss(torch.randn(12, D), head, token_n % V, torch.ones(12), "kl", teacher, teacher_head)
+        head_loss(torch.randn(12, D), head, token_n % V, torch.ones(12), "kl", teacher)
     assert flops.get_total_flops() == 2 * D * V * (12 + teacher_rows)
 
 
@@ -374,7 +379,7 @@ def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPat
 
     def peak(num_rows: int) -> int:
         hidden_nd, features_nd = torch.randn(2, num_rows, hidden_size).unbind()
-        teacher = TeacherRows(features_nd, torch.randperm(num_rows))
+        teacher = Teacher(features_nd, torch.randperm(num_rows))
         labels_n, weights_n = torch.arange(num_rows) % vocabulary, torch.rand(num_rows)
         hidden_nd.requires_grad_()
         with LiveMemory() as live:

@@ -1,0 +1,113 @@
+"""A drafter's config: the target that it was made for, and its kind's options, flat in `config.json`."""
+
+from dataclasses import field
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from draftsmith.errors import UserError
+from draftsmith.models.base.options import DrafterOptions
+from draftsmith.models.groups.layers import of_kind
+from draftsmith.models.target.view import embedding_width, target_values
+from draftsmith.models.target_logits import LogitShape
+
+MODEL_TYPE_PREFIX = "draftsmith-"
+# What a drafter's target must have in common with the one that it was made for.
+MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What all drafters record: the target that they were made for, and their kind's options.
+
+    Args:
+        target_config: What `target_values` gives, so that a drafter can be built without its target.
+        target_name_or_path: Where that target came from, for humans.
+        kwargs: Keys of `Options`, all of which become attributes. Those that it does not know are kept as they are.
+    """
+
+    model_type = "draftsmith"
+    has_no_defaults_at_init = True
+    Options: ClassVar[type[DrafterOptions]] = DrafterOptions
+
+    target_config: dict[str, Any] = field(default_factory=dict)
+    target_name_or_path: str = ""
+    # What the target makes of its LM head's product, see `models/target_logits.py`.
+    target_logit_scale: float = 1.0
+    target_logit_cap: float | None = None
+    # Options of most kinds: whose kind its decoder layers are of, see `of_kind`, and `FirstToken`.
+    layers = "target"
+    first_token = True
+    # What its kind is called in a repository's name, where it is not `drafter.kind`: engines read the method off that.
+    published_as: ClassVar[str | None] = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        given = {key: kwargs.pop(key) for key in self.Options.model_fields if key in kwargs}
+        super().__post_init__(**kwargs)
+        for key, value in self.Options.checked(given, self.target_config):
+            setattr(self, key, value)
+
+    @property
+    def hidden_size(self) -> int:
+        """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
+        return self.target_config.get("hidden_size", 0)
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether its logits come from LM heads that it trains itself, not from the target's."""
+        return False
+
+    @property
+    def target_logits(self) -> LogitShape:
+        """Return what the target makes of its LM head's product."""
+        return LogitShape(self.target_logit_scale, self.target_logit_cap)
+
+    @property
+    def layers_of(self) -> dict[str, Any]:
+        """Return the config that its decoder layers are made from, see `of_kind`: with its own RoPE if it has one."""
+        layers_of, rope = of_kind(self.layers, self.target_config), getattr(self, "rope", None)
+        return layers_of if rope is None else {**layers_of, "rope_parameters": dict(rope)}
+
+    @property
+    def options(self) -> DrafterOptions:
+        """Return the attributes that are options as the kind's own model of them."""
+        return self.Options.model_construct(**{key: getattr(self, key) for key in self.Options.model_fields})
+
+    @property
+    def num_depths(self) -> int:
+        """Return G, the number of depths that are trained."""
+        return self.options.num_depths
+
+    @classmethod
+    def for_target(cls, target_config: PreTrainedConfig, options: dict[str, Any]) -> Self:
+        """Make the config of a drafter for a target of this config, which no weights are needed for.
+
+        Raises:
+            UserError: As `Drafter.from_target`.
+        """
+        values = target_values(target_config)
+        width, layers_width = embedding_width(values), values["hidden_size"]
+        if width != layers_width:
+            raise UserError(
+                f"the target's embedding is {width} wide and its layers {layers_width} ({values['model_type']}), and "
+                "drafters here have one width for both: use another target"
+            )
+        return cls(
+            target_config=values,
+            target_name_or_path=target_config._name_or_path,
+            **cls.Options.checked(options, values).model_dump(),
+        )
+
+    def check_same_target(self, target: PreTrainedModel) -> None:
+        """Check that a drafter of this config fits a target.
+
+        Raises:
+            UserError: The drafter was made for a target of another kind or size.
+        """
+        expected, found = self.target_config, target_values(target.config)
+        for key in MATCHED_KEYS:
+            if expected.get(key) != found.get(key):
+                raise UserError(
+                    f"this drafter was made for a target with {key} {expected.get(key)} "
+                    f"({self.target_name_or_path}), not {found.get(key)}: use it with that target, "
+                    "or train a drafter for this one"
+                )

@@ -1,0 +1,294 @@
+"""The draft vocabulary and the LM heads that give logits of it, with the Markov head.
+
+The LM head is the target's, frozen, or heads of the drafter's own, which start as the target's and are trained. Which
+tokens a reduced one has is counted in the training data and part of the checkpoint, in vLLM's layout: `d2t` [V'] are
+offsets, the token of row i being i + d2t[i]; `t2d` [V] says of each token whether the head has it. Rows of the target's
+head are gathered when the drafter is attached, and in no checkpoint.
+
+**Vocabulary** (EAGLE-3's code; FR-Spec, 2502.14856). With `draft_vocab_size` a head has V' rows, for the most frequent
+tokens of the answers that are trained on, and all other tokens are drafted with probability 0: the output stays the
+target's own, only tau falls by what is never drafted. The teacher, where the loss has one, is the target's distribution
+over those V' tokens, and a row's losses to it count by the probability that the target gives them
+(`models/loss.py`). That takes a product of the target's whole head with each token of an answer, which nothing else
+needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152 tokens, a step takes 1.08 (P-EAGLE) to 1.20 times
+(EAGLE, whose head has but one row a token) as long. With `teacher_mass: false` there is none, and all rows count 1.
+
+**Markov head** (DSpark, arXiv 2607.05147). Where all depths come from one forward, depth k does not know which token
+depth k-1 came to. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
+bigram's bias, at the price of a gather and a product as wide as the rank. In training x_{k-1} is the true token, in
+decoding the drafted one; q of a path is then exact by the chain rule. Depth 1 has the bias too, of the newest committed
+token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros: a drafter starts as it would without.
+
+Shapes: V the target's vocabulary, V' drafted tokens, D hidden, P tokens, M labelled rows, r rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
+from draftsmith.models.groups.layout import IGNORED_LABEL, Groups
+from draftsmith.models.loss import LossWeights, Teacher, has_teacher, loss_weights, mass_inside
+from draftsmith.models.target_logits import PLAIN, LogitShape
+
+ROWS_AT_ONCE = 1000
+
+
+class MarkovHead(nn.Module):
+    """B = W1 W2, with DSpark's names.
+
+    Args:
+        vocabulary: V, the tokens that may come before.
+        drafted: V', the columns of the logits.
+        rank: r.
+    """
+
+    def __init__(self, vocabulary: int, drafted: int, rank: int) -> None:
+        super().__init__()
+        # Whatever else is drawn stays what it is without the head.
+        with torch.random.fork_rng(devices=[]):
+            self.markov_w1 = nn.Embedding(vocabulary, rank)
+            self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def factors(self, previous_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bias of N previous tokens [N] as its two factors, [N, r] and [V', r]."""
+        return self.markov_w1(previous_n), self.markov_w2.weight
+
+    def forward(self, previous: Tensor) -> Tensor:
+        """Map tokens [...] to [..., V'], in the weights' dtype."""
+        return self.markov_w2(self.markov_w1(previous))
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The LM head that rows are trained through, with its vocabulary, its teacher and its loss.
+
+    Args:
+        linear: [V', D], the target's or the drafter's own.
+        loss: The losses of a row, keys of `LOSSES`, and their weights.
+        teacher: The target's head; `linear` itself where its rows are the target's.
+        teacher_columns: [V'] the tokens of the head's rows among the teacher's, where these are more.
+        t2d: [V] bool, whether the head has a token; None if it has all.
+        markov: Adds to the logits by the token before.
+        shape, teacher_shape: What is made of the head's product, and of the teacher's.
+        weight: Of the loss through it.
+        needs_acceptance: Whether the auxiliary loss reads every row's alpha.
+    """
+
+    linear: nn.Linear
+    loss: LossWeights
+    teacher: nn.Linear
+    teacher_columns: Tensor | None
+    t2d: Tensor | None
+    markov: MarkovHead | None
+    shape: LogitShape
+    teacher_shape: LogitShape
+    weight: float = 1.0
+    needs_acceptance: bool = False
+
+    def rows_of(self, labels_m: Tensor) -> Tensor:
+        """Return rows of the head [M] for tokens [M], -100 for those that it does not have."""
+        if self.t2d is None:
+            return labels_m
+        return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
+
+    def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return 1 for the rows that the loss reads [M], given `rows_of`: `ce` alone reads none without a label."""
+        return (rows_m >= 0).to(dtype) if not has_teacher(self.loss) else torch.ones_like(rows_m, dtype=dtype)
+
+    def teacher_of(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
+        """Return the teacher of rows whose labels the features of these tokens [M] predict, if there are features."""
+        if features_pd is None:
+            return None
+        mass_m = None if mass_p is None else mass_p[token_m]
+        return Teacher(features_pd, token_m, self.teacher, self.teacher_columns, self.teacher_shape, mass_m)
+
+
+@dataclass(frozen=True)
+class VocabCoverage:
+    """Share of the training data's tokens with loss that a drafter can draft.
+
+    size, vocabulary: tokens that it drafts, and that there are; seen: different ones in the data.
+    """
+
+    size: int
+    vocabulary: int
+    seen: int
+    coverage: float
+
+    def sentence(self) -> str:
+        """Return the sentence that the terminal shows."""
+        sentence = (
+            f"the draft vocabulary, {self.size:,} of {self.vocabulary:,} tokens, covers {self.coverage:.2%} of the "
+            "answers' tokens"
+        )
+        if self.seen < self.size:
+            return (
+                f"{sentence}; only {self.seen:,} occur in them: drafter.options.draft_vocab_size={self.seen} would do"
+            )
+        return sentence
+
+
+def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
+    """Count how often each token carries loss, [V]."""
+    counts_v = torch.zeros(vocabulary, dtype=torch.int64)
+    for rows in dataset.with_format("torch", columns=["input_ids", "loss_mask"]).iter(batch_size=ROWS_AT_ONCE):
+        ids, mask = (torch.cat(list(rows[name])) for name in ("input_ids", "loss_mask"))
+        counts_v += torch.bincount(ids[mask.bool()], minlength=vocabulary)
+    return counts_v
+
+
+class DraftVocab:
+    """A view of a drafter: the tokens that it drafts, and its LM heads [V', D].
+
+    The drafter itself holds all tensors: buffers `d2t` and `t2d`, heads of its own (`lm_head`, or `lm_heads` for depths
+    1, 2, ...), `markov_head`, and the rows of the target's head.
+    """
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+
+    @property
+    def is_reduced(self) -> bool:
+        """Return whether it is smaller than the target's."""
+        return self._drafter.config.draft_vocab_size is not None
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Return the target's ids of the head's rows [V'], ascending; None if it has all of them."""
+        d2t = self._drafter.d2t if self.is_reduced else None
+        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
+
+    @property
+    def columns(self) -> TokenColumns:
+        """Return the tokens that the drafter's decoders' logits are of."""
+        return TokenColumns(self.ids, len(self._drafter.t2d)) if self.is_reduced else ALL_TOKENS
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """Widen [..., V'] to [..., V], with -inf for tokens that are not drafted."""
+        return self.columns.widened(logits, float("-inf"))
+
+    # ---- LM heads ----
+
+    @property
+    def own_heads(self) -> list[nn.Linear]:
+        """Return the linear layers that the drafter trains itself, for depths 1, 2, ... or one for all."""
+        modules = self._drafter._modules
+        return list(modules.get("lm_heads", [modules["lm_head"]] if "lm_head" in modules else []))
+
+    @property
+    def borrowed_head(self) -> nn.Linear:
+        """Return the target's frozen head, or the rows of it that are drafted."""
+        is_gathered = self.is_reduced and not self.own_heads
+        return self._drafter.reduced_head if is_gathered else self._drafter.attached.lm_head
+
+    def head(self, depth: int = 0) -> nn.Linear:
+        """Return the linear layer that gives the logits of this depth, counted from 0."""
+        heads = self.own_heads
+        return heads[min(depth, len(heads) - 1)] if heads else self.borrowed_head
+
+    @property
+    def shape(self) -> LogitShape:
+        """Return what is made of a head's product: the target's for its head, nothing for own heads."""
+        return PLAIN if self.own_heads else self._drafter.attached.shape
+
+    def logits(self, normed: Tensor, depth: int = 0) -> Tensor:
+        """Map [..., D] to logits [..., V'] of this depth, without the Markov head's part."""
+        linear = self.head(depth)
+        return self.shape(linear(normed.to(linear.weight.dtype)))
+
+    def draft_head(self, depth: int = 0) -> DraftHead:
+        """Return the head that rows of this depth, counted from 0, are trained through."""
+        drafter, heads = self._drafter, self.own_heads
+        # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
+        return DraftHead(
+            linear=self.head(depth),
+            loss=loss_weights(drafter.config.loss),
+            teacher=drafter.attached.lm_head if heads else self.borrowed_head,
+            teacher_columns=self.ids if heads else None,
+            t2d=drafter.t2d if self.is_reduced else None,
+            markov=drafter.markov_head,
+            shape=self.shape,
+            teacher_shape=drafter.attached.shape,
+        )
+
+    def teacher_mass(self, groups: Groups, features_pd: Tensor | None) -> Tensor | None:
+        """Return the target's probability of the drafted tokens after each token [P]; None where losses count by 1."""
+        drafter = self._drafter
+        options = drafter.config.options
+        if features_pd is None or not (self.is_reduced and options.teacher_mass and has_teacher(options.loss)):
+            return None
+        # A deeper depth's label is also the label of depth 1 of a later group.
+        has_label_p = (groups.labels_bgs[:, 0] != IGNORED_LABEL).flatten()
+        return mass_inside(features_pd, drafter.attached.lm_head, drafter.t2d, has_label_p, drafter.attached.shape)
+
+    @torch.no_grad()
+    def start_own_heads(self) -> None:
+        """Copy the target's rows into the drafter's own heads, scaled as the target scales their product."""
+        source, ids, scale = self._drafter.attached.lm_head.weight, self.ids, self._drafter.attached.shape.scale
+        for head in self.own_heads:
+            head.weight.copy_(source if ids is None else source[ids]).mul_(scale)
+
+    @torch.no_grad()
+    def gather_rows(self) -> None:
+        """Gather the target's rows, if the drafter reads these, for the tokens that are drafted now."""
+        if self.ids is None or self.own_heads:
+            return
+        source = self._drafter.attached.lm_head
+        ids = self.ids.to(source.weight.device)
+        head = nn.Linear(source.in_features, len(ids), bias=source.bias is not None, device="meta")
+        # Buffers that are not saved: part of the model wherever it goes, but nothing to train or to store.
+        for name, whole in list(source.named_parameters()):
+            delattr(head, name)
+            head.register_buffer(name, whole.detach()[ids], persistent=False)
+        self._drafter.reduced_head = head
+
+    # ---- which tokens ----
+
+    def prepare(self, dataset: Dataset) -> None:
+        """Count the tokens with loss in the data, once, before the first step, and take the most frequent."""
+        if self.is_reduced:
+            self._drafter.token_counts_v = supervised_token_counts(dataset, len(self._drafter.t2d))
+            self.choose(self._drafter.token_counts_v)
+
+    @torch.no_grad()
+    def choose(self, token_counts_v: Tensor) -> None:
+        """Take the most frequent tokens, the lower id among equals, and the target's rows for them."""
+        d2t, t2d = self._drafter.d2t, self._drafter.t2d
+        chosen = token_counts_v.sort(descending=True, stable=True).indices[: len(d2t)].sort().values
+        d2t.copy_(chosen - torch.arange(len(chosen)))
+        t2d.zero_()[chosen] = True
+        self.start_own_heads()
+        self.gather_rows()
+
+    def extend(self, t2d: Tensor) -> None:
+        """Take the tokens that were counted, and after them those of another draft vocabulary, [V] booleans."""
+        if self._drafter.token_counts_v is not None:
+            self.choose(2 * self._drafter.token_counts_v + t2d.cpu())
+
+    @property
+    def coverage(self) -> VocabCoverage | None:
+        """Return the share of the data that it can draft; None if it drafts every token, or was not prepared."""
+        counts_v = self._drafter.token_counts_v
+        if counts_v is None:
+            return None
+        share = float(counts_v[self._drafter.t2d.cpu()].sum() / counts_v.sum().clamp(min=1))
+        return VocabCoverage(len(self._drafter.d2t), len(counts_v), int((counts_v > 0).sum()), share)
+
+    @property
+    def names(self) -> set[str]:
+        """Return names in the state that only make sense together: the maps of the tokens, and own heads for these."""
+        if not self.is_reduced:
+            return set()
+        heads = {id(head) for head in self.own_heads}
+        return {"d2t", "t2d"} | {f"{name}.weight" for name, each in self._drafter.named_modules() if id(each) in heads}
+
+    @property
+    def row_names(self) -> set[str]:
+        """Return names of trained tensors with a row for each drafted token: own heads, and the Markov head's W2."""
+        markov = set() if self._drafter.markov_head is None else {"markov_head.markov_w2.weight"}
+        return markov | (self.names - {"d2t", "t2d"})

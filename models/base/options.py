@@ -1,0 +1,225 @@
+"""`drafter.options` of a recipe: the keys that all kinds have, and those that some share.
+
+pydantic checks them like the rest of the recipe. A kind's own are the `Options` of its config class. What must fit the
+target is compared with the target's config, which is pydantic's validation context here.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    model_validator,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftsmith.errors import UserError
+from draftsmith.models.base.weights import Credit, depth_shares
+from draftsmith.models.groups.attention import Backend
+from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
+from draftsmith.models.loss import LOSSES, LossName
+from draftsmith.recipes.loading import explain
+from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
+
+
+def one_message(message: str) -> WrapValidator:
+    """Give this sentence of a value of several possible types, in place of pydantic's own about each of them."""
+
+    def check(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(check)
+
+
+def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None:
+    vocabulary = (info.context or {}).get("vocab_size")
+    if size is not None and vocabulary is not None and size > vocabulary:
+        raise ValueError(f"must be at most the target's vocabulary of {vocabulary} (leave it out to draft all tokens)")
+    return size
+
+
+Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
+DepthWeights = Annotated[
+    PositiveFloat | Annotated[list[PositiveFloat], Field(max_length=MOST_DEPTHS)],
+    one_message("must be one positive number, or a list of one for each depth"),
+    Field(description="lambda of each depth, from the first; or one number d for d**0, d**1, ..."),
+]
+DraftDepth = Annotated[
+    int, Field(ge=1, le=MOST_DEPTHS, description="the longest path that is drafted, one forward a level")
+]
+Loss = Annotated[
+    LossName | Annotated[dict[LossName, PositiveFloat], Field(min_length=1)],
+    one_message(f"must be {', '.join(LOSSES)}, or some of these with a weight each, as in `{{ce: 0.1, tv: 1.8}}`"),
+    Field(description="see `models/loss.py`; `ce` needs no teacher; `{ce: 0.1, tv: 1.8}` for a weighted sum"),
+]
+DraftVocabSize = Annotated[
+    PositiveInt | None,
+    AfterValidator(_within_the_vocabulary),
+    Field(
+        description="draft this many of the target's tokens only, the most frequent of the answers that are trained on "
+        "(`models/base/draft_vocab.py`); all by default"
+    ),
+]
+NumLayers = Annotated[int, Field(ge=1, le=MOST_LAYERS, description="decoder layers")]
+MaskResidual = Annotated[
+    bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
+]
+FirstToken = Annotated[
+    bool,
+    Field(
+        description="a row for the first token of a conversation, which no feature predicted; vLLM and SGLang have "
+        "none, so false for a drafter that they serve"
+    ),
+]
+Init = Annotated[
+    Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
+]
+
+
+def _kind_of_layers(kind: str | None, info: ValidationInfo) -> str:
+    model_type = (info.context or {}).get("model_type", SUPPORTED_MODEL_TYPES[0])
+    own = model_type in SUPPORTED_MODEL_TYPES
+    if kind == "target" and not own:
+        raise ValueError(f"layers of the target's own kind, {model_type}, are not supported: llama or qwen3")
+    return kind or ("target" if own else "llama")
+
+
+# None by default, which is validated.
+Layers = Annotated[
+    Literal["target", "llama", "qwen3"] | None,
+    AfterValidator(_kind_of_layers),
+    Field(
+        description="whose kind of decoder layers these are: the target's own, which may start as its; or, with its "
+        "width, heads and RoPE, Llama's or Qwen 3's (q/k norms), for targets of experts or of other attention, and for "
+        "engines that run no others. By default the target's where these are supported, else llama"
+    ),
+]
+
+
+def _flat_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
+    if rope is None:
+        return None
+    theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ValueError("must have a positive rope_theta, as in `{rope_theta: 10000}`")
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ValueError(f"has rope_type {kind}: use one of default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+    return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+Rope = Annotated[
+    dict[str, Any] | None,
+    AfterValidator(_flat_rope),
+    Field(
+        description="RoPE of the drafter's layers where it is not the target's, in transformers' form: "
+        "`{rope_theta: 10000}`, as EAGLE-3's own code trains"
+    ),
+]
+
+
+class DrafterOptions(Section):
+    """`drafter.options` that every kind has. One depth is trained; deeper ones are drafted with the same weights."""
+
+    loss: Loss = "kl"
+    draft_vocab_size: DraftVocabSize = None
+    teacher_mass: bool = Field(
+        True,
+        description="with `draft_vocab_size`, weigh a row's losses to the teacher by the probability that the teacher "
+        "gives the draft vocabulary; takes a product with the target's whole head, a tenth of a step on a CPU",
+    )
+
+    @classmethod
+    def checked(cls, values: dict[str, Any], target_config: dict[str, Any]) -> Self:
+        """Check options; return them typed, with the defaults that depend on the target.
+
+        Raises:
+            UserError: An option is unknown, or has a wrong value.
+        """
+        try:
+            return cls.model_validate(values, context=target_config)
+        except ValidationError as error:
+            raise UserError(explain(cls, error, "drafter.options")) from None
+
+    @property
+    def num_depths(self) -> int:
+        """Return G, the number of depths that are trained."""
+        return 1
+
+    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
+        """Share of each depth in the loss, sum 1, when so much of the training is done."""
+        return [1.0]
+
+    @property
+    def kept_shares(self) -> list[float] | None:
+        """Share of each depth's rows that training keeps, if it drops some at random."""
+        return None
+
+    @property
+    def credit(self) -> Credit | None:
+        """Return how rows count by what their group does, or None where they are weighed by their depth alone."""
+        return None
+
+
+class DepthOptions(DrafterOptions):
+    """Options of kinds that train several depths, whose number they define."""
+
+    depth_weights: DepthWeights = 0.8
+    depth_ramp: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the training in which depth 2, 3, ... come in; 0: all from the first step",
+    )
+    dpace_alpha: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
+        "smoothed with this alpha (the paper's is 0.5); see `models/base/weights.py`",
+    )
+    until_first_error: bool = Field(
+        False, description="no loss after the first row of a group whose most likely token is wrong (2607.01893)"
+    )
+
+    @property
+    def credit(self) -> Credit | None:
+        credit = self.dpace_alpha, self.until_first_error
+        return None if credit == (None, False) else credit
+
+    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
+        given = self.depth_weights
+        weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
+        return depth_shares(weights, self.depth_ramp, progress_frac)
+
+    @model_validator(mode="after")
+    def _one_way_of_coming_in(self) -> Self:
+        if self.dpace_alpha is not None and self.depth_ramp > 0:
+            raise ValueError("`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0 with it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_weight_a_depth(self) -> Self:
+        if len(self.depth_shares()) != self.num_depths:
+            raise ValueError(
+                f"`depth_weights` must be one positive number or {self.num_depths} of them (one for each depth), not "
+                f"{self.depth_weights}"
+            )
+        return self
+
+
+def ascending_layers(layers: list[int], info: ValidationInfo, final: int | None = None) -> list[int]:
+    """Check that these are layers of the target; `final` may stand at the end for its last norm."""
+    inner = layers[:-1] if layers and layers[-1] == final else layers
+    num_layers = (info.context or {}).get("num_hidden_layers", 1)
+    if not layers or inner != sorted(set(inner)) or not all(0 <= layer < num_layers for layer in inner):
+        end = "" if final is None else f" (and {final} at the end for the final hidden states)"
+        raise ValueError(f"must be a list of ascending layer numbers from 0 to {num_layers - 1}{end}")
+    return layers

@@ -1,0 +1,153 @@
+"""Every kind of drafter, and every mechanism that an option turns on, for tests of what all of them keep."""
+
+from typing import Any
+
+import datasets
+import torch
+from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.decoding.decoders import StepwiseDecoder
+
+TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
+# Every mechanism that an option turns on, once, together with others that it does not depend on.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "dflash": [
+        {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4, "markov_rank": 5, "init": "random"},
+        {"draft_vocab_size": 40, "feature_layers": [0, 3], "mask_token_id": 7, "attention": "dense"},
+        {"block_size": 4, "sliding_window": 6},
+    ],
+    "dflash2": [
+        {
+            "block_size": 4,
+            "conv_kernel_size": 3,
+            "conv_group_size": 8,
+            "selector_rank": 6,
+            "selector_top_k": 5,
+            "selector_weight": 0.7,
+            "sliding_window": 7,
+        },
+        {
+            "block_size": 3,
+            "sample_from_anchor": True,
+            "loss": "kl",
+            "selector_top_k": 4,
+            "conv_kernel_size": 5,
+            "draft_vocab_size": 40,
+        },
+    ],
+    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random", "draft_vocab_size": 40}],
+    "dspark": [
+        {"draft_vocab_size": 40, "markov_rank": 5, "loss": "ce", "anchor_ratio": 0.9},
+        {
+            "sample_from_anchor": False,
+            "markov_rank": 5,
+            "loss": {"ce": 0.1, "tv": 1.8},
+            "num_layers": 1,
+            "mask_residual": True,
+        },
+        {"confidence_weight": 0.0, "markov_rank": 5, "loss": "ce", "causal": True, "sliding_window": 9},
+    ],
+    "eagle": [
+        {
+            "loss": "lk_lambda",
+            "attention": "dense",
+            "fc_bias": True,
+            "draft_vocab_size": 40,
+            "first_token": False,
+            "teacher_mass": False,
+        }
+    ],
+    "eagle_parallel": [
+        {"mask_residual": True, "keep_ratio": 0.8, "loss": "ce", "fc_bias": True, "first_token": False},
+        {"markov_rank": 5, "draft_vocab_size": 40},
+    ],
+    "eagle3": [
+        {"draft_vocab_size": 40, "feature_layers": [0, 3], "norm_before_fc": True, "norm_before_residual": True},
+        {"first_token": False, "fc_norm": True, "norm_output": True},
+    ],
+    "hydra": [
+        {"prefix_attention": True, "draft_vocab_size": 40, "lm_head_bias": True},
+        {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40, "embedding_norm": False},
+    ],
+    "lilicorr": [
+        {"block_size": 4, "conv_kernel_size": 0, "lattice_top_k": 40, "lattice_factor_dim": 9, "lattice_layers": 1},
+        {
+            "block_size": 3,
+            "sample_from_anchor": True,
+            "loss": "kl",
+            "lattice_top_k": 30,
+            "lattice_margin_weight": 0.4,
+            "lattice_margin": 0.7,
+            "draft_vocab_size": 40,
+            "sliding_window": 7,
+        },
+    ],
+    "medusa": [
+        {"num_layers": 2, "lm_heads": "shared", "loss": "lk_lambda", "draft_vocab_size": 40},
+        {"loss": {"lk_alpha": 0.5, "ce": 2.0}, "draft_vocab_size": 40},
+    ],
+    "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce", "draft_vocab_size": 40}],
+    "parallel": [
+        {"inputs": "embedding", "shared_mask": True, "num_layers": 2},
+        {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1]},
+        {"markov_rank": 5, "draft_vocab_size": 40, "loss": {"kl": 1.0, "tv": 0.5}},
+    ],
+    "pass_embeddings": [{"draft_vocab_size": 40}],
+    "peagle": [
+        {"num_layers": 2, "first_token": False, "fc_norm": True},
+        {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce", "markov_rank": 5},
+    ],
+}
+# Two of three tokens, 40 in all, are in the data.
+FREQUENT = datasets.Dataset.from_dict(
+    {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
+)
+# By default a lattice is a quarter as wide, with labels of 61 tokens seldom among 8 candidates.
+TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}}
+CASES = [
+    (kind, {**TINY.get(kind, {}), **options}) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]
+]
+# Rows weighed by what their group does.
+BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {"dpace_alpha": 0.3}),
+    ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
+    ("lilicorr", {**TINY["lilicorr"], "dpace_alpha": 0.3, "lattice_top_k": 30}),
+    ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
+    ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
+    ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
+    ("medusa", {"dpace_alpha": 0.5, "loss": "kl"}),
+    ("parallel", {"dpace_alpha": 0.5, "markov_rank": 5}),
+    ("parallel", {"until_first_error": True, "loss": "kl"}),
+    ("dflash", {"until_first_error": True}),
+    ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
+    ("dflash2", {"until_first_error": True, "selector_rank": 6, "selector_top_k": 5}),
+]
+
+
+def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
+    """A draft vocabulary, where there is one, is of tokens all over the target's."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+    drafter = tiny_drafter_of(kind, target, **options)
+    drafter.vocab.prepare(FREQUENT)
+    if "draft_vocab_size" in options:
+        with torch.no_grad():
+            for head in drafter.vocab.own_heads:  # which have just started as the target's
+                head.weight.add_(0.1 * torch.randn_like(head.weight))
+    return target, drafter
+
+
+def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
+    """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
+    if not isinstance(decoder, StepwiseDecoder):
+        return decoder.draft()
+    rows, parent = [decoder.begin()[0]], 0
+    for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
+        token = int(ids[newest + depth])
+        # The true token's sibling comes first: it must change nothing for the true one.
+        rows.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
+        parent += 2
+    return torch.stack(rows)
