@@ -13,7 +13,7 @@ import numpy as np
 from draftsmith.data.sources.conversation import Turn, open_records, parse_conversation
 from draftsmith.data.sources.files import InvalidConversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.server import Finished, Job, Worker
+from draftsmith.eval.serving.worker import Finished, Job, Worker
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.recipes.schema import SourceRecipe
 

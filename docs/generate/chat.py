@@ -34,7 +34,7 @@ def record() -> dict[str, Any]:
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
     from draftsmith.eval.decoding.loop import AnswerRecord
-    from draftsmith.eval.serving.server import Finished, Job, Worker
+    from draftsmith.eval.serving.worker import Finished, Job, Worker
     from draftsmith.eval.trees.verify import Sampling
 
     worker = Worker(with_tuned_trees(shipped_recipe()), 1)
