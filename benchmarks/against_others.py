@@ -42,7 +42,8 @@ from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, 
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup

@@ -33,7 +33,7 @@ def record() -> dict[str, Any]:
     from draftsmith.data.tokens.chat_tokens import prompt_token_ids
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
-    from draftsmith.eval.decoding.loop import AnswerRecord
+    from draftsmith.eval.decoding.generate import AnswerRecord
     from draftsmith.eval.serving.worker import Finished, Job, Worker
     from draftsmith.eval.trees.verify import Sampling
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.adaptive import Curve, RoundCosts, never_falling
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.registry import MethodSetting, make_method

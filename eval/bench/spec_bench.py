@@ -25,7 +25,7 @@ from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -45,7 +45,7 @@ class SpecBench:
         questions: Questions that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Longest answer to a turn.
         seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
-        stop: Strings that end an answer; see `draftsmith.eval.decoding.loop.StopStrings`.
+        stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings.StopStrings`.
         compiles: Run the target through `torch.compile`, for all methods; None: if possible, see `open_session`.
 
     Raises:

@@ -53,7 +53,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.decoding.loop import AnswerRecord, Round
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import DrafterMethod
 from draftsmith.eval.trees.verify import DraftTree, Sampling, drawn_below, root_only

@@ -30,8 +30,8 @@ from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, draf
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
-from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.serving.asking import (
     DEFINITIONS,
     DRAFTING,
@@ -49,7 +49,7 @@ from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoin
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
-from draftsmith.models.decoding.decoders import cache_shape
+from draftsmith.models.decoding.cached_attention import cache_shape
 from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target import loading

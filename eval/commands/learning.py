@@ -53,8 +53,9 @@ from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_t
 from draftsmith.errors import UserError, what_the_system_refused
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import replay
-from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import read_json, write_atomically

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession, TargetStep, cached_logits
+from draftsmith.eval.decoding.session import TargetSession, TargetStep, cached_logits
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import BACKEND, compiled, compiles_by_default
 from draftsmith.models.cpu_kernels import MOST_ROWS, has_kernels

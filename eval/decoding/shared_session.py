@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import TargetSession, TargetStep
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.compiling import compiles_by_default
-from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, open_mask, to_device
+from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
+from draftsmith.models.decoding.kv_cache import open_mask, to_device
 from draftsmith.models.target.windows import Masks
 
 PAGE = 64

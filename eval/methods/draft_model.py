@@ -18,17 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TreeCache, cached_logits
+from draftsmith.eval.decoding.session import TreeCache, cached_logits
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.methods.registry import MethodSetting
 from draftsmith.models.cpu_kernels import MOST_ROWS, pack_linears, use_grouped_sdpa
-from draftsmith.models.decoding.decoders import (
-    ALL_TOKENS,
-    LONGEST_TREE_NODES,
-    GrowingTree,
-    open_mask,
-    to_device,
-)
+from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.kv_cache import open_mask, to_device
 from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.models.target.windows import tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained

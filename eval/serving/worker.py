@@ -28,7 +28,7 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.errors import reason
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
-from draftsmith.eval.decoding.loop import Answering, AnswerRecord, Round
+from draftsmith.eval.decoding.generate import Answering, AnswerRecord, Round
 from draftsmith.eval.decoding.method import ReadsLogits
 from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings

@@ -57,14 +57,8 @@ from draftsmith.models.base.drafter import (
 )
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.decoders import (
-    LONGEST_STATIC_ROWS,
-    CachedDecoder,
-    DrafterDecoder,
-    StepwiseDecoder,
-    hidden_from,
-    padded_rows,
-)
+from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, hidden_from, padded_rows
+from draftsmith.models.decoding.decoders import CachedDecoder, DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.rows import IGNORED_LABEL, ActiveRows, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS

@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, root_only

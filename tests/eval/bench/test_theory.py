@@ -12,7 +12,8 @@ from draftsmith.eval.bench.theory import (
     OverlapMeter,
     theory_row,
 )
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict

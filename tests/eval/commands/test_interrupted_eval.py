@@ -9,7 +9,7 @@ from support.finished_run import FinishedRun
 
 from draftsmith.errors import INTERRUPTED
 from draftsmith.eval.bench.records import RecordLog
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 
 
 def answers_of(run: FinishedRun) -> dict[tuple[int, Any], Any]:

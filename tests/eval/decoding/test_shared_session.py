@@ -9,7 +9,7 @@ from support.half_right import SIZES, TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa

@@ -10,8 +10,9 @@ import torch
 from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import Sampling

@@ -12,8 +12,9 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods import specinfer
 from draftsmith.eval.methods.registry import MethodSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer

@@ -9,8 +9,9 @@ from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.bench import costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
-from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method, tree_builder
 from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, never_falling, on_curve

@@ -12,8 +12,9 @@ from support.tiny_runs import make_recipe
 from torch import nn
 
 from draftsmith.data.distill.token_dataset import load_tokens
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.group_wise import GroupWiseDrafter

@@ -14,7 +14,7 @@ from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.stages import local_target
 from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import use_grouped_sdpa

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding import loop as loop_module
-from draftsmith.eval.decoding.loop import TIMELINE_ROUNDS, Round, TargetSession, TargetStep, generate
+from draftsmith.eval.decoding import generate as loop_module
+from draftsmith.eval.decoding.generate import TIMELINE_ROUNDS, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods import drafter as builders_module
 from draftsmith.eval.methods.drafter import (
     BestFirstBuilder,
@@ -139,7 +140,7 @@ def test_every_round_is_handed_over(session: TargetSession) -> None:
 
 def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that moves only where each phase does its work."""
-    from draftsmith.eval.decoding import loop
+    from draftsmith.eval.decoding import generate as loop
 
     now = [0.0]
 
