@@ -1,4 +1,4 @@
-"""One decoding round for every method, the autoregressive baseline included: draft, verify, commit.
+"""One decoding round for every method, the autoregressive baseline included: draft, verify, commit (`decode_round`).
 
 A tree is made on the host, run by the target in one forward, and walked on the host; on a GPU a round waits once for
 what was drafted and once for what was verified, at T > 0 for a few numbers more (`verify.py`).
@@ -12,7 +12,7 @@ Shapes: P prompt, N tree nodes, n new tokens, F features, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -102,16 +102,18 @@ class AnswerRecord:
 
 @dataclass(slots=True)
 class Round:
-    """What a round came to, for `generate`'s `on_round`.
+    """Result of one round: draft, verification and commit.
 
-    logits: [N, V] of the target at the tree's nodes; kept: how many of the committed tokens, those of the accepted
-    path's nodes and the target's own, belong to the answer. The i-th of them was decided at the path's i-th node.
+    logits: [N, V] of the target at the tree's nodes. kept: the number of committed tokens (those of the accepted path's
+    nodes, then the target's own) that belong to the answer. The i-th of them was decided at the path's i-th node.
+    features: [a+1, F] of the target at the path's nodes: row i predicted the i-th committed token.
     """
 
     tree: DraftTree
     logits: Tensor
     verdict: Verdict
     kept: int
+    features: Tensor
 
     @property
     def accepted(self) -> int:
@@ -124,14 +126,18 @@ class Round:
         return self.verdict.committed(self.tree)[: self.kept]
 
 
-class Answering:
-    """One answer under way: what becomes of it, round by round, whoever drafts and however many share a forward.
+class Generation:
+    """State of one generation: its method, its sampling, and the answer so far. Most arguments as in `generate`.
 
-    Args are those of `generate`; `columns` are what is drafted from.
+    Args:
+        method: Drafts; None: `use` sets it before the first round.
+        columns: The tokens that can be drafted.
+        sequence: The number of its sequence in the session.
     """
 
     def __init__(
         self,
+        method: Method | None,
         sampling: Sampling,
         max_new_tokens: int,
         end_ids: Collection[int] = (),
@@ -139,40 +145,91 @@ class Answering:
         stop: StopStrings | None = None,
         lenience: float = 1.0,
         columns: TokenColumns = ALL_TOKENS,
+        sequence: int = 0,
     ) -> None:
-        self.record, self._columns = AnswerRecord(), columns
+        self.sampling, self.generator, self.lenience, self.sequence = sampling, generator, lenience, sequence
+        self.record, self.finished = AnswerRecord(), False
         if columns.reduced:
             self.record.outside_tokens, self.record.ended_outside = 0, []
-        self._sampling, self._generator, self._lenience = sampling, generator, lenience
-        self._max_new_tokens, self._ending = max_new_tokens, _Ending(self.record, max_new_tokens, end_ids, stop)
+        self._columns, self._max_new_tokens, self._end_ids = columns, max_new_tokens, end_ids
+        self._stop = None if stop is None else StopMatcher(stop)
+        self.use(method)
 
-    @property
-    def reached(self) -> bool:
-        """Whether the answer has its end."""
-        return self._ending.reached
+    def use(self, method: Method | None) -> None:
+        """Draft with this method, which must have read all tokens so far; None: with none yet."""
+        self.method, self._reads_logits = method, isinstance(method, ReadsLogits)
 
     def begin(self, logits_v: Tensor) -> int:
         """Keep the first token, which comes from the prompt's logits [V]; returns it."""
-        first = first_token(logits_v, self._sampling, self._generator)
-        self._ending.keep([first])
+        first = first_token(logits_v, self.sampling, self.generator)
+        self._keep([first])
         return first
 
-    def cut(self, tree: DraftTree) -> DraftTree:
-        """Without what is deeper than the tokens that are still wanted, which could not be kept."""
-        return tree.cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
+    def draft(self) -> DraftTree:
+        """Draft a tree no deeper than the remaining token budget."""
+        assert self.method is not None
+        return self.method.propose().cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
 
-    def choose(self, tree: DraftTree, logits_nv: Tensor) -> Verdict:
-        """Choose what is accepted, by the target's logits at the tree's nodes."""
-        return verify(tree, logits_nv, self._sampling, self._generator, self._lenience)
+    def choose(self, tree: DraftTree, step: TargetStep) -> Verdict:
+        """Choose the accepted path, and show the logits to a method that reads them."""
+        p_logits = step.logits  # at every node; tree.q has q of its children
+        verdict = verify(tree, p_logits, self.sampling, self.generator, self.lenience)
+        if self._reads_logits:
+            self.method.read_logits(tree, p_logits)  # type: ignore[union-attr]
+        return verdict
 
-    def take(self, tree: DraftTree, step: TargetStep, verdict: Verdict) -> tuple[Round, list[int], Tensor]:
-        """Keep what belongs to the answer; the round, the tokens committed, and the features that predicted them."""
+    def commit(self, tree: DraftTree, step: TargetStep, verdict: Verdict) -> Round:
+        """Keep the tokens that belong to the answer, and show them to the method unless the answer ends with them."""
         path, committed = verdict.path, verdict.committed(tree)
-        kept = self._ending.keep(committed)
-        self.record.add_round(tree, verdict, kept, self._columns)
         in_order = path[-1] == len(path) - 1
         features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
-        return Round(tree, step.logits, verdict, kept), committed, features
+        kept = self._keep(committed)
+        self.record.add_round(tree, verdict, kept, self._columns)
+        if not self.finished:
+            assert self.method is not None
+            self.method.observe(committed, features)
+        return Round(tree, step.logits, verdict, kept, features)
+
+    def _keep(self, committed: list[int]) -> int:
+        """Add tokens to the answer up to its end; returns how many.
+
+        It ends at an end token, at the token that completes a stop string, or at the limit.
+        """
+        record, stop = self.record, self._stop
+        before = len(record.ids)
+        for token in committed:
+            record.ids.append(token)
+            ends = token in self._end_ids or (stop is not None and stop.completes(token))
+            self.finished = ends or len(record.ids) >= self._max_new_tokens
+            if self.finished:
+                break
+        record.text = None if stop is None else stop.text_before
+        return len(record.ids) - before
+
+
+@torch.inference_mode()
+def decode_round(
+    session: TargetSession, generations: Sequence[Generation], mark: Callable[[], None] = lambda: None
+) -> list[Round]:
+    """Run one round of a generation, or of several that share the target's forward: draft, verify, commit.
+
+    p is the target's distribution at a node of a draft tree, q the drafter's, which drew the node's children.
+
+    Args:
+        mark: Called after the draft, after the target's forward, and after the choice of the accepted paths.
+    """
+    # 1. Draft: a tree of tokens for each, chosen or drawn by q.
+    trees = [each.draft() for each in generations]
+    mark()
+    # 2. Verify: p at all nodes of all trees in one forward, then the path that p and q accept.
+    steps = session.forward_trees([(each.sequence, tree) for each, tree in zip(generations, trees, strict=True)])
+    mark()
+    verdicts = [each.choose(tree, step) for each, tree, step in zip(generations, trees, steps, strict=True)]
+    mark()
+    # 3. Commit: the path's keys and values stay in the cache, its tokens and the target's own join the answer.
+    for each, verdict in zip(generations, verdicts, strict=True):
+        session.commit(verdict.path, each.sequence)
+    return [each.commit(*parts) for each, *parts in zip(generations, trees, steps, verdicts, strict=True)]
 
 
 @torch.inference_mode()
@@ -194,77 +251,39 @@ def generate(
 
     Args:
         generator: For the target's draws; the method has its own.
-        on_round: Told of every round at its end; what it takes counts to the commit.
+        on_round: Called at the end of every round; its time counts to the commit.
 
     Raises:
         UserError: Prompt and answer do not fit into the session.
     """
     session.check_room(prompt_ids, max_new_tokens)
     columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
-    answer = Answering(sampling, max_new_tokens, end_ids, generator, stop, lenience, columns)
-    record, clock = answer.record, _PhaseClock(session.device)
-    began_s = time.perf_counter()
+    limits = (max_new_tokens, end_ids, generator, stop, lenience, columns, session.current)
+    generation = Generation(method, sampling, *limits)
+    record, clock = generation.record, _PhaseClock(session.device)
+    started_s = time.perf_counter()
     step = session.prefill(prompt_ids)
-    first = answer.begin(step.logits[-1])
-    record.first_token_s = time.perf_counter() - began_s
+    first = generation.begin(step.logits[-1])
+    record.first_token_s = time.perf_counter() - started_s
     method.start(prompt_ids, step.features)
     method.observe([first], step.features[-1:])
-    record.prefill_s = time.perf_counter() - began_s
-    reads_logits = method if isinstance(method, ReadsLogits) else None
+    record.prefill_s = time.perf_counter() - started_s
     clock.mark()
-    while not answer.reached:
-        # 1. Draft.
-        tree = answer.cut(method.propose())
-        clock.mark()
-        # 2. Verify all nodes in one forward.
-        step = session.forward_tree(tree)
-        clock.mark()
-        verdict = answer.choose(tree, step.logits)
-        if reads_logits is not None:
-            reads_logits.read_logits(tree, step.logits)
-        clock.mark()
-        # 3. Commit the accepted path and the target's own token.
-        session.commit(verdict.path)
-        round_, committed, features = answer.take(tree, step, verdict)
-        if not answer.reached:
-            method.observe(committed, features)
+    while not generation.finished:
+        (round_,) = decode_round(session, [generation], clock.mark)
         if on_round is not None:
             on_round(round_)
         clock.mark()
     session.synchronize()
-    record.wall_time_s = time.perf_counter() - began_s
+    record.wall_time_s = time.perf_counter() - started_s
     marks = clock.seconds()
-    for begin in range(0, len(marks) - 1, 4):
-        record.add_round_s(*marks[begin : begin + 5])
+    for first_mark in range(0, len(marks) - 1, 4):
+        record.add_round_s(*marks[first_mark : first_mark + 5])
     return record
 
 
-class _Ending:
-    """Where an answer ends: at an end token, with a stop string, or at the limit."""
-
-    def __init__(
-        self, record: AnswerRecord, max_new_tokens: int, end_ids: Collection[int], stop: StopStrings | None
-    ) -> None:
-        self._record, self._max_new_tokens, self._end_ids = record, max_new_tokens, end_ids
-        self._matcher = None if stop is None else StopMatcher(stop)
-        self.reached = False
-
-    def keep(self, committed: list[int]) -> int:
-        """Add to the answer what belongs to it, and return how many tokens that is."""
-        record, matcher = self._record, self._matcher
-        before = len(record.ids)
-        for token in committed:
-            record.ids.append(token)
-            ends = token in self._end_ids or (matcher is not None and matcher.completes(token))
-            self.reached = ends or len(record.ids) >= self._max_new_tokens
-            if self.reached:
-                break
-        record.text = None if matcher is None else matcher.text_before
-        return len(record.ids) - before
-
-
 class _PhaseClock:
-    """When the phases of a round began: read off the host's clock, or, on a GPU, off events in its queue.
+    """Clock of a round's phases: the host's, or, on a GPU, events in its queue.
 
     An event costs the host nothing and waits for nothing; it says when the device came to it. What the device idles
     while the host works counts to the phase that the host is in then.
@@ -284,5 +303,5 @@ class _PhaseClock:
         self._events.append(event)
 
     def seconds(self) -> list[float]:
-        """All marks, from any beginning, once the device has come to the last."""
+        """Return all marks in seconds from an arbitrary origin; on a GPU the last must have been waited for."""
         return self._marks or [self._events[0].elapsed_time(event) / 1000 for event in self._events]

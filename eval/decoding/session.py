@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -175,6 +176,7 @@ class TargetSession:
         UserError: The target cannot hold that many tokens, has no such layers, or cannot run draft trees.
     """
 
+    current = 0
     _static_cache: ClassVar[bool] = False
     _num_open: ClassVar[int] = 0
     _cudnn_before: ClassVar[bool] = True
@@ -329,8 +331,11 @@ class TargetSession:
         step = self._run(ids[None], positions[None], mask)
         return TargetStep(step.logits[0], step.features[0])
 
+    def forward_trees(self, trees: Sequence[tuple[int, DraftTree]]) -> list[TargetStep]:
+        return [self.forward_tree(tree) for _, tree in trees]
+
     @torch.inference_mode()
-    def commit(self, path: list[int]) -> None:
+    def commit(self, path: list[int], sequence: int = 0) -> None:
         """Keep the accepted nodes (root first) of the last `forward_tree`."""
         self._cache.keep(path)
 

@@ -153,13 +153,9 @@ class SharedSession(CompiledSession):
         return TargetStep(step.logits, self._wanted(step.features))
 
     @torch.inference_mode()
-    def commit(self, path: list[int]) -> None:
-        """Keep the accepted nodes (root first) of the current sequence's last tree."""
-        self.commit_of(self.current, path)
-
-    @torch.inference_mode()
-    def commit_of(self, number: int, path: list[int]) -> None:
+    def commit(self, path: list[int], sequence: int | None = None) -> None:
         """Keep the accepted nodes (root first) of a sequence's last tree."""
+        number = self.current if sequence is None else sequence
         in_place = next((place for place, node in enumerate(path) if node != place), len(path))
         start, columns = self._lengths[number], self._columns[number]
         if in_place < len(path):

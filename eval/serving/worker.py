@@ -28,12 +28,12 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.errors import reason
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
-from draftsmith.eval.decoding.generate import Answering, AnswerRecord, Round
-from draftsmith.eval.decoding.method import ReadsLogits
+from draftsmith.eval.decoding.generate import AnswerRecord, Generation, Round, decode_round
+from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.shared_session import SharedSession
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
-from draftsmith.eval.trees.verify import Sampling, root_only
+from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import session_tokens
@@ -93,21 +93,17 @@ class Job:
 class Running:
     """An answer that is being generated.
 
-    number: its sequence in the session. layers: feature layers of the drafter at its start. features: of the committed
-    tokens, from these layers, as tensors [n, F] in order. counted: False for warm-up. method: drafts while no other
-    answer runs; None if it has not read the whole sequence.
+    layers: feature layers of the drafter at its start. features: of the committed tokens, from these layers, as tensors
+    [n, F] in order. counted: False for warm-up.
     """
 
     job: Job
-    number: int
-    answer: Answering
-    generator: torch.Generator
+    generation: Generation
     pieces: Pieces
     layers: tuple[int, ...]
     features: list[Tensor]
-    began_s: float
+    started_s: float
     counted: bool = True
-    method: DrafterMethod | None = None
     texts: list[str] = field(default_factory=list)
 
     def say(self, piece: Piece) -> None:
@@ -119,7 +115,7 @@ class Running:
     @property
     def newest(self) -> int:
         """The newest token, which is not in the KV cache yet."""
-        return self.answer.record.ids[-1]
+        return self.generation.record.ids[-1]
 
 
 class Gone(Exception):
@@ -187,7 +183,7 @@ class Worker:
             running = [self._begin(job, counted=False) for job in jobs]
             while running:
                 self._round(running)
-                running = [each for each in running if not each.answer.reached]
+                running = [each for each in running if not each.generation.finished]
             self._running.clear()
 
     def submit(self, job: Job) -> None:
@@ -236,7 +232,7 @@ class Worker:
                 for running in [*self._running]:
                     if running.job.gone.is_set():
                         self._end(running, "gone", Gone())
-                    elif running.answer.reached:
+                    elif running.generation.finished:
                         self._finish(running)
             except Exception as error:  # of any kind: later jobs must still be processed
                 logger.exception("%s answers failed", len(self._running))
@@ -274,14 +270,14 @@ class Worker:
             return
         self.drafter = drafter
         for running in self._running:
-            running.method = None
+            running.generation.use(None)
         self._measure()
         self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
 
     def _free(self) -> int:
         """Return the number of a free sequence of the session."""
-        used = {running.number for running in self._running}
+        used = {running.generation.sequence for running in self._running}
         return next(number for number in range(self._session.sequences) if number not in used)
 
     def _measure(self) -> None:
@@ -292,79 +288,63 @@ class Worker:
 
     def _begin(self, job: Job, counted: bool = True) -> Running:
         """Prefill a prompt and start its answer."""
-        began_s, session = time.perf_counter(), self._session
+        started_s, session = time.perf_counter(), self._session
         session.current = self._free()
         session.read_layers(self.drafter.feature_layers)
-        generator = torch.Generator(self.target.device).manual_seed(job.seed)
-        stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
-        columns = self.drafter.columns
-        answer = Answering(job.sampling, job.new_tokens, self.end_ids, generator, stop, columns=columns)
-        step = session.prefill(job.prompt_ids)
-        answer.begin(step.logits[-1])
-        answer.record.first_token_s = answer.record.prefill_s = time.perf_counter() - began_s
-        running = Running(
-            job,
-            session.current,
-            answer,
-            generator,
-            Pieces(self.tokenizer, job.stops),
-            self.drafter.feature_layers,
-            [step.features],
-            began_s,
-            counted,
+        generation = Generation(
+            None,
+            job.sampling,
+            job.new_tokens,
+            self.end_ids,
+            torch.Generator(self.target.device).manual_seed(job.seed),
+            StopStrings(job.stops, self.tokenizer) if job.stops else None,
+            columns=self.drafter.columns,
+            sequence=session.current,
         )
+        step = session.prefill(job.prompt_ids)
+        generation.begin(step.logits[-1])
+        generation.record.first_token_s = generation.record.prefill_s = time.perf_counter() - started_s
+        pieces = Pieces(self.tokenizer, job.stops)
+        running = Running(job, generation, pieces, self.drafter.feature_layers, [step.features], started_s, counted)
         self._running.append(running)
         return running
 
     @torch.inference_mode()
     def _round(self, answers: Sequence[Running]) -> None:
-        """Run one forward of the target: over one answer's draft tree, or over one token of each of several answers."""
-        answers = [running for running in answers if not running.answer.reached]
+        """Run a round: of one answer's draft tree, or of one token of each of several answers."""
+        answers = [running for running in answers if not running.generation.finished]
         if not answers:
             return
-        began_s, session = time.perf_counter(), self._session
-        alone = answers[0] if len(answers) == 1 else None
+        started_s = time.perf_counter()
         for running in answers:
-            if running is not alone:
-                running.method = None  # its drafter does not read this round's tokens
-        method = None if alone is None else self._method_of(alone)
-        trees = [running.answer.cut(method.propose()) if method else root_only(running.newest) for running in answers]
-        steps = session.forward_trees([(each.number, tree) for each, tree in zip(answers, trees, strict=True)])
-        for running, tree, step in zip(answers, trees, steps, strict=True):
-            verdict = running.answer.choose(tree, step.logits)
-            if isinstance(method, ReadsLogits):
-                method.read_logits(tree, step.logits)
-            session.commit_of(running.number, verdict.path)
-            round_, committed, features = running.answer.take(tree, step, verdict)
-            running.features.append(features.clone())
-            if method is not None and not running.answer.reached:
-                method.observe(committed, features)
+            self._set_method(running, is_alone=len(answers) == 1)
+        rounds = decode_round(self._session, [running.generation for running in answers])
+        for running, round_ in zip(answers, rounds, strict=True):
+            running.features.append(round_.features.clone())
             if running.counted:
                 self._count(round_)
-            running.answer.record.round_s.append(time.perf_counter() - began_s)
+            running.generation.record.round_s.append(time.perf_counter() - started_s)
             running.say(running.pieces.of_round(round_))
 
-    def _method_of(self, running: Running) -> DrafterMethod | None:
-        """Return the method that drafts for an answer that runs alone.
-
-        None if the answer started with a drafter of other feature layers.
-        """
-        if running.layers != self.drafter.feature_layers:
-            return None
-        if running.method is None:
-            recipe, job = self.recipe.eval.methods[0], running.job
-            method = drafter_method(recipe, self._decoder, job.sampling, running.generator)
+    def _set_method(self, running: Running, is_alone: bool) -> None:
+        """Draft for an answer that runs alone, unless it started with a drafter of other feature layers."""
+        generation, drafts = running.generation, is_alone and running.layers == self.drafter.feature_layers
+        if isinstance(generation.method, DrafterMethod if drafts else Autoregressive):
+            return
+        method: Method = Autoregressive()
+        features = torch.cat(running.features)
+        running.features = [features]
+        if drafts:
+            recipe, sampling = self.recipe.eval.methods[0], generation.sampling
+            method = drafter_method(recipe, self._decoder, sampling, generation.generator)
             self._costs.give(method)  # already measured by `_measure`
-            features = torch.cat(running.features)
-            running.features = [features]
-            method.start([*job.prompt_ids, *running.answer.record.ids[:-1]], features)
-            method.observe([running.newest], features[-1:])
-            running.method = method
-        return running.method
+        method.start([*running.job.prompt_ids, *generation.record.ids[:-1]], features)
+        method.observe([running.newest], features[-1:])
+        generation.use(method)
 
     def _finish(self, running: Running) -> None:
-        job, record = running.job, running.answer.record
-        record.wall_time_s = time.perf_counter() - running.began_s
+        job, record = running.job, running.generation.record
+        record.wall_time_s = time.perf_counter() - running.started_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
         running.say(running.pieces.rest(record))
         finished = Finished(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))

@@ -904,7 +904,7 @@ def test_several_sequences_have_the_bits_of_each_alone(
             steps = session.forward_trees([(number, tree) for number, tree, _ in parts])
             for (number, _, path), step in zip(parts, steps, strict=True):
                 outputs[number] += [step.logits, step.features]
-                session.commit_of(number, path)
+                session.commit(path, number)
     if SESSION_TARGETS[name][1]:
         assert len(calls) == 4
     for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*alone), strict=True):

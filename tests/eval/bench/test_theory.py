@@ -53,7 +53,7 @@ def metered(
     meter.start([0], NONE)
     meter.observe([0], NONE)
     for _ in range(rounds):
-        meter.on_round(Round(meter.propose(), p.log(), Verdict(path, 0), kept or len(path)))
+        meter.on_round(Round(meter.propose(), p.log(), Verdict(path, 0), kept or len(path), torch.empty(0)))
     return meter
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding import generate as loop_module
+from draftsmith.eval.decoding import generate as generate_module
 from draftsmith.eval.decoding.generate import TIMELINE_ROUNDS, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
@@ -157,7 +157,7 @@ def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest
     monkeypatch.setattr(loop, "verify", taking(4.0, loop.verify))
     monkeypatch.setattr(method, "start", taking(32.0, method.start))
     monkeypatch.setattr(method, "propose", taking(1.0, method.propose))
-    for name, seconds in (("prefill", 64.0), ("forward_tree", 2.0), ("commit", 8.0)):
+    for name, seconds in (("prefill", 64.0), ("forward_trees", 2.0), ("commit", 8.0)):
         monkeypatch.setattr(session, name, taking(seconds, getattr(session, name)))
     out = generate(session, method, PROMPT, GREEDY, 16)
     assert (out.first_token_s, out.prefill_s) == (64.0, 96.0)
@@ -209,7 +209,7 @@ BUILDERS: dict[str, TreeBuilder] = {
 class TableSession:
     """A target whose logits [V] after every answer so far are in a table; it stands in for a `TargetSession`."""
 
-    device = torch.device("cpu")
+    device, current = torch.device("cpu"), 0
 
     def __init__(self, logits_of: dict[Path, Tensor]) -> None:
         self._logits_of = logits_of
@@ -224,13 +224,14 @@ class TableSession:
         self._answer: Path = ()
         return TargetStep(self._logits_of[()][None], torch.zeros(len(prompt_ids), 1))
 
-    def forward_tree(self, tree: DraftTree) -> TargetStep:
+    def forward_trees(self, trees: list[tuple[int, DraftTree]]) -> list[TargetStep]:
+        ((_, tree),) = trees
         self._tree = tree
         paths = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)) for node in range(len(tree))]
         logits = torch.stack([self._logits_of[(*self._answer, *path)] for path in paths])
-        return TargetStep(logits, torch.zeros(len(tree), 1))
+        return [TargetStep(logits, torch.zeros(len(tree), 1))]
 
-    def commit(self, path: list[int]) -> None:
+    def commit(self, path: list[int], sequence: int) -> None:
         self._answer += tuple(self._tree.tokens[node] for node in path)
 
 
@@ -248,7 +249,7 @@ def every_answer(
         def rows(q: Tensor, _: Any, chooser: Outcomes = chooser) -> Tensor:
             return torch.tensor([chooser.draw(row) for row in q])
 
-        monkeypatch.setattr(loop_module, "first_token", first)
+        monkeypatch.setattr(generate_module, "first_token", first)
         monkeypatch.setattr(verify_module, "RandomChooser", lambda _, chooser=chooser: chooser)
         monkeypatch.setattr(builders_module, "drawn", rows)
         monkeypatch.setattr(builders_module, "draw", lambda q, _, chooser=chooser: chooser.draw(q))

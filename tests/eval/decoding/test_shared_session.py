@@ -63,7 +63,7 @@ def test_each_is_what_it_is_alone(name: str) -> None:
             steps = session.forward_trees([(number, tree) for number, tree, _ in parts])
             for (number, _, path), step in zip(parts, steps, strict=True):
                 found[number] += [step.logits, step.features]
-                session.commit_of(number, path)
+                session.commit(path, number)
     for theirs, ours in zip(expected, found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -90,7 +90,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
         for _ in range(3):
             for number, step in enumerate(session.forward_trees([(number, tree) for number in range(3)])):
                 found[number] += [step.logits, step.features]
-                session.commit_of(number, path)
+                session.commit(path, number)
     for ours, theirs in itertools.chain(*(zip(*both, strict=True) for both in zip(found, expected, strict=True))):
         assert torch.equal(ours, theirs)
 

@@ -128,7 +128,7 @@ def test_several_at_once(name: str) -> None:
                 for node in range(len(tree)):
                     own = [tree.tokens[place] for place in tree.shape.path_to(node)]
                     assert_same(step.logits[node], plain(target, said[number] + own)[-1])
-                session.commit_of(number, path)
+                session.commit(path, number)
                 said[number] += [tree.tokens[place] for place in path]
 
 
