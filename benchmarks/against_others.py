@@ -41,9 +41,8 @@ from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import MeasuredMethod, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
-from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.generate import generate
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import DrafterMethod, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
@@ -256,11 +255,11 @@ def get_ready(session: TargetSession, methods: list[MeasuredMethod], workload: A
     for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
     give_costs(session, methods, workload.prompts[0])
-    if isinstance(session, CompiledSession):
+    if session.compiled is not None:
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)
             generate(session, measured.method, workload.prompts[0], GREEDY, workload.tokens, workload.end_ids)
-        session.keep_sizes()
+        session.compiled.keep_sizes()
 
 
 @exit_with_one_sentence()

@@ -24,8 +24,8 @@ from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import give_costs
 from draftsmith.eval.bench.measured_methods import MeasuredMethod
 from draftsmith.eval.bench.records import MethodRecord, QuestionRecord, RecordLog, answer_settings, target_settings
-from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -116,12 +116,12 @@ class SpecBench:
             self.session.read_layers(measured.feature_layers)
         give_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
         # Compiling itself must not be measured.
-        compiled = isinstance(self.session, CompiledSession)
-        for question in self.questions[: max(warmup_questions, int(compiled))]:
+        compiled = self.session.compiled
+        for question in self.questions[: max(warmup_questions, int(compiled is not None))]:
             for measured in methods:
                 self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
-        if isinstance(self.session, CompiledSession):
-            self.session.keep_sizes()
+        if compiled is not None:
+            compiled.keep_sizes()
         total = runs * len(questions)
         with progress_bar(total, "measure", "question", initial=total - len(missing), shown=number == 0) as progress:
             for run, index, question in missing:

@@ -34,9 +34,9 @@ from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_fold
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.artifacts import resolve_tuned, shape_of, write_tuned
 from draftsmith.eval.commands.console import console, print_table
-from draftsmith.eval.decoding.compiled_session import open_session
 from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import drafter_method
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.eval.trees.verify import Sampling

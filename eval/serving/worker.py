@@ -30,7 +30,7 @@ from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.decoding.generate import AnswerRecord, Generation, Round, decode_round
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.shared_session import SharedSession
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
 from draftsmith.eval.methods.drafter import DrafterMethod, drafter_method
 from draftsmith.eval.trees.verify import Sampling
@@ -170,7 +170,7 @@ class Worker:
         self._keeps = True
         Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
-        self._session = SharedSession(self.target, self.length, at_once, recipe.eval.compile)
+        self._session = open_session(self.target, self.length, recipe.eval.compile, at_once)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)

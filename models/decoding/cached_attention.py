@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from draftsmith.models.compiling import compiled
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
-from draftsmith.models.decoding.kv_cache import ALIGNMENT, aligned, open_mask
+from draftsmith.models.decoding.kv_cache import ALIGNMENT, KVCache, aligned, open_mask
 from draftsmith.models.target.features import FINAL_FEATURES
 
 LONGEST_STATIC_ROWS = 32  # of a compiled forward
@@ -40,8 +40,8 @@ def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None)
     return hidden.expand(len(rows), -1)
 
 
-class CachedAttention:
-    """Keys and values of one sequence for all layers, and the mask of the current step.
+class CachedAttention(KVCache):
+    """The KV cache of a drafter's layers, with the mask of the current step and attention over it.
 
     A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
     `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
@@ -61,63 +61,58 @@ class CachedAttention:
         dtype: torch.dtype,
         window: int | None = None,
     ) -> None:
-        capacity = aligned(capacity)
-        self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
-        self._keys, self._values = self._keys_values.unbind(1)
-        self.capacity, self.length = capacity, 0
-        self._begin = 0  # where the rows of the current step are written
-        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
+        super().__init__(capacity)
+        one = torch.empty(cache_shape(config, 1, 1)[2:], device=device, dtype=dtype)
+        self.keys, self.values = self.allocate(config.num_hidden_layers, one, one)
+        self._repeats = config.num_attention_heads // one.shape[1]
         # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
         # There is one for each remainder of the length, so that every slice begins aligned.
-        shape = (ALIGNMENT, max_rows, capacity + aligned(max_rows))
+        shape = (ALIGNMENT, max_rows, self.capacity + aligned(max_rows))
         bands = torch.full(shape, float("-inf"), device=device, dtype=dtype)
         for remainder, band in enumerate(bands):
-            band.triu_(capacity + 1 - (-remainder % ALIGNMENT))
+            band.triu_(self.capacity + 1 - (-remainder % ALIGNMENT))
         self._bands = bands
         self._mask: Tensor | None = None
         self._window, self._first = window, 0  # the first column that the current step sees
         self._open = False  # whether a step without a mask sees everything
         self._causal = False  # whether the mask is that of causal order alone
         self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
-        self._places: Tensor | None = None
 
     def hold_still(self) -> None:
         """Tell the compiler that the memory never moves: CUDA graphs refuse to write into any other."""
-        torch._dynamo.mark_static_address(self._keys_values)
+        for part in (self.keys, self.values):
+            torch._dynamo.mark_static_address(part)
 
     def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
         """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
 
         For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
         """
-        self._places, self._mask = places, mask
+        self.write_at(places, self.capacity)
+        self._mask, self._first = mask, 0
 
     def end_static_step(self) -> None:
         """Go back to steps of any shape."""
-        self._places = self._mask = None
-
-    def append(self, keys_values: Tensor) -> None:
-        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] after the `length` stored ones, and add to that."""
-        end = self.length + keys_values.shape[4]
-        self._keys_values[..., self.length : end, :] = keys_values
-        self.length = end
+        self.write_at(0, 0)
+        self._mask = None
 
     def store_at(self, places: Tensor, keys_values: Tensor) -> None:
         """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
-        self._keys_values.index_copy_(4, places, keys_values)
+        self.keys.index_copy_(3, places, keys_values[:, 0])
+        self.values.index_copy_(3, places, keys_values[:, 1])
 
     def begin_step(self, num_rows: int, causal: bool = True) -> None:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
         begin, end = self.length, self.length + num_rows
         if self._window is not None and end > self._window:
             first = max(begin + 1 - self._window, 0)
-            columns = torch.arange(first, end, device=self._keys_values.device)
+            columns = torch.arange(first, end, device=self.keys.device)
             hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
-            mask = open_mask(*hidden.shape, dtype=self._keys_values.dtype, device=hidden.device)
-            self._prepare(begin, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
+            mask = open_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
+            self._prepare(begin, end, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
             return
         if begin == 0 or not causal:
-            self._prepare(begin, is_causal=causal, is_open=not causal)
+            self._prepare(begin, end, is_causal=causal, is_open=not causal)
             return
         bands = self._bands
         if num_rows <= bands.shape[1]:
@@ -126,7 +121,7 @@ class CachedAttention:
         else:
             mask = open_mask(num_rows, end, dtype=bands.dtype, device=bands.device).fill_(float("-inf"))
             mask.triu_(begin + 1)
-        self._prepare(begin, mask, is_causal=True)
+        self._prepare(begin, end, mask, is_causal=True)
 
     def begin_tree_step(self, ancestors: Tensor) -> None:
         """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
@@ -134,10 +129,10 @@ class CachedAttention:
         The last R of the M nodes are the step's own; all real tokens are seen by every node.
         """
         num_rows, num_nodes = ancestors.shape
-        keys_values = self._keys_values
-        mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
+        end = self.length + num_nodes
+        mask = open_mask(num_rows, end, dtype=self.keys.dtype, device=self.keys.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
-        self._prepare(self.length + num_nodes - num_rows, mask)
+        self._prepare(end - num_rows, end, mask)
 
     def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
@@ -145,20 +140,22 @@ class CachedAttention:
         Args:
             parents: Of the M nodes of the tree, -1 for those below node 0.
         """
-        before = 0 if parents is None else len(parents) - num_rows
-        self._prepare(self.length + before, is_causal=parents is None, parents=parents)
+        end = self.length + (num_rows if parents is None else len(parents))
+        self._prepare(end - num_rows, end, is_causal=parents is None, parents=parents)
 
     def _prepare(
         self,
         begin: int,
+        end: int,
         mask: Tensor | None = None,
         first: int = 0,
         is_causal: bool = False,
         is_open: bool = False,
         parents: list[int] | None = None,
     ) -> None:
-        """Set all that the layers of a step share."""
-        self._begin, self._mask, self._first = begin, mask, first
+        """Set all that the layers of a step share; its rows are written at the columns from `begin` to `end`."""
+        self.write_at(begin, end)
+        self._mask, self._first = mask, first
         self._causal, self._open, self._parents = is_causal, is_open, parents
 
     def run(
@@ -170,35 +167,29 @@ class CachedAttention:
             Hidden states [R, 2 D] before and after the final norm, and fp32 logits [k, V'] of the rows from
             `first_kept` on.
         """
-        keys, values = self._keys, self._values
-        if self._first:
-            keys, values = (part[:, :, :, self._first :] for part in (keys, values))
+        keys, values, first = self.keys, self.values, self._first
+        start = self._columns_seen - len(inputs_re) - first
+        if first:
+            keys, values = keys[:, :, :, first:], values[:, :, :, first:]
         mask = None if self._causal else self._mask
         if mask is None and self._open:
-            mask = self._keys_values.new_zeros(len(inputs_re), self._begin + len(inputs_re) - self._first)
+            mask = keys.new_zeros(len(inputs_re), self._columns_seen - first)
         cos, sin = (part[0] for part in rotary)
         return layers.forward(
-            inputs_re, (cos, sin), keys, values, self._begin - self._first, mask, (layers.num_layers, FINAL_FEATURES),
+            inputs_re, (cos, sin), keys, values, start, mask, (layers.num_layers, FINAL_FEATURES),
             parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
         )  # fmt: skip
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
-        keys, values = self._keys_values[layer_index]
-        if self._places is None:
-            begin, end = self._begin, self._begin + q_bhrd.shape[2]
-            keys[:, :, begin:end] = k_bhrd
-            values[:, :, begin:end] = v_bhrd
-        else:
-            end = self.capacity
-            keys.index_copy_(2, self._places, k_bhrd)
-            values.index_copy_(2, self._places, v_bhrd)
+        keys, values = self.update((self.keys[layer_index], self.values[layer_index]), (k_bhrd, v_bhrd))
         if self._mask is None and not self._open:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
             )
             return out.transpose(1, 2)
-        keys, values = keys[:, :, self._first : end], values[:, :, self._first : end]
+        if self._first:
+            keys, values = keys[:, :, self._first :], values[:, :, self._first :]
         mask = None if self._mask is None else self._mask[None, None]
         if mask is not None and can_attend(q_bhrd, mask):
             return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
+from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.target.features import FINAL_FEATURES
 
 # A chain, a tree whose path is not in order, and a single token; the last path is kept over a page's border.
@@ -44,7 +44,7 @@ def test_each_is_what_it_is_alone(name: str) -> None:
     by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]
     expected = [alone(target, prompt, trees) for prompt, trees in zip(PROMPTS, by_sequence, strict=True)]
     found: list[list[torch.Tensor]] = [[], [], []]
-    with SharedSession(target, 2 * PAGE, 3, compiles=False) as session:
+    with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
         session.current = 2
         session.prefill([17] * 40)
@@ -80,7 +80,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     pack_linears(target)
     tree, path = TREES[1]
     expected = [alone(target, prompt, [(tree, path)] * 3) for prompt in PROMPTS]
-    with SharedSession(target, 2 * PAGE, 3, compiles=False) as session:
+    with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
         found = []
         for number, prompt in enumerate(PROMPTS):
@@ -97,5 +97,5 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
 
 def test_room_is_that_of_one_sequence() -> None:
     target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
-    with SharedSession(target, 20, 3, compiles=False) as session, pytest.raises(UserError, match="a session of 20"):
+    with TargetSession(target, 20, sequences=3) as session, pytest.raises(UserError, match="a session of 20"):
         session.prefill([1] * 21)
