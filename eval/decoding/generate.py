@@ -126,6 +126,7 @@ class Round:
         return self.verdict.committed(self.tree)[: self.kept]
 
 
+@dataclass
 class Generation:
     """State of one generation: its method, its sampling, and the answer so far. Most arguments as in `generate`.
 
@@ -135,25 +136,22 @@ class Generation:
         sequence: The number of its sequence in the session.
     """
 
-    def __init__(
-        self,
-        method: Method | None,
-        sampling: Sampling,
-        max_new_tokens: int,
-        end_ids: Collection[int] = (),
-        generator: torch.Generator | None = None,
-        stop: StopStrings | None = None,
-        lenience: float = 1.0,
-        columns: TokenColumns = ALL_TOKENS,
-        sequence: int = 0,
-    ) -> None:
-        self.sampling, self.generator, self.lenience, self.sequence = sampling, generator, lenience, sequence
+    method: Method | None
+    sampling: Sampling
+    max_new_tokens: int
+    end_ids: Collection[int] = ()
+    generator: torch.Generator | None = None
+    stop: StopStrings | None = None
+    lenience: float = 1.0
+    columns: TokenColumns = ALL_TOKENS
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
         self.record, self.finished = AnswerRecord(), False
-        if columns.reduced:
+        if self.columns.reduced:
             self.record.outside_tokens, self.record.ended_outside = 0, []
-        self._columns, self._max_new_tokens, self._end_ids = columns, max_new_tokens, end_ids
-        self._stop = None if stop is None else StopMatcher(stop)
-        self.use(method)
+        self._matcher = None if self.stop is None else StopMatcher(self.stop)
+        self.use(self.method)
 
     def use(self, method: Method | None) -> None:
         """Draft with this method, which must have read all tokens so far; None: with none yet."""
@@ -168,7 +166,7 @@ class Generation:
     def draft(self) -> DraftTree:
         """Draft a tree no deeper than the remaining token budget."""
         assert self.method is not None
-        return self.method.propose().cut_to_depth(self._max_new_tokens - len(self.record.ids) - 1)
+        return self.method.propose().cut_to_depth(self.max_new_tokens - len(self.record.ids) - 1)
 
     def choose(self, tree: DraftTree, step: TargetStep) -> Verdict:
         """Choose the accepted path, and show the logits to a method that reads them."""
@@ -184,7 +182,7 @@ class Generation:
         in_order = path[-1] == len(path) - 1
         features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
         kept = self._keep(committed)
-        self.record.add_round(tree, verdict, kept, self._columns)
+        self.record.add_round(tree, verdict, kept, self.columns)
         if not self.finished:
             assert self.method is not None
             self.method.observe(committed, features)
@@ -195,25 +193,25 @@ class Generation:
 
         It ends at an end token, at the token that completes a stop string, or at the limit.
         """
-        record, stop = self.record, self._stop
+        record, matcher = self.record, self._matcher
         before = len(record.ids)
         for token in committed:
             record.ids.append(token)
-            ends = token in self._end_ids or (stop is not None and stop.completes(token))
-            self.finished = ends or len(record.ids) >= self._max_new_tokens
+            ends = token in self.end_ids or (matcher is not None and matcher.completes(token))
+            self.finished = ends or len(record.ids) >= self.max_new_tokens
             if self.finished:
                 break
-        record.text = None if stop is None else stop.text_before
+        record.text = None if matcher is None else matcher.text_before
         return len(record.ids) - before
 
 
-@torch.inference_mode()
 def decode_round(
     session: TargetSession, generations: Sequence[Generation], mark: Callable[[], None] = lambda: None
 ) -> list[Round]:
     """Run one round of a generation, or of several that share the target's forward: draft, verify, commit.
 
-    p is the target's distribution at a node of a draft tree, q the drafter's, which drew the node's children.
+    p is the target's distribution at a node of a draft tree, q the drafter's, which drew the node's children. Called in
+    `torch.inference_mode`.
 
     Args:
         mark: Called after the draft, after the target's forward, and after the choice of the accepted paths.
@@ -227,9 +225,11 @@ def decode_round(
     verdicts = [each.choose(tree, step) for each, tree, step in zip(generations, trees, steps, strict=True)]
     mark()
     # 3. Commit: the path's keys and values stay in the cache, its tokens and the target's own join the answer.
-    for each, verdict in zip(generations, verdicts, strict=True):
+    rounds = []
+    for each, tree, step, verdict in zip(generations, trees, steps, verdicts, strict=True):
         session.commit(verdict.path, each.sequence)
-    return [each.commit(*parts) for each, *parts in zip(generations, trees, steps, verdicts, strict=True)]
+        rounds.append(each.commit(tree, step, verdict))
+    return rounds
 
 
 @torch.inference_mode()

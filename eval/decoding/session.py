@@ -221,21 +221,21 @@ class TargetSession:
     @torch.inference_mode()
     def forward_trees(self, trees: Sequence[tuple[int, DraftTree]]) -> list[TargetStep]:
         """Run trees of different sequences, each with its number, in one forward; nothing is kept until `commit`."""
-        lengths, windows = self.cache.lengths, self._windows
-        num_rows, slides = 0, False
-        for number, tree in trees:
-            end = lengths[number] + len(tree)
-            if end > self.cache.longest_tokens:
-                raise UserError(f"a draft tree of {len(tree)} nodes is too large: use at most {LONGEST_TREE_NODES}")
-            # Beyond a window there is a mask for each type of layer, which no graph was made for.
-            num_rows, slides = num_rows + len(tree), slides or windows.reached(end)
-        size = 0 if self.compiled is None or slides else self.compiled.size_of(num_rows)
-        padded = trees if size <= num_rows else [*trees[:-1], (trees[-1][0], _padded(trees[-1][1], size - num_rows))]
-        positions = [lengths[number] + depth for number, tree in padded for depth in tree.depths]
-        logits, features = self._run(padded, positions, size, slides)
-        if len(trees) == 1:
-            return [self._step(logits[:num_rows], features[:num_rows])]
+        lengths = self.cache.lengths
         sizes = [len(tree) for _, tree in trees]
+        ends = [lengths[number] + size for (number, _), size in zip(trees, sizes, strict=True)]
+        if max(ends) > self.cache.longest_tokens:
+            raise UserError(f"a draft tree of {max(sizes)} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        # Beyond a window there is a mask for each type of layer, which no graph was made for.
+        num_rows, slides = sum(sizes), self._windows.reached(max(ends))
+        size = 0 if self.compiled is None or slides else self.compiled.size_of(num_rows)
+        if size > num_rows:
+            number, last = trees[-1]
+            trees = [*trees[:-1], (number, _padded(last, size - num_rows))]
+        positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]
+        logits, features = self._run(trees, positions, size, slides)
+        if len(logits) == sizes[0]:
+            return [self._step(logits, features)]
         parts = zip(logits[:num_rows].split(sizes), features[:num_rows].split(sizes), strict=True)
         return [self._step(*each) for each in parts]
 

@@ -291,16 +291,11 @@ class Worker:
         started_s, session = time.perf_counter(), self._session
         session.current = self._free()
         session.read_layers(self.drafter.feature_layers)
-        generation = Generation(
-            None,
-            job.sampling,
-            job.new_tokens,
-            self.end_ids,
-            torch.Generator(self.target.device).manual_seed(job.seed),
-            StopStrings(job.stops, self.tokenizer) if job.stops else None,
-            columns=self.drafter.columns,
-            sequence=session.current,
-        )
+        generator = torch.Generator(self.target.device).manual_seed(job.seed)
+        stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
+        limits = (job.new_tokens, self.end_ids, generator, stop)
+        number, columns = session.current, self.drafter.columns
+        generation = Generation(None, job.sampling, *limits, columns=columns, sequence=number)
         step = session.prefill(job.prompt_ids)
         generation.begin(step.logits[-1])
         generation.record.first_token_s = generation.record.prefill_s = time.perf_counter() - started_s

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from draftsmith.models.compiling import compiled
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
-from draftsmith.models.decoding.kv_cache import ALIGNMENT, KVCache, aligned, open_mask
+from draftsmith.models.decoding.kv_cache import KVCache, aligned, open_mask
 from draftsmith.models.target.features import FINAL_FEATURES
 
 LONGEST_STATIC_ROWS = 32  # of a compiled forward
@@ -56,22 +56,14 @@ class CachedAttention(KVCache):
         self,
         config: PreTrainedConfig,
         capacity: int,
-        max_rows: int,
         device: torch.device,
         dtype: torch.dtype,
         window: int | None = None,
     ) -> None:
         super().__init__(capacity)
         one = torch.empty(cache_shape(config, 1, 1)[2:], device=device, dtype=dtype)
-        self.keys, self.values = self.allocate(config.num_hidden_layers, one, one)
+        self.allocate(config.num_hidden_layers, one, one)
         self._repeats = config.num_attention_heads // one.shape[1]
-        # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
-        # There is one for each remainder of the length, so that every slice begins aligned.
-        shape = (ALIGNMENT, max_rows, self.capacity + aligned(max_rows))
-        bands = torch.full(shape, float("-inf"), device=device, dtype=dtype)
-        for remainder, band in enumerate(bands):
-            band.triu_(self.capacity + 1 - (-remainder % ALIGNMENT))
-        self._bands = bands
         self._mask: Tensor | None = None
         self._window, self._first = window, 0  # the first column that the current step sees
         self._open = False  # whether a step without a mask sees everything
@@ -114,13 +106,8 @@ class CachedAttention(KVCache):
         if begin == 0 or not causal:
             self._prepare(begin, end, is_causal=causal, is_open=not causal)
             return
-        bands = self._bands
-        if num_rows <= bands.shape[1]:
-            column = self.capacity - aligned(begin)
-            mask = bands[begin % ALIGNMENT, :num_rows, column : column + end]
-        else:
-            mask = open_mask(num_rows, end, dtype=bands.dtype, device=bands.device).fill_(float("-inf"))
-            mask.triu_(begin + 1)
+        shape, like = (num_rows, aligned(end)), self.keys
+        mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
         self._prepare(begin, end, mask, is_causal=True)
 
     def begin_tree_step(self, ancestors: Tensor) -> None:

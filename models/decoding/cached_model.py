@@ -58,7 +58,7 @@ class CachedModel:
 
     def is_one_call(self, num_rows: int) -> bool:
         """Return True if a forward of this many rows is one call."""
-        return self.few_rows is not None and num_rows <= MOST_ROWS and self.cache.keys is not None
+        return self.few_rows is not None and num_rows <= MOST_ROWS and self.cache.is_allocated
 
     def read_prompt(self, ids: Tensor, positions: Tensor, places: int | Tensor) -> tuple[Tensor, Tensor]:
         """Run the first rows of a sequence; at least the last one's logits [1, V], and features [N, F]."""
@@ -125,8 +125,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take this layer's part of the cache's memory, which the first layer makes. Both [1, G, n, D]."""
         cache = self._cache
-        if cache.keys is None or cache.values is None:
-            cache.keys, cache.values = cache.allocate(self._num_layers, key_states, value_states)
+        if not cache.is_allocated:
+            cache.allocate(self._num_layers, key_states, value_states)
         self.keys, self.values = cache.keys[self._index], cache.values[self._index]
         for held, states in ((self.keys, key_states), (self.values, value_states)):
             if (held.shape[1], held.shape[3], held.device) != (states.shape[1], states.shape[3], states.device):

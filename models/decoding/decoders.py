@@ -26,7 +26,6 @@ from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, Cac
 from draftsmith.models.decoding.kv_cache import to_device
 
 LONGEST_TREE_NODES = 256
-SMALL_STEP_TOKENS = 16  # pending tokens up to this many use masks that were made beforehand
 
 
 class TokenColumns:
@@ -164,9 +163,8 @@ class CachedDecoder:
         self._static = StaticLayers(self._drafter, self._cache, backend)
 
     def _make_cache(self, capacity: int) -> CachedAttention:
-        small_step = SMALL_STEP_TOKENS + min(self._extra_rows, SMALL_STEP_TOKENS)
         config, dtype = self._drafter.layers_config, self._drafter.dtype
-        return CachedAttention(config, capacity, small_step, self._device, dtype, self._window)
+        return CachedAttention(config, capacity, self._device, dtype, self._window)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""

@@ -53,8 +53,8 @@ class KVCache:
         self.longest_tokens = -(-longest_tokens // step) * step
         # One page more, as no compiled forward attends to all columns of several sequences.
         self.capacity = self.longest_tokens if sequences == 1 else self.longest_tokens * sequences + PAGE
-        self.keys: Tensor | None = None  # [L, 1, G, S, D]
-        self.values: Tensor | None = None
+        self.keys = self.values = torch.empty(0)  # [L, 1, G, S, D]
+        self.is_allocated = False
         self._places: int | Tensor = 0
         self._columns_seen = 0
         self._columns: list[Tensor] = []  # of each sequence's tokens
@@ -68,11 +68,12 @@ class KVCache:
     def length(self, tokens: int) -> None:
         self.lengths[0] = tokens
 
-    def allocate(self, num_layers: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return new memory for keys and values like these [1, G, n, D]."""
-        shapes = ((num_layers, *part.shape[:2], self.capacity, part.shape[3]) for part in (key, value))
-        keys, values = (part.new_zeros(shape) for part, shape in zip((key, value), shapes, strict=True))
-        return keys, values
+    def allocate(self, num_layers: int, key: Tensor, value: Tensor) -> None:
+        """Make the memory, for keys and values like these [1, G, n, D]."""
+        self.keys, self.values = (
+            part.new_zeros(num_layers, *part.shape[:2], self.capacity, part.shape[3]) for part in (key, value)
+        )
+        self.is_allocated = True
 
     def columns(self, number: int, device: torch.device) -> Tensor:
         """Return the column [longest_tokens] of every token of a sequence."""
@@ -110,8 +111,6 @@ class KVCache:
 
     def append(self, keys_values: Tensor) -> None:
         """Commit the keys and values [L, 2, 1, G, n, D] of all layers of n more tokens of the only sequence."""
-        assert self.keys is not None
-        assert self.values is not None
         new = keys_values.shape[4]
         for part, rows in zip((self.keys, self.values), keys_values.unbind(1), strict=True):
             part.narrow(3, self.length, new).copy_(rows)
@@ -119,11 +118,9 @@ class KVCache:
 
     def keep(self, path: Sequence[int], number: int = 0) -> None:
         """Commit these rows (ascending) of the ones that follow a sequence's committed tokens; forget the others."""
-        in_place = next((place for place, row in enumerate(path) if row != place), len(path))
         start, end = self.lengths[number], self.lengths[number] + len(path)
-        if in_place < len(path):
-            assert self.keys is not None
-            assert self.values is not None
+        if path and path[-1] >= len(path):  # some are not in their place
+            in_place = next(place for place, row in enumerate(path) if row != place)
             source = to_device(path[in_place:], self.keys.device) + start
             for part in (self.keys, self.values):
                 if self.sequences == 1:
