@@ -109,16 +109,16 @@ MUTANTS = (
     # ---- the decoding loop ----
     Mutant(
         "the KV cache keeps the first nodes, not the path's",
-        "eval/decoding/session.py",
-        "source = to_device(path[in_place:], self.all_keys.device) + start",
+        "models/decoding/kv_cache.py",
+        "source = to_device(path[in_place:], self.keys.device) + start",
         "source = torch.arange(in_place, len(path)) + start",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(
         "position ids of a tree's nodes count on",
         "eval/decoding/session.py",
-        "to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)",
-        "to_device([tree.tokens, [start + node for node in range(len(tree))]], self.device)",
+        "positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]",
+        "positions = [lengths[number] + node for number, tree in trees for node in range(len(tree))]",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(

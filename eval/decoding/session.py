@@ -128,7 +128,7 @@ class TargetSession:
         self._windows = windows_of(target)
         self._positions = torch.arange(self.cache.longest_tokens, device=self.device)
         self._closed = torch.finfo(target.dtype).min
-        self._mask_buffer = self._new_buffer(MASK_NODES)
+        self._mask_buffer = torch.empty(1, 1, 0, 0)
         self._bias_of: dict[TreeShape, Tensor] = {}
         if target not in _probed:
             self._probe()
@@ -292,7 +292,8 @@ class TargetSession:
         """
         num_rows = sum(len(tree) for _, tree in trees)
         if num_rows > self._mask_buffer.shape[2]:
-            self._mask_buffer = self._new_buffer(num_rows)
+            shape = (1, 1, max(num_rows, MASK_NODES), self.cache.capacity)
+            self._mask_buffer = torch.empty(shape, dtype=self._target.dtype, device=self.device)
         mask = self._mask_buffer[:, :, :num_rows, :columns].fill_(self._closed)
         first = 0
         for number, tree in trees:
@@ -318,10 +319,6 @@ class TargetSession:
             bias = torch.zeros(attended.shape, dtype=self._target.dtype).masked_fill_(~attended, self._closed)
             bias = self._bias_of[shape] = to_device(bias, self.device)
         return bias
-
-    def _new_buffer(self, num_rows: int) -> Tensor:
-        """Return memory for masks [1, 1, R, S], whose rows start aligned."""
-        return torch.empty(1, 1, num_rows, self.cache.capacity, dtype=self._target.dtype, device=self.device)
 
     def _key_positions(self, trees: Sequence[tuple[int, DraftTree]], positions_n: Tensor, columns: int) -> Tensor:
         """Return the positions [S] in the sequences that have a tree, whose nodes have positions [N]."""

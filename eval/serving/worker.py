@@ -112,11 +112,6 @@ class Running:
         if self.job.streamed:
             self.job.put(piece)
 
-    @property
-    def newest(self) -> int:
-        """The newest token, which is not in the KV cache yet."""
-        return self.generation.record.ids[-1]
-
 
 class Gone(Exception):
     """Raised or sent when an answer is cancelled: its client has disconnected, or the server stops."""
@@ -333,8 +328,9 @@ class Worker:
             recipe, sampling = self.recipe.eval.methods[0], generation.sampling
             method = drafter_method(recipe, self._decoder, sampling, generation.generator)
             self._costs.give(method)  # already measured by `_measure`
-        method.start([*running.job.prompt_ids, *generation.record.ids[:-1]], features)
-        method.observe([running.newest], features[-1:])
+        *ids, newest = *running.job.prompt_ids, *generation.record.ids  # the newest is not in the KV cache yet
+        method.start(ids, features)
+        method.observe([newest], features[-1:])
         generation.use(method)
 
     def _finish(self, running: Running) -> None:

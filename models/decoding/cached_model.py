@@ -100,15 +100,8 @@ class CachedModel:
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> Tensor:
         """Run the model itself; logits [1, N, V] of ids and positions [1, N]."""
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._layers,
-            use_cache=True,
-            **options,
-        )
-        logits: Tensor = output.logits
+        where = {"position_ids": positions, "attention_mask": mask, "past_key_values": self._layers}
+        logits: Tensor = self.model(input_ids=ids, use_cache=True, **where, **options).logits
         return logits
 
 
