@@ -41,14 +41,14 @@ from draftsmith.eval.bench.divergence import divergence_at, first_difference
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.compare import joint_recipe
-from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
@@ -253,11 +253,11 @@ def get_ready(session: TargetSession, methods: list[Arm], workload: Workload) ->
     for measured in methods:  # so that the compiled target returns the feature layers of all methods
         session.read_layers(measured.feature_layers)
     measure_round_costs(session, methods, workload.prompts[0])
-    if isinstance(session, CompiledSession):
+    if session.compiled is not None:
         for measured in methods:  # the sizes of their trees
             session.read_layers(measured.feature_layers)
             generate(session, measured.method, workload.prompts[0], GREEDY, workload.tokens, workload.end_ids)
-        session.keep_sizes()
+        session.compiled.keep_sizes()
 
 
 @exit_with_one_sentence()

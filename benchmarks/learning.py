@@ -24,7 +24,7 @@ from parts.traffic import Traffic, conversations, interval, traffic_name
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.commands.demo import shipped_recipe
 from draftsmith.eval.commands.learning import Answer, Learned, Learner, start_learning, tau_of
-from draftsmith.eval.serving.server import Worker
+from draftsmith.eval.serving.worker import Worker
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 

@@ -25,10 +25,10 @@ from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.demo import shipped_recipe
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import generate
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.loading import load_recipe
 
 PORT = 8791

@@ -19,8 +19,7 @@ from parts.timing import Work, benchmark_parser, in_turns, write_figures
 from draftsmith.errors import exit_with_one_sentence
 from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import bushy
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.target.loading import load_target

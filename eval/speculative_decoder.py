@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig
 

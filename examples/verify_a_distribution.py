@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.drafters.parallel import ParallelDrafter
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 VOCABULARY, ANSWER, PROMPT = 5, 3, [1, 2, 3, 1]

@@ -109,24 +109,24 @@ MUTANTS = (
     # ---- the decoding loop ----
     Mutant(
         "the KV cache keeps the first nodes, not the path's",
-        "eval/decoding/loop.py",
-        "source = to_device(path[in_place:], self.all_keys.device) + start",
+        "models/decoding/kv_cache.py",
+        "source = to_device(path[in_place:], self.keys.device) + start",
         "source = torch.arange(in_place, len(path)) + start",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(
         "position ids of a tree's nodes count on",
-        "eval/decoding/loop.py",
-        "to_device([tree.tokens, [start + depth for depth in tree.depths]], self.device)",
-        "to_device([tree.tokens, [start + node for node in range(len(tree))]], self.device)",
+        "eval/decoding/session.py",
+        "positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]",
+        "positions = [lengths[number] + node for number, tree in trees for node in range(len(tree))]",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(
         "features of the nodes in order, not of the path's",
-        "eval/decoding/loop.py",
+        "eval/decoding/generate.py",
         "features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]",
         "features = step.features[: len(path)]",
-        "tests/eval/decoding/test_loop.py",
+        "tests/eval/decoding/test_generate.py",
     ),
     # ---- training ----
     Mutant(

@@ -14,8 +14,8 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import InvalidConversation, open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.server import Finished, Job, Worker
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.serving.worker import Finished, Job, Worker
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import SourceRecipe
 
 RESAMPLES = 1000

@@ -33,9 +33,9 @@ def record() -> dict[str, Any]:
     from draftsmith.data.tokens.chat_tokens import prompt_token_ids
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
-    from draftsmith.eval.decoding.loop import AnswerRecord
-    from draftsmith.eval.serving.server import Finished, Job, Worker
-    from draftsmith.eval.trees.verify import Sampling
+    from draftsmith.eval.decoding.generate import AnswerRecord
+    from draftsmith.eval.serving.worker import Finished, Job, Worker
+    from draftsmith.models.sampling import Sampling
 
     worker = Worker(with_tuned_trees(shipped_recipe()), 1)
     prompt_ids = prompt_token_ids(worker.tokenizer, [Turn("user", QUESTION)])

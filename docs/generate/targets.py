@@ -138,9 +138,11 @@ def _logits(target: PreTrainedModel) -> str:
 @torch.no_grad()
 def _trees(target: PreTrainedModel) -> str:
     """Compare greedy answers of lookups in trees with a recomputation without a cache, beyond every window."""
-    from draftsmith.eval.decoding.loop import TargetSession, generate
+    from draftsmith.eval.decoding.generate import generate
+    from draftsmith.eval.decoding.session import TargetSession
     from draftsmith.eval.methods.prompt_lookup import PromptLookup
-    from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+    from draftsmith.eval.trees.verify import DraftTree, TreeShape
+    from draftsmith.models.sampling import Sampling
     from draftsmith.models.target.loading import session_tokens
 
     length = session_tokens(target, 64)

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from draftsmith.eval.bench.measured_methods import Arm
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.trees.adaptive import Curve, RoundCosts, isotonic_fit
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.decoding.decoders import SequenceDecoder, StepwiseDecoder
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48)  # nodes without the root

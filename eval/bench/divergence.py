@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
 TIE_NOISE = 2.0  # a gap of up to this multiple of the noise is a tie

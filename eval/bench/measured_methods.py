@@ -11,18 +11,19 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting, make_method
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.recipes.run_folder import RunFolder

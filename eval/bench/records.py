@@ -23,9 +23,9 @@ from torch import nn
 
 from draftsmith.data.sources.questions import task_of
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import AnswerRecord
+from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodName
 
 # Keys of `MethodResult.settings`, and their names in messages.

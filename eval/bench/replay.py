@@ -17,7 +17,7 @@ def replay(method: Method, rows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> flo
     """Draft through every answer of every example at T = 0. Returns tau over all rounds; None without any round.
 
     A self-distilled answer gives the target's next token after every token, and one forward of the target over an
-    example gives the features of all rounds. Except for ties, the rounds equal those of `decoding/loop.py`; if the
+    example gives the features of all rounds. Except for ties, the rounds equal those of `decoding/generate.py`; if the
     answers were sampled, a draft token counts as accepted when it equals the sampled one.
 
     Args:

@@ -24,8 +24,8 @@ from draftsmith.eval.bench.bandwidth import WeightReading
 from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings, target_settings
-from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -45,7 +45,7 @@ class SpecBench:
         questions: Questions that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Longest answer to a turn.
         seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
-        stop: Strings that end an answer; see `draftsmith.eval.decoding.loop.StopStrings`.
+        stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings.StopStrings`.
         compiles: Run the target through `torch.compile`, for all methods; None: if possible, see `open_session`.
 
     Raises:
@@ -116,12 +116,12 @@ class SpecBench:
             self.session.read_layers(measured.feature_layers)
         measure_round_costs(self.session, methods, first_turn_ids(self.tokenizer, self.questions[0]))
         # Compiling itself must not be measured.
-        compiled = isinstance(self.session, CompiledSession)
-        for question in self.questions[: max(warmup_questions, int(compiled))]:
+        compiled = self.session.compiled
+        for question in self.questions[: max(warmup_questions, int(compiled is not None))]:
             for measured in methods:
                 self.answer(measured, question, most_new_tokens=WARMUP_NEW_TOKENS)
-        if isinstance(self.session, CompiledSession):
-            self.session.keep_sizes()
+        if compiled is not None:
+            compiled.keep_sizes()
         total = runs * len(questions)
         with progress_bar(total, "measure", "question", initial=total - len(missing), shown=number == 0) as progress:
             for run, index, question in missing:

@@ -53,11 +53,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.decoding.loop import AnswerRecord, Round
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE, Method, ReadsLogits
 from draftsmith.eval.methods.drafter import TreeDrafter
-from draftsmith.eval.trees.verify import DraftTree, Sampling, draws_below, root_only
+from draftsmith.eval.trees.verify import DraftTree, draws_below, root_only
 from draftsmith.models.cpu_layers import CpuLayers
+from draftsmith.models.sampling import Sampling
 
 MOST_TOKENS = 32  # largest gamma considered
 Path = tuple[int, ...]  # draft tokens from the root down

@@ -15,7 +15,7 @@ from typing import Any
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
-from draftsmith.eval.decoding.loop import Round
+from draftsmith.eval.decoding.generate import Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 
 TRACED_NEW_TOKENS = 96

@@ -19,8 +19,8 @@ from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_me
 from draftsmith.eval.bench.traced import Trace, TracedAnswer
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.demo import end_texts, round_text
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 

@@ -268,8 +268,8 @@ def serve(
         raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
         from draftsmith.eval.serving.protection import key_in
-        from draftsmith.eval.serving.server import Worker
         from draftsmith.eval.serving.server import run as run_server
+        from draftsmith.eval.serving.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _talking(recipe, overrides, drafter)

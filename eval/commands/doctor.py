@@ -49,7 +49,7 @@ from draftsmith.data.tokens.templates import (
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.overfit import overfit
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.formats import exporting

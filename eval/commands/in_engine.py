@@ -30,8 +30,8 @@ from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, draf
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
-from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.serving.asking import (
     DEFINITIONS,
     DRAFTING,
@@ -47,11 +47,11 @@ from draftsmith.eval.serving.asking import (
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, TimedAnswer
 from draftsmith.eval.serving.llama_server import find_server, started_server
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
-from draftsmith.models.decoding.decoders import cache_shape
+from draftsmith.models.decoding.cached_attention import cache_shape
 from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock

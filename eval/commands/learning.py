@@ -53,14 +53,15 @@ from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_t
 from draftsmith.errors import UserError, os_error_message
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import replay
-from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
 from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256

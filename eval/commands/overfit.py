@@ -27,14 +27,15 @@ from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.data.tokens.chat_tokens import TokenizedConversation, prompt_token_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.replay import accepted_lengths
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.loss import loss_weights
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig, Recipe

@@ -33,12 +33,11 @@ from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.artifacts import DistributionProof, GreedyProof, Proof
 from draftsmith.eval.commands.console import console, print_table
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import TargetSession
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.trees.enumeration import largest_error
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock

@@ -34,14 +34,14 @@ from draftsmith.eval.bench.measured_methods import compile_decoder, drafter_fold
 from draftsmith.eval.bench.spec_bench import first_turn_prompts
 from draftsmith.eval.commands.artifacts import resolve_tuned, tree_settings, write_tuned
 from draftsmith.eval.commands.console import console, print_table
-from draftsmith.eval.decoding.compiled_session import open_session
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Method
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.adaptive import Curve, on_curve
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.files import write_atomically
 from draftsmith.models.base.registry import is_published
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock

@@ -1,5 +1,5 @@
 """The loop that every method, and the baseline, runs through.
 
-Read `loop` (the target with its cache, and the rounds), `method` (what it asks of a method), `compiled_session` (the
-same in compiled graphs). May import `eval.trees`.
+Read `generate` (`decode_round`, and the answer made of rounds), `method` (the calls that a round makes to its method),
+`session` (the target with its KV cache), `compiled_forward`. May import `eval.trees`.
 """

@@ -17,19 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TreeCache, cached_logits
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting
-from draftsmith.models.cpu_kernels import MOST_ROWS, pack_linears, use_grouped_sdpa
+from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.cuda_attention import use_split_sdpa
-from draftsmith.models.decoding.decoders import (
-    ALL_TOKENS,
-    LONGEST_TREE_NODES,
-    GrowingTree,
-    open_mask,
-    to_device,
-)
-from draftsmith.models.target.few_rows import CpuTarget
+from draftsmith.models.decoding.cached_model import CachedModel
+from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
+from draftsmith.models.decoding.kv_cache import KVCache, open_mask, to_device
 from draftsmith.models.target.windows import tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.schema import Section
@@ -49,17 +43,16 @@ class DraftModelDecoder:
 
     def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
         self.num_depths, self.columns = num_depths, ALL_TOKENS
-        self._model, self._vocab_size, self._device = model, vocab_size, model.device
-        layers = model.config.get_text_config().num_hidden_layers
-        self._cache = TreeCache(layers, max_length_tokens + LONGEST_TREE_NODES)
-        self._few_rows = CpuTarget.of(model, self._cache.capacity_tokens)
+        self._vocab_size, self._device, self._dtype = vocab_size, model.device, model.dtype
+        self._cache = KVCache(max_length_tokens + LONGEST_TREE_NODES)
+        self._model = CachedModel(model, self._cache)
         self._pending: list[int] = []
         # Node i > 0 has row i - 1 after the committed ones. Node 0 is the newest committed token.
         self._tree = GrowingTree(self._device)
         self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        self._cache.reset()
+        self._cache.crop(0)
         self._pending = prompt_ids.tolist()
         self._forget_tree()
 
@@ -79,12 +72,12 @@ class DraftModelDecoder:
         """Return fp32 logits [1, V] for the children of the newest committed token."""
         if not self._pending:
             raise ValueError("nothing was observed since the last tree")
-        begin, count = self._cache.committed, len(self._pending)
+        begin, count = self._cache.length, len(self._pending)
         # The model's own causal mask is right for a prompt.
         places = torch.arange(begin, begin + count, device=self._device)
         mask = self._mask(places[:, None] >= places) if begin and count > 1 else None
-        logits = self._forward(to_device(self._pending, self._device), places, mask)[-1:]
-        self._cache.committed += count
+        logits = self._forward(to_device(self._pending, self._device), places, begin, mask)[-1:]
+        self._cache.length += count
         self._pending = []
         self._tree.begin()
         return logits
@@ -93,33 +86,24 @@ class DraftModelDecoder:
         """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
         ids, _, depths = self._tree.add(tokens, parents)
-        self._cache.ahead = first - 1
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
             self._nodes.setdefault(below, node)
         # A single row that sees all others needs no mask, and fast kernels apply.
         mask = None if is_chain and self._tree.depths[-1] == first else self._mask(self._tree.seen_by_last(len(tokens)))
-        logits = self._forward(ids, depths + (self._cache.committed - 1), mask)
-        self._cache.ahead = 0
-        return logits
+        return self._forward(ids, depths + (self._cache.length - 1), self._cache.length + first - 1, mask)
 
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Return fp32 logits [R, V]."""
-        cache, few_rows = self._cache, self._few_rows
-        if few_rows is not None and cache.all_keys is not None and len(ids) <= MOST_ROWS:
-            tokens, places, visible = ids.tolist(), positions.tolist(), None if mask is None else mask[0, 0]
-            start = cache.get_seq_length()
-            _, logits = few_rows.forward(tokens, places, cache.all_keys, cache.all_values, start, (), visible)
-        else:
-            logits = cached_logits(self._model, cache, ids[None], positions[None], mask)[0]
+    def _forward(self, ids: Tensor, positions: Tensor, start: int, mask: Tensor | None) -> Tensor:
+        """Run rows that are written from column `start` on; fp32 logits [R, V]."""
+        logits, _ = self._model.run(ids, positions, start, start + len(ids), mask)
         logits = logits[:, : self._vocab_size].float()
         missing = self._vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
-    def _mask(self, visible: Tensor) -> Tensor:
-        """Return the additive mask [1, 1, R, committed + columns] of [R, columns] bool and the committed tokens."""
-        committed = self._cache.committed
-        mask = open_mask(len(visible), committed + visible.shape[1], dtype=self._model.dtype, device=self._device)
-        mask[:, committed:].masked_fill_(~visible, torch.finfo(mask.dtype).min)
+    def _mask(self, seen: Tensor) -> Tensor:
+        """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
+        committed = self._cache.length
+        mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
+        mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
         return mask[None, None]
 
     def _forget_tree(self) -> None:

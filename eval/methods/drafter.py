@@ -37,8 +37,8 @@ from draftsmith.models.decoding.decoders import (
     SequenceDecoder,
     StepwiseDecoder,
     TokenColumns,
-    to_device,
 )
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.sampling import Sampling, draw, drawn, race
 from draftsmith.recipes.schema import MethodConfig
 

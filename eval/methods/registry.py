@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MethodConfig
 

@@ -24,11 +24,12 @@ from draftsmith.errors import UserError
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.drafter import draw_independently
 from draftsmith.eval.methods.registry import DecodingSetting
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import drafter_config, load_drafter
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, ReadsTokens, StepwiseDecoder
 from draftsmith.models.drafters.draft_model import DraftModelConfig
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import Section
 
 

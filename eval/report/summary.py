@@ -48,7 +48,7 @@ from draftsmith.data.sources.questions import MT_BENCH
 from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, check_fair_clock
 from draftsmith.eval.bench.theory import theory_row
-from draftsmith.eval.decoding.loop import AnswerRecord
+from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, walk
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict, walk
+from draftsmith.models.sampling import Sampling
 
 V = 4
 # Shapes of sampled trees, and (shape, tokens) of deterministic ones.

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.cpu_kernels import largest
-from draftsmith.models.decoding.decoders import to_device
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.sampling import Sampling, draw
 
 # ---- the draft tree ----

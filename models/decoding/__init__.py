@@ -1,4 +1,6 @@
-"""Drafters in decoding: queues, KV caches, trees that grow.
+"""Models in decoding: KV caches, queues, trees that grow.
 
-Read `decoders`: what one is, and the kinds made of layers. May import `models.groups` and the files of `models`.
+Read `kv_cache` (keys and values, and which are kept), `cached_model` (a causal language model over it),
+`cached_attention` (a drafter's layers over it), `decoders` (drafters in decoding). May import `models.groups`,
+`models.target` and the files of `models`.
 """

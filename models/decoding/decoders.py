@@ -17,41 +17,15 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.cpu_kernels import MOST_ROWS, can_attend
-from draftsmith.models.cpu_layers import CpuLayers, has_static_rope, head_size, num_kv_heads
-from draftsmith.models.target.features import FINAL_FEATURES
+from draftsmith.models.compiling import BACKEND
+from draftsmith.models.cpu_kernels import MOST_ROWS
+from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
+from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, CachedAttention, StaticLayers
+from draftsmith.models.decoding.kv_cache import to_device
 
 LONGEST_TREE_NODES = 256
-SMALL_STEP_TOKENS = 16  # pending tokens up to this many use masks that were made beforehand
-LONGEST_STATIC_ROWS = 32  # of a compiled forward
-Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-ALIGNMENT = 8  # elements
-
-
-def aligned(columns: int) -> int:
-    """The next multiple of the alignment."""
-    return -(-columns // ALIGNMENT) * ALIGNMENT
-
-
-def open_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [..., R, S], which hide nothing, with rows that begin aligned."""
-    return torch.zeros(*shape[:-1], aligned(shape[-1]), dtype=dtype, device=device)[..., : shape[-1]]
-
-
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """A tensor, or nested lists of integers of equal lengths as an int64 tensor.
-
-    A copy from ordinary memory waits for all that a GPU has to do; one from pinned memory joins the queue.
-    """
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class TokenColumns:
@@ -161,195 +135,6 @@ class Compilable(Protocol):
 # ---- the decoders made of cached decoder layers ----
 
 
-def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
-    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers keep of B sequences."""
-    return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
-
-
-def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
-    """[R, S] bool: which columns [S] a row does not see, given both one's places in a sequence, whose last is a row's.
-
-    Args:
-        causal: Whether rows do not see each other's followers.
-        window: As in `CachedAttention`.
-    """
-    hidden = columns > (rows if causal else rows[-1:])[:, None]
-    if window is not None:
-        hidden = hidden | (columns <= rows[:, None] - window)
-    return hidden.expand(len(rows), -1)
-
-
-class CachedAttention:
-    """Keys and values of one sequence for all layers, and the mask of the current step.
-
-    A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
-    `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
-    exactly group attention here, since the masks of the newest group come after every real token.
-    A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
-
-    Args:
-        window: Of `begin_step`: how many tokens a row sees back from its own, that included, or None for all.
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        capacity: int,
-        max_rows: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        window: int | None = None,
-    ) -> None:
-        capacity = aligned(capacity)
-        self._keys_values = torch.zeros(cache_shape(config, 1, capacity), device=device, dtype=dtype)
-        self._keys, self._values = self._keys_values.unbind(1)
-        self.capacity, self.length = capacity, 0
-        self._begin = 0  # where the rows of the current step are written
-        self._repeats = config.num_attention_heads // self._keys_values.shape[3]
-        # Row r may see columns <= length + r. A band holds this mask for every length: slices of it, not new masks.
-        # There is one for each remainder of the length, so that every slice begins aligned.
-        shape = (ALIGNMENT, max_rows, capacity + aligned(max_rows))
-        bands = torch.full(shape, float("-inf"), device=device, dtype=dtype)
-        for remainder, band in enumerate(bands):
-            band.triu_(capacity + 1 - (-remainder % ALIGNMENT))
-        self._bands = bands
-        self._mask: Tensor | None = None
-        self._window, self._first = window, 0  # the first column that the current step sees
-        self._open = False  # whether a step without a mask sees everything
-        self._causal = False  # whether the mask is that of causal order alone
-        self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
-        self._places: Tensor | None = None
-
-    def hold_still(self) -> None:
-        """Tell the compiler that the memory never moves: CUDA graphs refuse to write into any other."""
-        torch._dynamo.mark_static_address(self._keys_values)
-
-    def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
-        """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
-
-        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
-        """
-        self._places, self._mask = places, mask
-
-    def end_static_step(self) -> None:
-        """Go back to steps of any shape."""
-        self._places = self._mask = None
-
-    def append(self, keys_values: Tensor) -> None:
-        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] after the `length` stored ones, and add to that."""
-        end = self.length + keys_values.shape[4]
-        self._keys_values[..., self.length : end, :] = keys_values
-        self.length = end
-
-    def store_at(self, places: Tensor, keys_values: Tensor) -> None:
-        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
-        self._keys_values.index_copy_(4, places, keys_values)
-
-    def begin_step(self, num_rows: int, causal: bool = True) -> None:
-        """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
-        begin, end = self.length, self.length + num_rows
-        if self._window is not None and end > self._window:
-            first = max(begin + 1 - self._window, 0)
-            columns = torch.arange(first, end, device=self._keys_values.device)
-            hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
-            mask = open_mask(*hidden.shape, dtype=self._keys_values.dtype, device=hidden.device)
-            self._prepare(begin, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
-            return
-        if begin == 0 or not causal:
-            self._prepare(begin, is_causal=causal, is_open=not causal)
-            return
-        bands = self._bands
-        if num_rows <= bands.shape[1]:
-            column = self.capacity - aligned(begin)
-            mask = bands[begin % ALIGNMENT, :num_rows, column : column + end]
-        else:
-            mask = open_mask(num_rows, end, dtype=bands.dtype, device=bands.device).fill_(float("-inf"))
-            mask.triu_(begin + 1)
-        self._prepare(begin, mask, is_causal=True)
-
-    def begin_tree_step(self, ancestors: Tensor) -> None:
-        """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
-
-        The last R of the M nodes are the step's own; all real tokens are seen by every node.
-        """
-        num_rows, num_nodes = ancestors.shape
-        keys_values = self._keys_values
-        mask = open_mask(num_rows, self.length + num_nodes, dtype=keys_values.dtype, device=keys_values.device)
-        mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
-        self._prepare(self.length + num_nodes - num_rows, mask)
-
-    def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
-        """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
-
-        Args:
-            parents: Of the M nodes of the tree, -1 for those below node 0.
-        """
-        before = 0 if parents is None else len(parents) - num_rows
-        self._prepare(self.length + before, is_causal=parents is None, parents=parents)
-
-    def _prepare(
-        self,
-        begin: int,
-        mask: Tensor | None = None,
-        first: int = 0,
-        is_causal: bool = False,
-        is_open: bool = False,
-        parents: list[int] | None = None,
-    ) -> None:
-        """Set all that the layers of a step share."""
-        self._begin, self._mask, self._first = begin, mask, first
-        self._causal, self._open, self._parents = is_causal, is_open, parents
-
-    def run(
-        self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Run the current step's rows through all layers in one call.
-
-        Returns:
-            Hidden states [R, 2 D] before and after the final norm, and fp32 logits [k, V'] of the rows from
-            `first_kept` on.
-        """
-        keys, values = self._keys, self._values
-        if self._first:
-            keys, values = (part[:, :, :, self._first :] for part in (keys, values))
-        mask = None if self._causal else self._mask
-        if mask is None and self._open:
-            mask = self._keys_values.new_zeros(len(inputs_re), self._begin + len(inputs_re) - self._first)
-        cos, sin = (part[0] for part in rotary)
-        return layers.forward(
-            inputs_re, (cos, sin), keys, values, self._begin - self._first, mask, (layers.num_layers, FINAL_FEATURES),
-            parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
-        )  # fmt: skip
-
-    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
-        keys, values = self._keys_values[layer_index]
-        if self._places is None:
-            begin, end = self._begin, self._begin + q_bhrd.shape[2]
-            keys[:, :, begin:end] = k_bhrd
-            values[:, :, begin:end] = v_bhrd
-        else:
-            end = self.capacity
-            keys.index_copy_(2, self._places, k_bhrd)
-            values.index_copy_(2, self._places, v_bhrd)
-        if self._mask is None and not self._open:
-            out = F.scaled_dot_product_attention(
-                q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
-            )
-            return out.transpose(1, 2)
-        keys, values = keys[:, :, self._first : end], values[:, :, self._first : end]
-        mask = None if self._mask is None else self._mask[None, None]
-        if mask is not None and can_attend(q_bhrd, mask):
-            return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)
-        if self._repeats == 1:
-            return F.scaled_dot_product_attention(q_bhrd, keys, values, self._mask, scale=scale).transpose(1, 2)
-        # Key heads as the batch and the query heads that share one as its heads: no key is copied.
-        q_grouped = q_bhrd[0].unflatten(0, (-1, self._repeats))
-        keys, values = (part[0].unsqueeze(1).expand(-1, self._repeats, -1, -1) for part in (keys, values))
-        out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
-        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
-
-
 class CachedDecoder:
     """What the kinds share: one sequence at a time, its pending tokens, its cache and its positions.
 
@@ -378,9 +163,8 @@ class CachedDecoder:
         self._static = StaticLayers(self._drafter, self._cache, backend)
 
     def _make_cache(self, capacity: int) -> CachedAttention:
-        small_step = SMALL_STEP_TOKENS + min(self._extra_rows, SMALL_STEP_TOKENS)
         config, dtype = self._drafter.layers_config, self._drafter.dtype
-        return CachedAttention(config, capacity, small_step, self._device, dtype, self._window)
+        return CachedAttention(config, capacity, self._device, dtype, self._window)
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
@@ -668,73 +452,3 @@ class TreeDecoder(CachedDecoder):
             hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
         self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv
-
-
-class StaticLayers:
-    """Layers and logits, compiled: rows padded to a few numbers, attention over the whole cache.
-
-    Padding stands after the rows that are wanted: causal order hides it from them, and the next forward overwrites it.
-
-    Args:
-        drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
-        cache: With room for `LONGEST_STATIC_ROWS` after the rows that are ever wanted.
-        backend: Of `torch.compile`.
-    """
-
-    def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:
-        self._cache, self._dtype = cache, drafter.dtype
-        cache.hold_still()
-        self._columns = torch.arange(cache.capacity, device=drafter.device)
-        self._copies = drafter.device.type == "cuda"
-
-        def run(
-            inputs: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor, kept: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            cache.begin_static_step(places, mask)
-            hidden = drafter.run_layers(inputs, (cos, sin), cached_attention=cache)[0].index_select(0, kept)
-            cache.end_static_step()
-            return hidden, drafter.logits_of(hidden).float()
-
-        self._run = compiled(run, drafter.device, f"drafter {type(drafter).__name__}", backend)
-
-    def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
-        begin, rows = self._cache.length, len(inputs_re)
-        places = self._columns[begin : begin + padded_rows(rows)]
-        kept = self._columns[first_kept:rows]
-        return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
-
-    def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V']; seen [W, M] as in `CachedAttention`."""
-        (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
-        begin = self._cache.length + known - nodes
-        places = self._columns[begin : begin + size]
-        hidden = (self._columns >= self._cache.length).expand(size, -1).clone()
-        hidden[:nodes, self._cache.length : self._cache.length + known] = ~seen.to(hidden.device)
-        positions = F.pad(positions, (0, size - nodes))
-        kept = self._columns[:size]
-        hidden_wd, logits_wv = self._forward(inputs_we, places, positions, hidden, kept, rotate)
-        return hidden_wd[:nodes], logits_wv[:nodes]
-
-    def _forward(
-        self,
-        inputs_re: Tensor,
-        places: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        kept: Tensor,
-        rotate: Rotate,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden: [R, S], what a row may not see."""
-        inputs = F.pad(inputs_re, (0, 0, 0, len(places) - len(inputs_re)))[None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
-        rotary = [part.clone() for part in rotate(inputs, positions)]
-        results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
-        # Results are kept over the next call, which on CUDA may reuse their memory.
-        return tuple(result.clone() for result in results) if self._copies else results
-
-
-def padded_rows(rows: int) -> int:
-    """The next power of two: few shapes, and at most as much again of what costs little."""
-    return 1 << (rows - 1).bit_length()

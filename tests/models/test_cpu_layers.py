@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.compiled_forward import Compiler
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
+from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, root_only
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import cpu_kernels
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import (
@@ -39,7 +39,9 @@ from draftsmith.models.cpu_kernels import (
 )
 from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.drafters import medusa2
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.recipes.schema import MethodConfig
@@ -525,8 +527,8 @@ def test_sessions_that_run_in_one_call_are_not_compiled(monkeypatch: pytest.Monk
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr("draftsmith.eval.decoding.compiled_session.compiled", lambda *_, **__: refuse)
-    for session in (open_session(target, 32, True), SharedSession(target, 32, 2, compiles=True)):
+    monkeypatch.setattr("draftsmith.eval.decoding.compiled_forward.compiled", lambda *_, **__: refuse)
+    for session in (open_session(target, 32, True), open_session(target, 32, True, sequences=2)):
         with session:
             session.prefill([5, 9, 33])
             assert session.forward_tree(DraftTree([7, 8, 8], TreeShape.chain(2))).logits.shape[0] == 3
@@ -542,7 +544,7 @@ def test_a_session_reads_changed_weights(session_of: str) -> None:
         return session.forward_tree(root_only(7)).logits
 
     def opened() -> TargetSession:
-        return TargetSession(target, 32) if session_of == "one" else SharedSession(target, 32, 2, compiles=False)
+        return TargetSession(target, 32) if session_of == "one" else TargetSession(target, 32, sequences=2)
 
     with opened() as session:
         before = answer(session)
@@ -808,7 +810,7 @@ def session_target(name: str, packed: bool, dtype: torch.dtype = torch.float32) 
 def count_calls(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which every forward in one call adds its number of rows."""
     calls: list[int] = []
-    ours = session._few_rows
+    ours = session.model.few_rows
     assert ours is not None
     plain = ours.forward
 
@@ -889,7 +891,7 @@ def test_several_sequences_have_the_bits_of_each_alone(
     for prompt, rounds in zip(prompts, by_sequence, strict=True):
         with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
             alone.append(run_trees(session, prompt, rounds))
-    with SharedSession(target, 2 * PAGE, 3, compiles=False) as session:
+    with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
         calls = count_calls(session, monkeypatch)
         outputs: list[list[Tensor]] = []
@@ -903,7 +905,7 @@ def test_several_sequences_have_the_bits_of_each_alone(
             steps = session.forward_trees([(number, tree) for number, tree, _ in parts])
             for (number, _, path), step in zip(parts, steps, strict=True):
                 outputs[number] += [step.logits, step.features]
-                session.commit_of(number, path)
+                session.commit(path, number)
     if SESSION_TARGETS[name][1]:
         assert len(calls) == 4
     for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*alone), strict=True):
@@ -916,8 +918,8 @@ def test_several_sequences_have_the_bits_of_each_alone(
 def test_a_compiled_session_gives_the_features_that_are_wanted() -> None:
     """All that were ever wanted are read."""
     outputs = []
-    for session_of in (TargetSession, CompiledSession):
-        with session_of(session_target("llama", packed=True), 64) as session:
+    for compiler in (None, Compiler()):
+        with TargetSession(session_target("llama", packed=True), 64, compiler=compiler) as session:
             session.read_layers((0, FINAL_FEATURES))
             session.read_layers((1,))
             outputs.append(run_trees(session, PROMPT, TREES))

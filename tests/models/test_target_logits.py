@@ -9,12 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
 from draftsmith.models.groups.layout import depth_labels
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
 from draftsmith.recipes.schema import MethodConfig

@@ -25,8 +25,8 @@ from draftsmith.eval.methods.drafter import (
     StaticGrower,
     TreeBuilder,
 )
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import ALL_TOKENS
+from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
 DEPTHS = 4

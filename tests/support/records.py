@@ -1,7 +1,7 @@
 """Measurement records whose figures can be checked by hand."""
 
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord
-from draftsmith.eval.decoding.loop import AnswerRecord
+from draftsmith.eval.decoding.generate import AnswerRecord
 
 
 def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True) -> QuestionRecord:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
-from draftsmith.eval.trees.verify import DraftTree, Sampling
+from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
+from draftsmith.models.sampling import Sampling
 
 Path = tuple[int, ...]
 

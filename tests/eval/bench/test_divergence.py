@@ -12,10 +12,11 @@ from support.tiny_models import tiny_target
 from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.divergence import divergence_at, find_divergences
 from draftsmith.eval.bench.records import QuestionRecord
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.summary import summarize
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 
 PROMPT = [5, 9, 33, 12]
 TOKENS = 20

@@ -22,7 +22,7 @@ from draftsmith.eval.bench.records import (
     weights_fingerprint,
 )
 from draftsmith.eval.report.summary import summarize, summarize_timing
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 
 OTHER: dict[str, Any] = {
     "target": "another",

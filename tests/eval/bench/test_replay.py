@@ -7,10 +7,11 @@ import torch
 from support.tiny_models import tiny_target
 
 from draftsmith.eval.bench.replay import accepted_lengths, replay
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodConfig
 

@@ -21,13 +21,14 @@ from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.decoding.compiled_session import CompiledSession
+from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, TreeDrafter
 from draftsmith.eval.report.summary import summarize, summarize_timing
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.decoding.decoders import ALL_TOKENS
+from draftsmith.models.sampling import Sampling
 
 SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -324,7 +325,7 @@ def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, methods: lis
     bench.run(greedy, plain, runs=1, warmup_questions=0)
     compiled = SpecBench(target, LetterTokenizer(), QUESTIONS, 12, seed=3)
     compiled.session.close()
-    session = CompiledSession(target, compiled.session.max_length_tokens, backend="eager", static=True)
+    session = TargetSession(target, compiled.session.max_length_tokens, compiler=Compiler("eager", is_static=True))
     compiled.session = session
     append = fast.append
 
@@ -338,7 +339,8 @@ def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, methods: lis
     finally:
         torch.compiler.set_stance("default")
         torch._dynamo.reset()
-    assert session.sizes == [1, 4, 8]
+    assert session.compiled is not None
+    assert session.compiled.sizes == [1, 4, 8]
     for mine, theirs in zip(fast, plain, strict=True):
         for key, answer in mine.answers.items():
             assert answer.ids == theirs.answers[key].ids

@@ -12,11 +12,13 @@ from draftsmith.eval.bench.theory import (
     OverlapMeter,
     theory_row,
 )
-from draftsmith.eval.decoding.loop import AnswerRecord, Round, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict
 from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12]
@@ -52,7 +54,7 @@ def metered(
     meter.start([0], NONE)
     meter.observe([0], NONE)
     for _ in range(rounds):
-        meter.on_round(Round(meter.propose(), p.log(), Verdict(path, 0), kept or len(path)))
+        meter.on_round(Round(meter.propose(), p.log(), Verdict(path, 0), kept or len(path), torch.empty(0)))
     return meter
 
 

@@ -8,9 +8,10 @@ from support.scripted import Scripted, V
 from support.tiny_models import smallest_llama
 
 from draftsmith.eval.bench.traced import Trace, TracedAnswer
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.models.sampling import Sampling
 
 PROMPT = [1, 2, 3]
 

@@ -9,7 +9,7 @@ from support.finished_run import FinishedRun
 
 from draftsmith.errors import INTERRUPTED
 from draftsmith.eval.bench.records import RecordLog
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 
 
 def answers_of(run: FinishedRun) -> dict[tuple[int, Any], Any]:
@@ -46,8 +46,8 @@ def test_it_goes_on_where_it_stopped(
 
     with monkeypatch.context() as patch:
         if "forward" in where:
-            forward = interrupting(TargetSession.forward_tree, 1 if "first" in where else 15, is_before=True)
-            patch.setattr(TargetSession, "forward_tree", forward)
+            forward = interrupting(TargetSession.forward_trees, 1 if "first" in where else 15, is_before=True)
+            patch.setattr(TargetSession, "forward_trees", forward)
         else:
             patch.setattr(RecordLog, "append", interrupting(RecordLog.append, 1, "before" in where))
         stopped = finished.call("eval")

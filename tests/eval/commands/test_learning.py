@@ -39,10 +39,10 @@ from draftsmith.eval.commands.learning import (
     tau_of,
     watched,
 )
-from draftsmith.eval.serving import server
-from draftsmith.eval.serving.server import Finished, Job, Worker
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.eval.serving import server, worker
+from draftsmith.eval.serving.worker import Finished, Job, Worker
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -321,7 +321,7 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
         workers.append(given[:4])
         return SimpleNamespace()
 
-    monkeypatch.setattr(server, "Worker", noted)
+    monkeypatch.setattr(worker, "Worker", noted)
     seconds: list[Any] = []
 
     def run(*_: Any) -> None:

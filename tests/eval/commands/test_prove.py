@@ -16,10 +16,12 @@ from draftsmith.eval.commands.prove import (
     prove,
     rosenblatt,
 )
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees import verify
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import Recipe
 
 PROMPT = [5, 9, 33, 12]
@@ -71,7 +73,7 @@ def test_lossless_sampling_passes_and_what_is_not_lossless_fails(monkeypatch: py
     def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> verify.Verdict:
         return verify.Verdict([0], int(logits[0].argmax()))
 
-    monkeypatch.setattr("draftsmith.eval.decoding.loop.verify", greedy)
+    monkeypatch.setattr("draftsmith.eval.decoding.generate.verify", greedy)
     assert distribution_proof().p_value < 1e-6
 
 

@@ -16,9 +16,10 @@ from draftsmith.eval.commands.tune import (
     speed_and_gain,
     traced_path,
 )
-from draftsmith.eval.decoding.loop import Round, TargetSession, generate
+from draftsmith.eval.decoding.generate import Round, generate
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 

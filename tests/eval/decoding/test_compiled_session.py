@@ -4,7 +4,6 @@ With the backend `eager` graphs are traced, but not translated to machine code, 
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.eval.bench import measured_methods
-from draftsmith.eval.decoding.compiled_session import CompiledSession, open_session
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.compiled_forward import Compiler
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
@@ -66,14 +66,16 @@ def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
         graphs.append(graph)
         return graph.forward
 
-    with CompiledSession(target, 48, backend=counting, static=static) as session:
+    with TargetSession(target, 48, compiler=Compiler(counting, is_static=static)) as session:
+        assert session.compiled is not None
         for prompt, answer in zip(PROMPTS, wanted, strict=True):
             for method in methods(answer):
                 assert generate(session, method, prompt, GREEDY, 24).ids == answer, method.name
-            session.keep_sizes()
+            session.compiled.keep_sizes()
             torch.compiler.set_stance("fail_on_recompile")
-        assert len(graphs) == (len(session.sizes) if static else 1)
-        assert {1, 8, 16} <= set(session.sizes) <= {1, 2, 4, 8, 16} if static else session.sizes == [1]
+        sizes = session.compiled.sizes
+        assert len(graphs) == (len(sizes) if static else 1)
+        assert {1, 8, 16} <= set(sizes) <= {1, 2, 4, 8, 16} if static else sizes == [1]
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -81,9 +83,9 @@ def test_features_of_each_method(static: bool) -> None:
     """Whoever reads fewer layers than another gets its own, in its order; new layers make a new graph."""
     target, of_layers = tiny_target(), ((-1,), (1, -1), (-1,))
     steps: list[list[Any]] = []
-    for make in (TargetSession, partial(CompiledSession, backend="eager", static=static)):
+    for compiler in (None, Compiler("eager", is_static=static)):
         steps.append([])
-        with make(target, 40) as session:
+        with TargetSession(target, 40, compiler=compiler) as session:
             for layers in of_layers:
                 session.read_layers(layers)
                 steps[-1] += [session.prefill([5, 9, 33]), session.forward_tree(TREE)]
@@ -95,12 +97,14 @@ def test_features_of_each_method(static: bool) -> None:
 def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
     target = tiny_target()
     torch.compiler.set_stance("fail_on_recompile")
-    with TargetSession(target, 40) as plain, CompiledSession(target, 40, backend="eager", static=True) as session:
-        session.keep_sizes()
+    compiler = Compiler("eager", is_static=True)
+    with TargetSession(target, 40) as plain, TargetSession(target, 40, compiler=compiler) as session:
+        assert session.compiled is not None
+        session.compiled.keep_sizes()
         for one in (plain, session):
             one.prefill([5, 9, 33])
         torch.testing.assert_close(session.forward_tree(TREE).logits, plain.forward_tree(TREE).logits)
-        assert session.sizes == [1]
+        assert session.compiled.sizes == [1]
 
 
 @pytest.mark.slow
@@ -110,7 +114,7 @@ def test_two_sessions_on_a_cpu_do_not_share_a_graph() -> None:
     answers = []
     for _ in range(2):
         target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
-        with TargetSession(target, 48) as plain, CompiledSession(target, 48, backend="eager") as session:
+        with TargetSession(target, 48) as plain, TargetSession(target, 48, compiler=Compiler("eager")) as session:
             wanted = generate(plain, Autoregressive(), PROMPTS[0], GREEDY, 16).ids
             assert generate(session, Autoregressive(), PROMPTS[0], GREEDY, 16).ids == wanted
             answers.append(wanted)
@@ -130,7 +134,7 @@ def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(
     use_grouped_sdpa(target)
     pack_linears(target)
     prompt = [5, 9, 33, 12]
-    with CompiledSession(target, 64, static=static) as session:
+    with TargetSession(target, 64, compiler=Compiler(is_static=static)) as session:
         session.prefill(prompt)
         in_tree = session.forward_tree(TREE)
         session.commit([0, 2, 4, 6])
@@ -216,12 +220,12 @@ def test_a_target_that_cannot_be_compiled_runs_as_it_is(
     monkeypatch.setattr(
         target.base_model.layers[0], "forward", lambda *a, **o: (torch._dynamo.graph_break(), forward(*a, **o))[1]
     )
-    with CompiledSession(target, 40, backend="eager", must=False, static=static) as session:
+    with TargetSession(target, 40, compiler=Compiler("eager", must=False, is_static=static)) as session:
         assert generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20).ids == wanted
     assert "target LlamaForCausalLM cannot be compiled" in caplog.text
-    assert "going on without" in caplog.text
+    assert "running without" in caplog.text
     with (
-        CompiledSession(target, 40, backend="eager", static=static) as session,
+        TargetSession(target, 40, compiler=Compiler("eager", is_static=static)) as session,
         pytest.raises(UserError, match=r"target LlamaForCausalLM cannot be compiled .*use eval.compile=false"),
     ):
         generate(session, Autoregressive(), [5, 9, 33], GREEDY, 20)
@@ -242,4 +246,4 @@ def test_compiles_by_default_where_a_compiler_is(
     assert measured_methods.compiles(recipe) is expected
     if asked is None and device == "cpu":
         with open_session(tiny_target(), 40, asked) as session:
-            assert isinstance(session, CompiledSession) is expected
+            assert (session.compiled is not None) is expected

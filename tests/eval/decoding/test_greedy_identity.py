@@ -19,8 +19,9 @@ from support.half_right import (
 )
 from transformers import AutoModelForCausalLM
 
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import TreeBuilder, TreeDrafter
 from draftsmith.eval.methods.lookahead import Lookahead

@@ -10,11 +10,13 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.compiled_forward import Compiler
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
-from draftsmith.eval.trees.verify import Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()
@@ -65,13 +67,13 @@ def test_of_target_and_drafter(kind: str, tree: str) -> None:
     drafter = tiny_drafter_of(kind, target)
     with (
         TargetSession(target, 61, drafter.feature_layers) as session,
-        CompiledSession(target, 61, drafter.feature_layers, backend="eager", static=True) as padded,
+        TargetSession(target, 61, drafter.feature_layers, compiler=Compiler("eager", is_static=True)) as padded,
         masks_are_aligned(at_least=30),
     ):
         generate(session, method_of(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 50)
         with torch.inference_mode():
             padded.prefill([5, 9, 33])
-            mask = padded._tree_mask(TreeShape.of((-1, 0, 0)), padded._cache.capacity_tokens)
+            mask = padded._mask([(0, DraftTree([5, 6, 7], TreeShape.of((-1, 0, 0))))], padded.cache.capacity)
         assert (mask.storage_offset(), mask.shape[-1] % 8) == (0, 0)
 
 

@@ -17,8 +17,8 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding import loop as session_module
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding import session as session_module
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.target.loading import longest_sequence_tokens
 

@@ -9,10 +9,10 @@ from support.half_right import SIZES, TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession
-from draftsmith.eval.decoding.shared_session import PAGE, SharedSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
+from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.target.features import FINAL_FEATURES
 
 # A chain, a tree whose path is not in order, and a single token; the last path is kept over a page's border.
@@ -44,7 +44,7 @@ def test_each_is_what_it_is_alone(name: str) -> None:
     by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]
     expected = [alone(target, prompt, trees) for prompt, trees in zip(PROMPTS, by_sequence, strict=True)]
     found: list[list[torch.Tensor]] = [[], [], []]
-    with SharedSession(target, 2 * PAGE, 3, compiles=False) as session:
+    with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
         session.current = 2
         session.prefill([17] * 40)
@@ -63,7 +63,7 @@ def test_each_is_what_it_is_alone(name: str) -> None:
             steps = session.forward_trees([(number, tree) for number, tree, _ in parts])
             for (number, _, path), step in zip(parts, steps, strict=True):
                 found[number] += [step.logits, step.features]
-                session.commit_of(number, path)
+                session.commit(path, number)
     for theirs, ours in zip(expected, found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -80,7 +80,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     pack_linears(target)
     tree, path = TREES[1]
     expected = [alone(target, prompt, [(tree, path)] * 3) for prompt in PROMPTS]
-    with SharedSession(target, 2 * PAGE, 3, compiles=False) as session:
+    with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
         found = []
         for number, prompt in enumerate(PROMPTS):
@@ -90,12 +90,12 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
         for _ in range(3):
             for number, step in enumerate(session.forward_trees([(number, tree) for number in range(3)])):
                 found[number] += [step.logits, step.features]
-                session.commit_of(number, path)
+                session.commit(path, number)
     for ours, theirs in itertools.chain(*(zip(*both, strict=True) for both in zip(found, expected, strict=True))):
         assert torch.equal(ours, theirs)
 
 
 def test_room_is_that_of_one_sequence() -> None:
     target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
-    with SharedSession(target, 20, 3, compiles=False) as session, pytest.raises(UserError, match="a session of 20"):
+    with TargetSession(target, 20, sequences=3) as session, pytest.raises(UserError, match="a session of 20"):
         session.prefill([1] * 21)

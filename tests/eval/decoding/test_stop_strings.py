@@ -11,10 +11,11 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
 PROMPT = [1, 2, 3]

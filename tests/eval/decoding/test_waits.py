@@ -10,13 +10,14 @@ import torch
 from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12, 40, 7]

@@ -20,7 +20,7 @@ from draftsmith.eval.methods.drafter import (
 )
 from draftsmith.eval.trees import adaptive
 from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
 

@@ -12,14 +12,16 @@ from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods import specinfer
 from draftsmith.eval.methods.registry import DecodingSetting, make_method
 from draftsmith.eval.methods.specinfer import SpecInfer
 from draftsmith.eval.trees.enumeration import Outcomes
-from draftsmith.eval.trees.verify import DraftTree, Sampling
+from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()

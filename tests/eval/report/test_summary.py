@@ -9,7 +9,7 @@ from support.report_facts import records_of
 from support.report_facts import row as full_row
 
 from draftsmith.eval.bench.records import QuestionRecord
-from draftsmith.eval.decoding.loop import AnswerRecord
+from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.report.summary import (
     acceptance_by_depth,
     baseline_speeds,

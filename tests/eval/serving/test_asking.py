@@ -19,7 +19,7 @@ from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.records import QuestionRecord, answer_settings
 from draftsmith.eval.commands.in_engine import find_chain, own_figures
 from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ServedRow, ask, with_speedups
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import EvalRecipe, MethodConfig
 
 QUESTIONS = [Question(1, "writing", ("w5",)), Question(2, "math", ("w6", "w7"))]

@@ -27,22 +27,15 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
-from draftsmith.eval.serving import protection, server
+from draftsmith.eval.serving import protection, server, worker
+from draftsmith.eval.serving.api import application
 from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, key_in
 from draftsmith.eval.serving.requests import ChatAsked
-from draftsmith.eval.serving.server import (
-    Finished,
-    Gone,
-    Job,
-    Listening,
-    Piece,
-    Pieces,
-    Worker,
-    application,
-)
+from draftsmith.eval.serving.server import Listening
+from draftsmith.eval.serving.worker import Finished, Gone, Job, Piece, Pieces, Worker
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -329,7 +322,7 @@ def test_every_error_has_openais_form(served: Served, monkeypatch: pytest.Monkey
     for method, path, status in (("GET", "/v2", 404), ("PUT", "/v1/models", 405), ("GET", "/health/", 404)):
         said = served.http.request(method, path)
         assert (said.status_code, said.json()["error"]["code"]) == (status, status)
-    monkeypatch.setattr("draftsmith.eval.serving.server.usage", lambda _: 1 / 0)
+    monkeypatch.setattr("draftsmith.eval.serving.api.usage", lambda _: 1 / 0)
     said = served.post({**ASKED, "max_tokens": 2})
     assert said.json()["error"] == {"message": "the request failed", "type": "server_error", "code": 500}
 
@@ -423,7 +416,7 @@ def test_a_key_that_no_client_could_send(
 def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names reach the server, and a key in the place of its variable is not shown."""
     given: list[Any] = []
-    monkeypatch.setattr(server, "Worker", lambda *_, **__: "worker")
+    monkeypatch.setattr(worker, "Worker", lambda *_, **__: "worker")
     monkeypatch.setattr(server, "run", lambda *arguments: given.append(arguments))
     monkeypatch.setenv("KEY", "secret")
     options = ["--trusted-host", "gpu1", "--trusted-host", "*.lab", "--api-key-env", "KEY"]

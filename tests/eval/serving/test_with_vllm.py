@@ -27,9 +27,9 @@ from draftsmith.eval.commands.prove import chi_square_uniform, rosenblatt
 from draftsmith.eval.serving.asking import Asked, ask
 from draftsmith.eval.serving.cpu_sampling import SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder

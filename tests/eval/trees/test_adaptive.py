@@ -9,12 +9,14 @@ from support.tiny_models import VOCABULARY, tiny_target
 
 from draftsmith.eval.bench import costs
 from draftsmith.eval.bench.measured_methods import Arm
-from draftsmith.eval.decoding.loop import AnswerRecord, TargetSession, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter, tree_builder
 from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees.adaptive import MEMORY, PRIOR_ACCEPTED, AdaptiveTree, RoundCosts, isotonic_fit, on_curve
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()

@@ -8,12 +8,14 @@ import torch
 from support.table_decoder import DepthsDecoder
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter, tree_builder
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import MAX_NGRAM, PRIOR, PRIOR_OBSERVATIONS, PathLookup, with_lookups
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]

@@ -8,7 +8,8 @@ from support.table_decoder import DepthsDecoder
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape, Verdict, verify_greedy
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict, verify_greedy
+from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
 

@@ -12,13 +12,14 @@ from support.tiny_runs import make_recipe
 from torch import nn
 
 from draftsmith.data.distill.token_dataset import load_tokens
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.stage import train_drafter

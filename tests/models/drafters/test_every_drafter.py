@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession, generate
+from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.decoders import StepwiseDecoder
@@ -29,6 +29,7 @@ from draftsmith.models.drafters.dflash2 import CandidateDrafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.loss import LOSSES, has_teacher, loss_weights, smooth_l1
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.rows import pack_documents

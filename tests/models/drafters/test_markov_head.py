@@ -9,11 +9,11 @@ from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_o
 from torch import Tensor
 
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
-from draftsmith.eval.trees.verify import Sampling
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import MarkovDecoder
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
 MASKED = [k for k in drafter_kinds() if issubclass(load_drafter_class(k).config_class.Options, MaskOptions)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.tiny_models import VOCABULARY, tiny_target
 
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.cpu_kernels import DTYPES, has_kernels, pack_linears, use_grouped_sdpa
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.loop import TargetSession
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import check_drafter, load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.groups.layers import layers_config, of_kind, rotary_of

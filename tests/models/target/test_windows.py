@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from draftsmith.data.engines.engine import GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding.compiled_session import CompiledSession
-from draftsmith.eval.decoding.loop import TargetSession
-from draftsmith.eval.decoding.shared_session import SharedSession
+from draftsmith.eval.decoding.compiled_forward import Compiler
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.loading import longest_sequence_tokens
@@ -107,7 +106,7 @@ def test_trees_within_and_beyond_the_window(name: str, length: int) -> None:
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_a_compiled_session_goes_on_beyond_the_window(name: str) -> None:
     target = windowed(name)
-    with CompiledSession(target, 64, backend="eager", static=True) as session:
+    with TargetSession(target, 64, compiler=Compiler("eager", is_static=True)) as session:
         check_trees(session, target, [3, 4])
 
 
@@ -116,7 +115,7 @@ def test_several_at_once(name: str) -> None:
     """One sequence far beyond the window, one within; both with trees in the same forward."""
     target = windowed(name)
     prompts = [list(range(3, 20)), [5, 6]]
-    with SharedSession(target, 64, 2, compiles=False) as session:
+    with TargetSession(target, 64, sequences=2) as session:
         said = [list(prompt) for prompt in prompts]
         for number, prompt in enumerate(prompts):
             session.current = number
@@ -127,7 +126,7 @@ def test_several_at_once(name: str) -> None:
                 for node in range(len(tree)):
                     own = [tree.tokens[place] for place in tree.shape.path_to(node)]
                     assert_same(step.logits[node], plain(target, said[number] + own)[-1])
-                session.commit_of(number, path)
+                session.commit(path, number)
                 said[number] += [tree.tokens[place] for place in path]
 
 

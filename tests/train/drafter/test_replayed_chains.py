@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.eval.trees.verify import Sampling
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.rows import replayed_chains

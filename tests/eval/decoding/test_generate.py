@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decoding import loop as loop_module
-from draftsmith.eval.decoding.loop import TIMELINE_ROUNDS, Round, TargetSession, TargetStep, generate
+from draftsmith.eval.decoding import generate as generate_module
+from draftsmith.eval.decoding.generate import TIMELINE_ROUNDS, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods import drafter as builders_module
 from draftsmith.eval.methods.drafter import (
     BestFirstBuilder,
@@ -32,8 +33,9 @@ from draftsmith.eval.trees import adaptive as adaptive_module
 from draftsmith.eval.trees import verify as verify_module
 from draftsmith.eval.trees.adaptive import AdaptiveTree, RoundCosts
 from draftsmith.eval.trees.enumeration import Outcomes
-from draftsmith.eval.trees.verify import DraftTree, Sampling, TreeShape
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 
 GREEDY = Sampling()
@@ -139,7 +141,7 @@ def test_every_round_is_handed_over(session: TargetSession) -> None:
 
 def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that moves only where each phase does its work."""
-    from draftsmith.eval.decoding import loop
+    from draftsmith.eval.decoding import generate as loop
 
     now = [0.0]
 
@@ -156,7 +158,7 @@ def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest
     monkeypatch.setattr(loop, "verify", taking(4.0, loop.verify))
     monkeypatch.setattr(method, "start", taking(32.0, method.start))
     monkeypatch.setattr(method, "propose", taking(1.0, method.propose))
-    for name, seconds in (("prefill", 64.0), ("forward_tree", 2.0), ("commit", 8.0)):
+    for name, seconds in (("prefill", 64.0), ("forward_trees", 2.0), ("commit", 8.0)):
         monkeypatch.setattr(session, name, taking(seconds, getattr(session, name)))
     out = generate(session, method, PROMPT, GREEDY, 16)
     assert (out.first_token_s, out.prefill_s) == (64.0, 96.0)
@@ -208,7 +210,7 @@ BUILDERS: dict[str, TreeBuilder] = {
 class TableSession:
     """A target whose logits [V] after every answer so far are in a table; it stands in for a `TargetSession`."""
 
-    device = torch.device("cpu")
+    device, current = torch.device("cpu"), 0
 
     def __init__(self, logits_of: dict[Path, Tensor]) -> None:
         self._logits_of = logits_of
@@ -223,13 +225,14 @@ class TableSession:
         self._answer: Path = ()
         return TargetStep(self._logits_of[()][None], torch.zeros(len(prompt_ids), 1))
 
-    def forward_tree(self, tree: DraftTree) -> TargetStep:
+    def forward_trees(self, trees: list[tuple[int, DraftTree]]) -> list[TargetStep]:
+        ((_, tree),) = trees
         self._tree = tree
         paths = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)) for node in range(len(tree))]
         logits = torch.stack([self._logits_of[(*self._answer, *path)] for path in paths])
-        return TargetStep(logits, torch.zeros(len(tree), 1))
+        return [TargetStep(logits, torch.zeros(len(tree), 1))]
 
-    def commit(self, path: list[int]) -> None:
+    def commit(self, path: list[int], sequence: int) -> None:
         self._answer += tuple(self._tree.tokens[node] for node in path)
 
 
@@ -247,7 +250,7 @@ def every_answer(
         def rows(q: Tensor, _: Any, chooser: Outcomes = chooser) -> Tensor:
             return torch.tensor([chooser.draw(row) for row in q])
 
-        monkeypatch.setattr(loop_module, "first_token", first)
+        monkeypatch.setattr(generate_module, "first_token", first)
         monkeypatch.setattr(verify_module, "RandomChooser", lambda _, chooser=chooser: chooser)
         monkeypatch.setattr(builders_module, "drawn", rows)
         monkeypatch.setattr(builders_module, "draw", lambda q, _, chooser=chooser: chooser.draw(q))

@@ -1,0 +1,308 @@
+"""One decoding round for every method, the autoregressive baseline included: draft, verify, commit (`decode_round`).
+
+A tree is made on the host, run by the target in one forward, and walked on the host; on a GPU a round waits once for
+what was drafted and once for what was verified, at T > 0 for a few numbers more (`verify.py`).
+
+The first token comes from the prefill and belongs to no round. Tokens after an end token, after the one that completes
+a stop string, or beyond the limit are cut and count nowhere.
+
+Shapes: P prompt, N tree nodes, n new tokens, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
+from draftsmith.eval.decoding.session import TargetSession, TargetStep
+from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
+from draftsmith.eval.trees.verify import DraftTree, Verdict, verify
+from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
+from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.sampling import Sampling, first_token
+
+TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
+
+
+@dataclass(slots=True)
+class AnswerRecord:
+    """One answer to one prompt.
+
+    ids: generated token ids, the end token or the token that completed a stop string included.
+    text: the text before the stop string that ended the answer, if one did; the bench decodes the others.
+    accept_lengths: tokens kept per round, the target's own included; their mean is tau.
+    draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
+    draft_depths: the longest path drafted, per round.
+    tried: drafted positions that verification came to; the share of accepted ones is the acceptance rate alpha.
+    outside_tokens: tokens of the rounds that are not in the method's draft vocabulary, all of them the target's own;
+        None: it can draft every token.
+    ended_outside: the rounds, from 0, at which such a token stood where drafts were rejected: what the vocabulary, if
+        nothing else, has ended. None as above.
+    round_s: seconds of each round, of which the four phases below are the parts.
+    phases_s: the four phases of each of the first rounds, for a picture of them.
+    first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
+    draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the path; keeping it.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    accept_lengths: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
+    draft_depths: list[int] = field(default_factory=list)
+    tried: int = 0
+    outside_tokens: int | None = None
+    ended_outside: list[int] | None = None
+    round_s: list[float] = field(default_factory=list)
+    phases_s: list[list[float]] = field(default_factory=list)
+    wall_time_s: float = 0.0
+    first_token_s: float = 0.0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    choose_s: float = 0.0
+    commit_s: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accept_lengths)
+
+    @property
+    def accepted_drafts(self) -> int:
+        return sum(self.draft_lengths)
+
+    def add_round(self, tree: DraftTree, verdict: Verdict, kept: int, columns: TokenColumns) -> None:
+        """Count a round of which `kept` tokens belong to the answer; `columns` are what the method can draft."""
+        path = verdict.path
+        self.accept_lengths.append(kept)
+        self.draft_lengths.append(min(kept, len(path) - 1))
+        self.draft_depths.append(tree.shape.draft_depth)
+        rejected = kept == len(path) and bool(tree.children(path[-1]))
+        self.tried += self.draft_lengths[-1] + rejected
+        if kept == len(path) and verdict.next_token not in columns:
+            # The round's last token could not have been drafted.
+            self.outside_tokens = (self.outside_tokens or 0) + 1
+            if rejected:
+                self.ended_outside = [*(self.ended_outside or []), self.rounds - 1]
+
+    def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
+        """Add the phases of a round, from readings of one clock, in seconds."""
+        phases = [drafted - started, verified - drafted, chosen - verified, done - chosen]
+        self.draft_s += phases[0]
+        self.verify_s += phases[1]
+        self.choose_s += phases[2]
+        self.commit_s += phases[3]
+        if len(self.phases_s) < TIMELINE_ROUNDS:
+            self.phases_s.append([round(seconds, 7) for seconds in phases])
+        self.round_s.append(done - started)
+
+
+@dataclass(slots=True)
+class Round:
+    """Result of one round: draft, verification and commit.
+
+    logits: [N, V] of the target at the tree's nodes. kept: the number of committed tokens (those of the accepted path's
+    nodes, then the target's own) that belong to the answer. The i-th of them was decided at the path's i-th node.
+    features: [a+1, F] of the target at the path's nodes: row i predicted the i-th committed token.
+    """
+
+    tree: DraftTree
+    logits: Tensor
+    verdict: Verdict
+    kept: int
+    features: Tensor
+
+    @property
+    def accepted(self) -> int:
+        """The number of drafted tokens that were kept."""
+        return min(self.kept, len(self.verdict.path) - 1)
+
+    @property
+    def committed(self) -> list[int]:
+        """The tokens that were kept: accepted drafts first."""
+        return self.verdict.committed(self.tree)[: self.kept]
+
+
+@dataclass
+class Generation:
+    """State of one generation: its method, its sampling, and the answer so far. Most arguments as in `generate`.
+
+    Args:
+        method: Drafts; None: `use` sets it before the first round.
+        columns: The tokens that can be drafted.
+        sequence: The number of its sequence in the session.
+    """
+
+    method: Method | None
+    sampling: Sampling
+    max_new_tokens: int
+    end_ids: Collection[int] = ()
+    generator: torch.Generator | None = None
+    stop: StopStrings | None = None
+    lenience: float = 1.0
+    columns: TokenColumns = ALL_TOKENS
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        self.record, self.finished = AnswerRecord(), False
+        if self.columns.reduced:
+            self.record.outside_tokens, self.record.ended_outside = 0, []
+        self._matcher = None if self.stop is None else StopMatcher(self.stop)
+        self.use(self.method)
+
+    def use(self, method: Method | None) -> None:
+        """Draft with this method, which must have read all tokens so far; None: with none yet."""
+        self.method, self._reads_logits = method, isinstance(method, ReadsLogits)
+
+    def begin(self, logits_v: Tensor) -> int:
+        """Keep the first token, which comes from the prompt's logits [V]; returns it."""
+        first = first_token(logits_v, self.sampling, self.generator)
+        self._keep([first])
+        return first
+
+    def draft(self) -> DraftTree:
+        """Draft a tree no deeper than the remaining token budget."""
+        assert self.method is not None
+        return self.method.propose().cut_to_depth(self.max_new_tokens - len(self.record.ids) - 1)
+
+    def choose(self, tree: DraftTree, step: TargetStep) -> Verdict:
+        """Choose the accepted path, and show the logits to a method that reads them."""
+        p_logits = step.logits  # at every node; tree.q has q of its children
+        verdict = verify(tree, p_logits, self.sampling, self.generator, self.lenience)
+        if self._reads_logits:
+            self.method.read_logits(tree, p_logits)  # type: ignore[union-attr]
+        return verdict
+
+    def commit(self, tree: DraftTree, step: TargetStep, verdict: Verdict) -> Round:
+        """Keep the tokens that belong to the answer, and show them to the method unless the answer ends with them."""
+        path, committed = verdict.path, verdict.committed(tree)
+        in_order = path[-1] == len(path) - 1
+        features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
+        kept = self._keep(committed)
+        self.record.add_round(tree, verdict, kept, self.columns)
+        if not self.finished:
+            assert self.method is not None
+            self.method.observe(committed, features)
+        return Round(tree, step.logits, verdict, kept, features)
+
+    def _keep(self, committed: list[int]) -> int:
+        """Add tokens to the answer up to its end; returns how many.
+
+        It ends at an end token, at the token that completes a stop string, or at the limit.
+        """
+        record, matcher = self.record, self._matcher
+        before = len(record.ids)
+        for token in committed:
+            record.ids.append(token)
+            ends = token in self.end_ids or (matcher is not None and matcher.completes(token))
+            self.finished = ends or len(record.ids) >= self.max_new_tokens
+            if self.finished:
+                break
+        record.text = None if matcher is None else matcher.text_before
+        return len(record.ids) - before
+
+
+def decode_round(
+    session: TargetSession, generations: Sequence[Generation], mark: Callable[[], None] = lambda: None
+) -> list[Round]:
+    """Run one round of a generation, or of several that share the target's forward: draft, verify, commit.
+
+    p is the target's distribution at a node of a draft tree, q the drafter's, which drew the node's children. Called in
+    `torch.inference_mode`.
+
+    Args:
+        mark: Called after the draft, after the target's forward, and after the choice of the accepted paths.
+    """
+    # 1. Draft: a tree of tokens for each, chosen or drawn by q.
+    trees = [each.draft() for each in generations]
+    mark()
+    # 2. Verify: p at all nodes of all trees in one forward, then the path that p and q accept.
+    steps = session.forward_trees([(each.sequence, tree) for each, tree in zip(generations, trees, strict=True)])
+    mark()
+    verdicts = [each.choose(tree, step) for each, tree, step in zip(generations, trees, steps, strict=True)]
+    mark()
+    # 3. Commit: the path's keys and values stay in the cache, its tokens and the target's own join the answer.
+    rounds = []
+    for each, tree, step, verdict in zip(generations, trees, steps, verdicts, strict=True):
+        session.commit(verdict.path, each.sequence)
+        rounds.append(each.commit(tree, step, verdict))
+    return rounds
+
+
+@torch.inference_mode()
+def generate(
+    session: TargetSession,
+    method: Method,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    end_ids: Collection[int] = (),
+    generator: torch.Generator | None = None,
+    stop: StopStrings | None = None,
+    lenience: float = 1.0,
+    on_round: Callable[[Round], None] | None = None,
+) -> AnswerRecord:
+    """Answer a prompt. Greedy answers are exactly the target's; sampled ones have exactly its distribution.
+
+    Neither holds with a lenience below 1, see `draftsmith.eval.trees.verify`.
+
+    Args:
+        generator: For the target's draws; the method has its own.
+        on_round: Called at the end of every round; its time counts to the commit.
+
+    Raises:
+        UserError: Prompt and answer do not fit into the session.
+    """
+    session.check_room(prompt_ids, max_new_tokens)
+    columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
+    limits = (max_new_tokens, end_ids, generator, stop, lenience, columns, session.current)
+    generation = Generation(method, sampling, *limits)
+    record, clock = generation.record, _PhaseClock(session.device)
+    started_s = time.perf_counter()
+    step = session.prefill(prompt_ids)
+    first = generation.begin(step.logits[-1])
+    record.first_token_s = time.perf_counter() - started_s
+    method.start(prompt_ids, step.features)
+    method.observe([first], step.features[-1:])
+    record.prefill_s = time.perf_counter() - started_s
+    clock.mark()
+    while not generation.finished:
+        (round_,) = decode_round(session, [generation], clock.mark)
+        if on_round is not None:
+            on_round(round_)
+        clock.mark()
+    session.synchronize()
+    record.wall_time_s = time.perf_counter() - started_s
+    marks = clock.seconds()
+    for first_mark in range(0, len(marks) - 1, 4):
+        record.add_round_s(*marks[first_mark : first_mark + 5])
+    return record
+
+
+class _PhaseClock:
+    """Clock of a round's phases: the host's, or, on a GPU, events in its queue.
+
+    An event costs the host nothing and waits for nothing; it says when the device came to it. What the device idles
+    while the host works counts to the phase that the host is in then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._events: list[torch.cuda.Event] = []
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return all marks in seconds from an arbitrary origin; on a GPU the last must have been waited for."""
+        return self._marks or [self._events[0].elapsed_time(event) / 1000 for event in self._events]

@@ -1,0 +1,226 @@
+"""OpenAI's API over the answers of a `Worker`, as a FastAPI application.
+
+Extension of OpenAI's API: every streamed piece, and a whole answer, has a field `draftsmith` with the number of
+accepted draft tokens and their text. Unsupported fields are rejected with HTTP 400, never ignored; when the queue is
+full, requests get HTTP 429.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import queue
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import generate_latest
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from draftsmith.errors import UserError
+from draftsmith.eval.serving.protection import Guard, error, page_response
+from draftsmith.eval.serving.requests import Asked, ChatAsked, CompletionAsked, TooLong, ids_of_text, ids_of_turns
+from draftsmith.eval.serving.worker import Finished, Gone, Job, Worker
+from draftsmith.models.sampling import Sampling
+
+PAGE = Path(__file__).with_name("page.html")
+
+logger = logging.getLogger(__name__)
+
+
+def application(worker: Worker, api_key: str | None = None, names: Sequence[str] = ()) -> FastAPI:
+    """Build the FastAPI application.
+
+    Args:
+        worker: Generates the answers; `work` must run in another thread than the server, best in the one that loaded
+        it.
+        api_key: Bearer token that clients must send; None: none.
+        names: Further host names by which clients may reach it, see `Guard`.
+    """
+    app = FastAPI(title="draftsmith", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    name = worker.recipe.target.display_name
+    # In one separate thread, so that tokenising a long text does not block the event loop, which sends the pieces.
+    tokenising = ThreadPoolExecutor(1, "tokenising")
+
+    app.add_middleware(Guard, names=names)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, problem: RequestValidationError) -> Response:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
+        detail = first["msg"].removeprefix("Value error, ")
+        return error(400, f"{where}: {'not supported here' if first['type'] == 'extra_forbidden' else detail}")
+
+    @app.exception_handler(AnyHTTPException)  # starlette's too, for unknown paths and methods
+    async def refused(_: Request, problem: AnyHTTPException) -> Response:
+        return error(problem.status_code, str(problem.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, problem: Exception) -> Response:
+        logger.error("a request failed", exc_info=problem)
+        return error(500, "the request failed")
+
+    def known(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise HTTPException(401, "the API key is wrong or missing")
+
+    def take(body: Asked, prompt_ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+        room = worker.length - len(prompt_ids)
+        if room < 1:
+            raise HTTPException(
+                400, f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {worker.length} together"
+            )
+        loop, out = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        job = Job(
+            prompt_ids,
+            min(room, max_tokens or room),
+            Sampling(body.temperature, 0, body.top_p),
+            uuid.uuid4().int % 2**63 if body.seed is None else body.seed % 2**63,
+            body.stops,
+            lambda piece: loop.call_soon_threadsafe(out.put_nowait, piece),
+            streamed=body.stream,
+        )
+        try:
+            worker.submit(job)
+        except queue.Full:
+            raise HTTPException(429, f"the queue is full ({worker.jobs.maxsize} requests): try again later") from None
+        except Gone:
+            raise HTTPException(503, "the server is stopping") from None
+        return job, out
+
+    async def ids_by(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
+        running = asyncio.get_running_loop()
+        try:
+            return await running.run_in_executor(tokenising, tokenise, worker.tokenizer, prompt, worker.length)
+        except TooLong as problem:
+            raise HTTPException(400, str(problem)) from None
+        except UserError as problem:
+            raise HTTPException(400, f"{where}: {problem}") from None
+
+    async def respond(
+        request: Request, body: Asked, prompt_ids: list[int], max_tokens: int | None, chat: bool
+    ) -> Response:
+        job, out = take(body, prompt_ids, max_tokens)
+        made = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": name,
+        }
+        if body.stream:
+            return StreamingResponse(streamed(job, out, made, body, chat), media_type="text/event-stream")
+        try:
+            end = await next_of(out, request)
+        finally:
+            job.gone.set()
+        content = {"message": {"role": "assistant", "content": end.text}} if chat else {"text": end.text}
+        return JSONResponse(
+            made
+            | {
+                "object": "chat.completion" if chat else "text_completion",
+                "choices": [{"index": 0, "finish_reason": end.reason, "logprobs": None, **content}],
+                "usage": usage(end),
+                "draftsmith": {
+                    "rounds": end.record.rounds,
+                    "accepted_tokens": end.record.accepted_drafts,
+                    "tokens_per_round": end.record.accept_lengths,
+                },
+            }
+        )
+
+    async def streamed(
+        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: Asked, chat: bool
+    ) -> AsyncIterator[str]:
+        kind = {"object": "chat.completion.chunk" if chat else "text_completion"}
+
+        def event(content: dict[str, Any], reason: str | None = None, **more: Any) -> str:
+            choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
+            return f"data: {json.dumps({**made, **kind, 'choices': [choice], **more})}\n\n"
+
+        def words(text: str) -> dict[str, Any]:
+            return {"delta": {"content": text}} if chat else {"text": text}
+
+        try:
+            if chat:
+                yield event({"delta": {"role": "assistant", "content": ""}})
+            while not isinstance(end := await out.get(), Finished):
+                if isinstance(end, BaseException):
+                    yield f"data: {json.dumps({'error': {'message': 'the answer failed', 'type': 'server_error'}})}\n\n"
+                    return
+                own = {"tokens": end.tokens, "accepted_tokens": end.accepted, "drafted_text": end.drafted}
+                if end.text or end.tokens:
+                    yield event(words(end.text), draftsmith=own)
+            yield event({"delta": {}} if chat else {"text": ""}, end.reason)
+            if body.stream_options is not None and body.stream_options.include_usage:
+                yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:  # also when the client has disconnected
+            job.gone.set()
+
+    @app.post("/v1/chat/completions", dependencies=[Depends(known)])
+    async def chat_completions(request: Request, body: ChatAsked) -> Response:
+        turns = [message.turn for message in body.messages]
+        if turns[-1].role != "user":
+            raise HTTPException(400, f"messages: the last one has role {turns[-1].role}, it must be the user's")
+        prompt_ids = await ids_by(ids_of_turns, turns, "messages")
+        return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens, chat=True)
+
+    @app.post("/v1/completions", dependencies=[Depends(known)])
+    async def completions(request: Request, body: CompletionAsked) -> Response:
+        ids = body.prompt if isinstance(body.prompt, list) else await ids_by(ids_of_text, body.prompt, "prompt")
+        vocabulary = worker.target.config.get_text_config().vocab_size
+        if not ids or not all(0 <= token < vocabulary for token in ids):
+            raise HTTPException(400, f"prompt: give token ids from 0 to {vocabulary - 1}, at least one")
+        return await respond(request, body, ids, body.max_tokens or 16, chat=False)
+
+    @app.get("/v1/models", dependencies=[Depends(known)])
+    async def models() -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "draftsmith", "max_model_len": worker.length}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", dependencies=[Depends(known)])
+    async def metrics() -> Response:
+        return Response(generate_latest(worker.registry), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def page() -> Response:
+        return page_response(PAGE.read_text(encoding="utf-8"))
+
+    return app
+
+
+def usage(finished: Finished) -> dict[str, int]:
+    """Return the token counts as OpenAI's API defines them, the end token included."""
+    prompt, answer = len(finished.prompt_ids), len(finished.record.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+async def next_of(out: asyncio.Queue[Any], request: Request) -> Any:
+    """Wait for the next result of a job, and check meanwhile whether the client is still connected.
+
+    Raises:
+        HTTPException: The client has disconnected, or the answer failed.
+    """
+    while True:
+        try:
+            piece = await asyncio.wait_for(out.get(), timeout=0.5)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise HTTPException(499, "the client has disconnected") from None
+            continue
+        if isinstance(piece, BaseException):
+            raise HTTPException(500, "the answer failed")
+        return piece

@@ -1,0 +1,416 @@
+"""Generate the answers of `draftsmith serve`: one thread, one session, several requests concurrently.
+
+While one answer runs alone it is drafted and verified. Several answers share each forward of the target, with one token
+per answer and without drafts: reading the weights once for all of them gains more than drafting, which would cost more
+arithmetic and a drafter's forward per sequence. Greedy answers equal the target's, and sampled ones have its
+distribution, with and without drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from torch import Tensor
+
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
+from draftsmith.errors import reason
+from draftsmith.eval.bench.costs import MeasuredCosts
+from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
+from draftsmith.eval.decoding.generate import AnswerRecord, Generation, Round, decode_round
+from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.session import open_session
+from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.cpu_kernels import pack_linears
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target.loading import session_tokens
+from draftsmith.recipes.schema import Recipe
+
+LONGEST_TOKENS = 4096  # of a prompt with its answer, unless the target's context is shorter
+STOPS_WITHIN_S = 0.5  # how long an idle worker waits for a job before it checks for `stop`
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Piece:
+    """Text that a round added to an answer.
+
+    drafted: the beginning of `text` that accepted draft tokens gave. tokens, accepted: number of all new tokens, and of
+    accepted draft tokens among them.
+    """
+
+    text: str
+    drafted: str = ""
+    tokens: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Finished:
+    """A complete answer, for the client and for `on_answer`."""
+
+    prompt_ids: list[int]
+    record: AnswerRecord
+    reason: str
+    text: str
+
+
+@dataclass
+class Job:
+    """A queued or running request. The worker passes results to `put` and checks `gone` every round.
+
+    put: gets the pieces, then the complete answer or an error. gone: set when the client has disconnected.
+    streamed: False: `put` gets no pieces, each of which would wake the listening thread.
+    """
+
+    prompt_ids: list[int]
+    new_tokens: int
+    sampling: Sampling
+    seed: int
+    stops: tuple[str, ...]
+    put: Callable[[Piece | Finished | BaseException], object]
+    gone: threading.Event = field(default_factory=threading.Event)
+    streamed: bool = True
+
+
+@dataclass
+class Running:
+    """An answer that is being generated.
+
+    layers: feature layers of the drafter at its start. features: of the committed tokens, from these layers, as tensors
+    [n, F] in order. counted: False for warm-up.
+    """
+
+    job: Job
+    generation: Generation
+    pieces: Pieces
+    layers: tuple[int, ...]
+    features: list[Tensor]
+    started_s: float
+    counted: bool = True
+    texts: list[str] = field(default_factory=list)
+
+    def say(self, piece: Piece) -> None:
+        """Add a piece to the answer's text, and send it if the answer is streamed."""
+        self.texts.append(piece.text)
+        if self.job.streamed:
+            self.job.put(piece)
+
+
+class Gone(Exception):
+    """Raised or sent when an answer is cancelled: its client has disconnected, or the server stops."""
+
+
+class Worker:
+    """Generates the answers of all jobs, several concurrently, with one session.
+
+    Run it in the thread that loaded the models: OpenMP starts a team of threads for every thread that computes, and
+    with more threads than processors no thread spins while it waits, which costs two thirds of the speed (68 instead of
+    186 tokens/s with SmolLM2 on two cores).
+
+    Args:
+        recipe: Its first method drafts.
+        waiting: Length of the queue.
+        on_answer: Called with every complete answer.
+        newer: Called before every answer; returns the folder of another drafter to serve from then on, or None.
+        at_once: Number of concurrent answers, each with its KV cache.
+
+    Raises:
+        UserError: The target or the drafter cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        waiting: int,
+        on_answer: Callable[[Finished], None] | None = None,
+        newer: Callable[[], Path | None] = lambda: None,
+        at_once: int = 1,
+    ) -> None:
+        self.recipe, self.on_answer, self._newer = recipe, on_answer, newer
+        self.target, self.tokenizer, drafters = load_models(recipe)
+        ((_, self.drafter),) = drafters.items()
+        self.length = session_tokens(self.target, LONGEST_TOKENS)
+        self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
+        self.jobs: queue.Queue[Job] = queue.Queue(waiting)
+        self._stopping = threading.Event()
+        self._running = list[Running]()
+        self.registry = CollectorRegistry()
+        named: dict[str, Any] = {"namespace": "draftsmith", "registry": self.registry}
+        self.rounds = Counter("rounds", "Rounds of draft and verification", **named)
+        self.drafted = Counter("draft_tokens", "Tokens drafted along the longest path", **named)
+        self.accepted = Counter("accepted_tokens", "Drafted tokens that were accepted", **named)
+        self.by_position = Counter("accepted_tokens_per_pos", "Accepted tokens by position", ["position"], **named)
+        self.generated = Counter("generation_tokens", "Tokens of all answers", **named)
+        self.answers = Counter("answers", "Answers by how they ended", ["reason"], **named)
+        self.seconds = Counter("generation_seconds", "Seconds from a request's turn to its last token", **named)
+        self.drafters = Counter("drafters_taken", "Changes of the serving drafter", **named)
+        self.not_kept = Counter("answers_not_kept", "Answers that could not be stored for training", **named)
+        self._keeps = True
+        Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
+        Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
+        self._session = open_session(self.target, self.length, recipe.eval.compile, at_once)
+        self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
+        self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
+        self._costs = MeasuredCosts(self._session, self._greeting)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of a round by generating a short answer alone, then two concurrently."""
+        self._measure()
+        for together in range(1, 1 + min(2, self._session.sequences)):
+            jobs = [Job(self._greeting, 8, Sampling(), 0, (), lambda _: None) for _ in range(together)]
+            running = [self._begin(job, counted=False) for job in jobs]
+            while running:
+                self._round(running)
+                running = [each for each in running if not each.generation.finished]
+            self._running.clear()
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue.
+
+        Raises:
+            queue.Full: The queue is full.
+            Gone: The worker has stopped or is stopping.
+        """
+        if self._stopping.is_set():
+            raise Gone
+        self.jobs.put_nowait(job)
+
+    def stop(self) -> None:
+        """Make `work` return after the current round."""
+        self._stopping.set()
+
+    def work(self) -> None:
+        """Process jobs until `stop` or Ctrl-C; unfinished jobs then get `Gone`."""
+        try:
+            self._work()
+        finally:
+            self._stopping.set()
+            self._session.close()
+            for running in self._running:
+                running.job.put(Gone())
+            with suppress(queue.Empty):
+                while True:
+                    self.jobs.get_nowait().put(Gone())
+
+    def answer(self, client: Callable[[], Result]) -> Result:
+        """Run `client` in another thread while this thread processes its jobs; return the client's result."""
+        self.warm_up()
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(client)
+            future.add_done_callback(lambda _: self.stop())
+            self.work()
+            return future.result()
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._admit()
+                if self._running:
+                    self._round(self._running)
+                for running in [*self._running]:
+                    if running.job.gone.is_set():
+                        self._end(running, "gone", Gone())
+                    elif running.generation.finished:
+                        self._finish(running)
+            except Exception as error:  # of any kind: later jobs must still be processed
+                logger.exception("%s answers failed", len(self._running))
+                for running in [*self._running]:
+                    self._end(running, "error", error)
+
+    def _admit(self) -> None:
+        """Start waiting jobs while sequences are free; if no answer is running, wait briefly for a job."""
+        while len(self._running) < self._session.sequences:
+            try:
+                job = self.jobs.get_nowait() if self._running else self.jobs.get(timeout=STOPS_WITHIN_S)
+            except queue.Empty:
+                return
+            if job.gone.is_set():
+                self.answers.labels("gone").inc()
+                continue
+            self._take_newer()
+            try:
+                self._begin(job)
+            except Exception as error:  # of this prompt alone
+                logger.exception("an answer failed")
+                self.answers.labels("error").inc()
+                job.put(error)
+
+    def _take_newer(self) -> None:
+        """Switch to a newer drafter if there is one; if it cannot be loaded, the current one stays."""
+        try:
+            if (folder := self._newer()) is None:
+                return
+            drafter = load_drafter(folder, self.target)
+            pack_linears(drafter)
+            self._decoder = compile_decoder(self.recipe, drafter.decoder(self.length))
+        except Exception:  # of any kind: the server continues with the current drafter
+            logger.exception("the newer drafter could not be loaded; the current one stays")
+            return
+        self.drafter = drafter
+        for running in self._running:
+            running.generation.use(None)
+        self._measure()
+        self.drafters.inc()
+        logger.warning("serving with the drafter in %s from now on", folder)
+
+    def _free(self) -> int:
+        """Return the number of a free sequence of the session."""
+        used = {running.generation.sequence for running in self._running}
+        return next(number for number in range(self._session.sequences) if number not in used)
+
+    def _measure(self) -> None:
+        """Measure this drafter's round costs, which adaptive trees need; overwrites a free sequence."""
+        self._session.current = self._free()
+        self._session.read_layers(self.drafter.feature_layers)
+        self._costs.set_costs(build_tree_drafter(self.recipe.eval.methods[0], self._decoder, Sampling()))
+
+    def _begin(self, job: Job, counted: bool = True) -> Running:
+        """Prefill a prompt and start its answer."""
+        started_s, session = time.perf_counter(), self._session
+        session.current = self._free()
+        session.read_layers(self.drafter.feature_layers)
+        generator = torch.Generator(self.target.device).manual_seed(job.seed)
+        stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
+        limits = (job.new_tokens, self.end_ids, generator, stop)
+        number, columns = session.current, self.drafter.columns
+        generation = Generation(None, job.sampling, *limits, columns=columns, sequence=number)
+        step = session.prefill(job.prompt_ids)
+        generation.begin(step.logits[-1])
+        generation.record.first_token_s = generation.record.prefill_s = time.perf_counter() - started_s
+        pieces = Pieces(self.tokenizer, job.stops)
+        running = Running(job, generation, pieces, self.drafter.feature_layers, [step.features], started_s, counted)
+        self._running.append(running)
+        return running
+
+    @torch.inference_mode()
+    def _round(self, answers: Sequence[Running]) -> None:
+        """Run a round: of one answer's draft tree, or of one token of each of several answers."""
+        answers = [running for running in answers if not running.generation.finished]
+        if not answers:
+            return
+        started_s = time.perf_counter()
+        for running in answers:
+            self._set_method(running, is_alone=len(answers) == 1)
+        rounds = decode_round(self._session, [running.generation for running in answers])
+        for running, round_ in zip(answers, rounds, strict=True):
+            running.features.append(round_.features.clone())
+            if running.counted:
+                self._count(round_)
+            running.generation.record.round_s.append(time.perf_counter() - started_s)
+            running.say(running.pieces.of_round(round_))
+
+    def _set_method(self, running: Running, is_alone: bool) -> None:
+        """Draft for an answer that runs alone, unless it started with a drafter of other feature layers."""
+        generation, drafts = running.generation, is_alone and running.layers == self.drafter.feature_layers
+        if isinstance(generation.method, TreeDrafter if drafts else Autoregressive):
+            return
+        method: Method = Autoregressive()
+        features = torch.cat(running.features)
+        running.features = [features]
+        if drafts:
+            recipe, sampling = self.recipe.eval.methods[0], generation.sampling
+            method = build_tree_drafter(recipe, self._decoder, sampling, generation.generator)
+            self._costs.set_costs(method)  # already measured by `_measure`
+        *ids, newest = *running.job.prompt_ids, *generation.record.ids  # the newest is not in the KV cache yet
+        method.start(ids, features)
+        method.observe([newest], features[-1:])
+        generation.use(method)
+
+    def _finish(self, running: Running) -> None:
+        job, record = running.job, running.generation.record
+        record.wall_time_s = time.perf_counter() - running.started_s
+        ended = record.text is not None or record.ids[-1] in self.end_ids
+        running.say(running.pieces.rest(record))
+        finished = Finished(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
+        self.generated.inc(len(record.ids))
+        self.seconds.inc(record.wall_time_s)
+        self._keep(finished)
+        self._end(running, finished.reason, finished)
+
+    def _keep(self, finished: Finished) -> None:
+        """Call `on_answer`; if it fails, as on a full disk, the client still gets its answer."""
+        if self.on_answer is None:
+            return
+        try:
+            self.on_answer(finished)
+        except Exception as error:
+            self.not_kept.inc()
+            if self._keeps:
+                logger.warning("answers cannot be stored and are only sent to clients: %s", reason(error))
+            self._keeps = False
+        else:
+            if not self._keeps:
+                logger.warning("answers are stored again")
+            self._keeps = True
+
+    def _end(self, running: Running, reason: str, result: Finished | BaseException) -> None:
+        self._running.remove(running)
+        self.answers.labels(reason).inc()
+        running.job.put(result)
+
+    def _count(self, round_: Round) -> None:
+        self.rounds.inc()
+        self.drafted.inc(round_.tree.shape.draft_depth)
+        self.accepted.inc(round_.accepted)
+        for position in range(round_.accepted):
+            self.by_position.labels(position).inc()
+
+
+class Pieces:
+    """Splits an answer's text into the pieces of its rounds.
+
+    Text at the end is held back as long as it may be part of a stop string or of an incomplete character.
+    """
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
+        self._growing: GrowingText | None = None
+        self._sent = 0  # characters
+
+    def of_round(self, round_: Round) -> Piece:
+        if self._growing is None:
+            self._growing = GrowingText(self._tokenizer)
+            self._growing.add(round_.tree.tokens[0])  # the prefill's token
+        texts = [self._growing.text, *map(self._growing.add, round_.committed)]
+        drafted = texts[round_.accepted][len(texts[0]) :]
+        return self._piece(texts[-1], drafted, round_.kept, round_.accepted)
+
+    def rest(self, record: AnswerRecord) -> Piece:
+        """Return the text that was held back, up to the stop string that ended the answer."""
+        text = record.text
+        if text is None:
+            text = str(self._tokenizer.decode(record.ids, skip_special_tokens=True)).rstrip(UNFINISHED)
+        return Piece(text[self._sent :])
+
+    def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
+        held = max((_begun(text, stop) for stop in self._stops), default=0)
+        new = text[self._sent : max(self._sent, len(text) - held)]
+        self._sent += len(new)
+        return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return the number of characters at the text's end that may belong to a stop string.
+
+    If the text holds the whole stop string, the number counts from its start.
+    """
+    if stop in text:
+        return len(text) - text.index(stop)
+    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,259 @@
+"""Attention of a drafter's layers over its KV cache, as it is and compiled.
+
+Shapes: R rows of a forward, k of them kept, W tree nodes of one call, M nodes so far, E input width of a layer, D
+hidden, V' columns of the logits, S capacity, L layers, Dh head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from draftsmith.models.compiling import compiled
+from draftsmith.models.cpu_kernels import can_attend
+from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
+from draftsmith.models.decoding.kv_cache import KVCache, aligned, open_mask
+from draftsmith.models.target.features import FINAL_FEATURES
+
+LONGEST_STATIC_ROWS = 32  # of a compiled forward
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
+    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers keep of B sequences."""
+    return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
+
+
+def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
+    """[R, S] bool: which columns [S] a row does not see, given both one's places in a sequence, whose last is a row's.
+
+    Args:
+        causal: Whether rows do not see each other's followers.
+        window: As in `CachedAttention`.
+    """
+    hidden = columns > (rows if causal else rows[-1:])[:, None]
+    if window is not None:
+        hidden = hidden | (columns <= rows[:, None] - window)
+    return hidden.expand(len(rows), -1)
+
+
+class CachedAttention(KVCache):
+    """The KV cache of a drafter's layers, with the mask of the current step and attention over it.
+
+    A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
+    `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
+    exactly group attention here, since the masks of the newest group come after every real token.
+    A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
+
+    Args:
+        window: Of `begin_step`: how many tokens a row sees back from its own, that included, or None for all.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(capacity)
+        one = torch.empty(cache_shape(config, 1, 1)[2:], device=device, dtype=dtype)
+        self.allocate(config.num_hidden_layers, one, one)
+        self._repeats = config.num_attention_heads // one.shape[1]
+        self._mask: Tensor | None = None
+        self._window, self._first = window, 0  # the first column that the current step sees
+        self._open = False  # whether a step without a mask sees everything
+        self._causal = False  # whether the mask is that of causal order alone
+        self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
+
+    def hold_still(self) -> None:
+        """Tell the compiler that the memory never moves: CUDA graphs refuse to write into any other."""
+        for part in (self.keys, self.values):
+            torch._dynamo.mark_static_address(part)
+
+    def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
+        """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
+
+        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
+        """
+        self.write_at(places, self.capacity)
+        self._mask, self._first = mask, 0
+
+    def end_static_step(self) -> None:
+        """Go back to steps of any shape."""
+        self.write_at(0, 0)
+        self._mask = None
+
+    def store_at(self, places: Tensor, keys_values: Tensor) -> None:
+        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
+        self.keys.index_copy_(3, places, keys_values[:, 0])
+        self.values.index_copy_(3, places, keys_values[:, 1])
+
+    def begin_step(self, num_rows: int, causal: bool = True) -> None:
+        """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
+        begin, end = self.length, self.length + num_rows
+        if self._window is not None and end > self._window:
+            first = max(begin + 1 - self._window, 0)
+            columns = torch.arange(first, end, device=self.keys.device)
+            hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
+            mask = open_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
+            self._prepare(begin, end, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
+            return
+        if begin == 0 or not causal:
+            self._prepare(begin, end, is_causal=causal, is_open=not causal)
+            return
+        shape, like = (num_rows, aligned(end)), self.keys
+        mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
+        self._prepare(begin, end, mask, is_causal=True)
+
+    def begin_tree_step(self, ancestors: Tensor) -> None:
+        """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
+
+        The last R of the M nodes are the step's own; all real tokens are seen by every node.
+        """
+        num_rows, num_nodes = ancestors.shape
+        end = self.length + num_nodes
+        mask = open_mask(num_rows, end, dtype=self.keys.dtype, device=self.keys.device)
+        mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
+        self._prepare(end - num_rows, end, mask)
+
+    def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
+        """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
+
+        Args:
+            parents: Of the M nodes of the tree, -1 for those below node 0.
+        """
+        end = self.length + (num_rows if parents is None else len(parents))
+        self._prepare(end - num_rows, end, is_causal=parents is None, parents=parents)
+
+    def _prepare(
+        self,
+        begin: int,
+        end: int,
+        mask: Tensor | None = None,
+        first: int = 0,
+        is_causal: bool = False,
+        is_open: bool = False,
+        parents: list[int] | None = None,
+    ) -> None:
+        """Set all that the layers of a step share; its rows are written at the columns from `begin` to `end`."""
+        self.write_at(begin, end)
+        self._mask, self._first = mask, first
+        self._causal, self._open, self._parents = is_causal, is_open, parents
+
+    def run(
+        self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run the current step's rows through all layers in one call.
+
+        Returns:
+            Hidden states [R, 2 D] before and after the final norm, and fp32 logits [k, V'] of the rows from
+            `first_kept` on.
+        """
+        keys, values, first = self.keys, self.values, self._first
+        start = self._columns_seen - len(inputs_re) - first
+        if first:
+            keys, values = keys[:, :, :, first:], values[:, :, :, first:]
+        mask = None if self._causal else self._mask
+        if mask is None and self._open:
+            mask = keys.new_zeros(len(inputs_re), self._columns_seen - first)
+        cos, sin = (part[0] for part in rotary)
+        return layers.forward(
+            inputs_re, (cos, sin), keys, values, start, mask, (layers.num_layers, FINAL_FEATURES),
+            parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
+        )  # fmt: skip
+
+    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+        """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
+        keys, values = self.update((self.keys[layer_index], self.values[layer_index]), (k_bhrd, v_bhrd))
+        if self._mask is None and not self._open:
+            out = F.scaled_dot_product_attention(
+                q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
+            )
+            return out.transpose(1, 2)
+        if self._first:
+            keys, values = keys[:, :, self._first :], values[:, :, self._first :]
+        mask = None if self._mask is None else self._mask[None, None]
+        if mask is not None and can_attend(q_bhrd, mask):
+            return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)
+        if self._repeats == 1:
+            return F.scaled_dot_product_attention(q_bhrd, keys, values, self._mask, scale=scale).transpose(1, 2)
+        # Key heads as the batch and the query heads that share one as its heads: no key is copied.
+        q_grouped = q_bhrd[0].unflatten(0, (-1, self._repeats))
+        keys, values = (part[0].unsqueeze(1).expand(-1, self._repeats, -1, -1) for part in (keys, values))
+        out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
+        return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+
+class StaticLayers:
+    """Layers and logits, compiled: rows padded to a few numbers, attention over the whole cache.
+
+    Padding stands after the rows that are wanted: causal order hides it from them, and the next forward overwrites it.
+
+    Args:
+        drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
+        cache: With room for `LONGEST_STATIC_ROWS` after the rows that are ever wanted.
+        backend: Of `torch.compile`.
+    """
+
+    def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:
+        self._cache, self._dtype = cache, drafter.dtype
+        cache.hold_still()
+        self._columns = torch.arange(cache.capacity, device=drafter.device)
+        self._copies = drafter.device.type == "cuda"
+
+        def run(
+            inputs: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor, kept: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            cache.begin_static_step(places, mask)
+            hidden = drafter.run_layers(inputs, (cos, sin), cached_attention=cache)[0].index_select(0, kept)
+            cache.end_static_step()
+            return hidden, drafter.logits_of(hidden).float()
+
+        self._run = compiled(run, drafter.device, f"drafter {type(drafter).__name__}", backend)
+
+    def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
+        begin, rows = self._cache.length, len(inputs_re)
+        places = self._columns[begin : begin + padded_rows(rows)]
+        kept = self._columns[first_kept:rows]
+        return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
+
+    def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V']; seen [W, M] as in `CachedAttention`."""
+        (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
+        begin = self._cache.length + known - nodes
+        places = self._columns[begin : begin + size]
+        hidden = (self._columns >= self._cache.length).expand(size, -1).clone()
+        hidden[:nodes, self._cache.length : self._cache.length + known] = ~seen.to(hidden.device)
+        positions = F.pad(positions, (0, size - nodes))
+        kept = self._columns[:size]
+        hidden_wd, logits_wv = self._forward(inputs_we, places, positions, hidden, kept, rotate)
+        return hidden_wd[:nodes], logits_wv[:nodes]
+
+    def _forward(
+        self,
+        inputs_re: Tensor,
+        places: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        kept: Tensor,
+        rotate: Rotate,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden: [R, S], what a row may not see."""
+        inputs = F.pad(inputs_re, (0, 0, 0, len(places) - len(inputs_re)))[None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
+        rotary = [part.clone() for part in rotate(inputs, positions)]
+        results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
+        # Results are kept over the next call, which on CUDA may reuse their memory.
+        return tuple(result.clone() for result in results) if self._copies else results
+
+
+def padded_rows(rows: int) -> int:
+    """The next power of two: few shapes, and at most as much again of what costs little."""
+    return 1 << (rows - 1).bit_length()

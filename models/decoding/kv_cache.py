@@ -1,0 +1,135 @@
+"""The KV cache of decoding: the target's, a draft model's, and that of a drafter's layers.
+
+Shapes: L layers, G key-value heads, S columns of the cache, D head size, n rows of a forward, R rows of a mask.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 8  # elements
+PAGE = 64  # columns
+
+
+def aligned(columns: int) -> int:
+    """Return the next multiple of the alignment."""
+    return -(-columns // ALIGNMENT) * ALIGNMENT
+
+
+def open_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros [..., R, S], which hide nothing, in rows that start aligned."""
+    return torch.zeros(*shape[:-1], aligned(shape[-1]), dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """Return a tensor, or nested lists of integers of equal lengths as an int64 tensor, on the device.
+
+    A copy from ordinary memory waits for all that a GPU has to do; one from pinned memory joins the queue.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class KVCache:
+    """Keys and values of all layers, of one sequence or of several that share the columns.
+
+    A sequence's first `lengths[number]` tokens are committed. A forward writes its rows where `write_at` says, after
+    these; they are kept by `keep`, or overwritten by the next forward.
+
+    Token t of a single sequence is at column t. Several sequences have pages that take turns, so that the columns in
+    use are about `sequences` times the longest: token t of sequence s is at column
+
+        (t // PAGE * sequences + s) * PAGE + t % PAGE
+
+    Args:
+        longest_tokens: Of a sequence, with the rows that a forward writes after it.
+    """
+
+    def __init__(self, longest_tokens: int, sequences: int = 1) -> None:
+        self.sequences, self.lengths = sequences, [0] * sequences
+        step = ALIGNMENT if sequences == 1 else PAGE
+        self.longest_tokens = -(-longest_tokens // step) * step
+        # One page more, as no compiled forward attends to all columns of several sequences.
+        self.capacity = self.longest_tokens if sequences == 1 else self.longest_tokens * sequences + PAGE
+        self.keys = self.values = torch.empty(0)  # [L, 1, G, S, D]
+        self.is_allocated = False
+        self._places: int | Tensor = 0
+        self._columns_seen = 0
+        self._columns: list[Tensor] = []  # of each sequence's tokens
+
+    @property
+    def length(self) -> int:
+        """Return the committed tokens of the only sequence, or of the first."""
+        return self.lengths[0]
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self.lengths[0] = tokens
+
+    def allocate(self, num_layers: int, key: Tensor, value: Tensor) -> None:
+        """Make the memory, for keys and values like these [1, G, n, D]."""
+        self.keys, self.values = (
+            part.new_zeros(num_layers, *part.shape[:2], self.capacity, part.shape[3]) for part in (key, value)
+        )
+        self.is_allocated = True
+
+    def columns(self, number: int, device: torch.device) -> Tensor:
+        """Return the column [longest_tokens] of every token of a sequence."""
+        if not self._columns:
+            token_t = torch.arange(self.longest_tokens, device=device)
+            page_t = token_t // PAGE * self.sequences * PAGE + token_t % PAGE
+            several = [page_t + index * PAGE for index in range(self.sequences)]
+            self._columns = [token_t] if self.sequences == 1 else several
+        return self._columns[number]
+
+    def columns_of_first(self, tokens: int) -> int:
+        """Return the number of columns that hold the first tokens of all sequences."""
+        return tokens if self.sequences == 1 else -(-tokens // PAGE) * self.sequences * PAGE
+
+    def write_at(self, places: int | Tensor, columns_seen: int) -> None:
+        """Let the next forward write its rows at `places`, and attend to the first `columns_seen` columns.
+
+        Args:
+            places: The column of each row [n], or of the first of adjacent ones.
+            columns_seen: 0: the rows attend to themselves alone.
+        """
+        self._places, self._columns_seen = places, columns_seen
+
+    def update(self, held: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values [1, G, n, D] into those it holds; return those that are attended to."""
+        places = self._places
+        for part, rows in zip(held, new, strict=True):
+            if isinstance(places, Tensor):
+                part.index_copy_(2, places, rows)
+            else:
+                part.narrow(2, places, rows.shape[2]).copy_(rows)
+        if self._columns_seen == 0:
+            return new
+        return held[0].narrow(2, 0, self._columns_seen), held[1].narrow(2, 0, self._columns_seen)
+
+    def append(self, keys_values: Tensor) -> None:
+        """Commit the keys and values [L, 2, 1, G, n, D] of all layers of n more tokens of the only sequence."""
+        new = keys_values.shape[4]
+        for part, rows in zip((self.keys, self.values), keys_values.unbind(1), strict=True):
+            part.narrow(3, self.length, new).copy_(rows)
+        self.length += new
+
+    def keep(self, path: Sequence[int], number: int = 0) -> None:
+        """Commit these rows (ascending) of the ones that follow a sequence's committed tokens; forget the others."""
+        start, end = self.lengths[number], self.lengths[number] + len(path)
+        if path and path[-1] >= len(path):  # some are not in their place
+            in_place = next(place for place, row in enumerate(path) if row != place)
+            source = to_device(path[in_place:], self.keys.device) + start
+            for part in (self.keys, self.values):
+                if self.sequences == 1:
+                    part.narrow(3, start + in_place, len(source)).copy_(part.index_select(3, source))
+                else:
+                    columns = self.columns(number, part.device)
+                    part.index_copy_(3, columns[start + in_place : end], part.index_select(3, columns[source]))
+        self.lengths[number] = end
+
+    def crop(self, length_tokens: int, number: int = 0) -> None:
+        """Forget the tokens of a sequence after these; the memory stays."""
+        self.lengths[number] = min(self.lengths[number], length_tokens)
