@@ -321,6 +321,16 @@ class CachedAttention:
             parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
         )  # fmt: skip
 
+    def run_fused(
+        self, layers: CpuLayers, inputs_re: Tensor, ids: Tensor, features: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """fp32 logits [k, V'] of causal rows from the last fused one on, see `CpuLayers.forward_fused`."""
+        cos, sin = (part[0] for part in rotary)
+        first_kept = len(ids) - 1
+        return layers.forward_fused(
+            inputs_re, ids, features, (cos, sin), self._keys, self._values, self.length, first_kept
+        )
+
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
         keys, values = self._keys_values[layer_index]
@@ -473,9 +483,16 @@ class ParallelDecoder(CachedDecoder):
     def draft(self) -> Tensor:
         """fp32 logits [G, V'] of depths 1..G after the newest committed token, from one forward over n+K rows."""
         ids, features = self._take_pending()
-        real_ne = self._drafter.real_inputs(ids, features)
-        masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
-        _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
+        layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
+        is_fused = layers is not None and layers.has_fusion and self._static is None
+        if layers is not None and is_fused and rows <= MOST_ROWS and features.dtype == self._masks_ke.dtype:
+            inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
+            rotary = self._rotary_of(inputs, slice(begin, begin + rows))
+            logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
+        else:
+            real_ne = self._drafter.real_inputs(ids, features)
+            masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
+            _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values are stored after `length`: the next round overwrites them.
         self._cache.length += len(ids)
         return logits_gv
