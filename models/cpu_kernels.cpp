@@ -152,30 +152,7 @@ at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bo
 at::Tensor fused(
     const std::vector<at::Tensor>& parts, const std::vector<std::optional<at::Tensor>>& norms, double eps,
     const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK(!parts.empty() && parts.size() == norms.size(), "every part needs a norm, or none");
-  const int64_t rows = parts[0].size(0), size = parts[0].size(1), inputs = size * static_cast<int64_t>(parts.size());
-  auto read = at::empty({rows, inputs}, packed.options());
-  const auto run = [&](auto dtype) {
-    using Dtype = decltype(dtype);
-    using Element = typename Dtype::Element;
-    for (size_t part = 0; part < parts.size(); ++part) {
-      const auto& of = parts[part];
-      TORCH_CHECK(
-          of.dim() == 2 && of.size(0) == rows && of.size(1) == size && of.stride(1) == 1 && of.dtype() == packed.dtype(),
-          "a part has another size or dtype");
-      TORCH_CHECK(!norms[part] || (norms[part]->numel() == size && norms[part]->dtype() == packed.dtype()), "rows and norm differ");
-      for (int64_t row = 0; row < rows; ++row) {
-        const auto* from = static_cast<const Element*>(of.const_data_ptr()) + row * of.stride(0);
-        auto* to = static_cast<Element*>(read.data_ptr()) + row * inputs + static_cast<int64_t>(part) * size;
-        if (norms[part])
-          rms_norm<Dtype>(from, static_cast<const Element*>(norms[part]->const_data_ptr()), size, static_cast<float>(eps), to, false);
-        else
-          std::copy(from, from + size, to);
-      }
-    }
-  };
-  packed.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
-  return linear(read, packed, outputs, bias);
+  return linear(normed_parts(parts, norms, eps, packed), packed, outputs, bias);
 }
 
 // The `count` largest of each row [R, V] of logits, the first of equals first: their columns, and the logarithms of
@@ -279,6 +256,8 @@ TORCH_LIBRARY(draftsmith, library) {
       .def("add_layer", &DecoderLayers::add_layer)
       .def("set_head", &DecoderLayers::set_head)
       .def("set_tokens", &DecoderLayers::set_tokens)
+      .def("set_fusion", &DecoderLayers::set_fusion)
+      .def("forward_fused", &DecoderLayers::forward_fused)
       .def("forward", &DecoderLayers::forward)
       .def("forward_tokens", &DecoderLayers::forward_tokens);
   library.def("lanes() -> int", [] { return LANES; });

@@ -101,6 +101,50 @@ void rotate(
   }
 }
 
+// Parts [R, D] side by side, each divided by its root mean square and times a weight [D] where it has one, in the dtype of
+// `like`: [R, parts * D].
+inline at::Tensor normed_parts(
+    const std::vector<at::Tensor>& parts, const std::vector<std::optional<at::Tensor>>& norms, double eps,
+    const at::Tensor& like) {
+  TORCH_CHECK(!parts.empty() && parts.size() == norms.size(), "every part needs a norm, or none");
+  const int64_t rows = parts[0].size(0), size = parts[0].size(1), inputs = size * static_cast<int64_t>(parts.size());
+  auto read = at::empty({rows, inputs}, like.options());
+  const auto run = [&](auto dtype) {
+    using Dtype = decltype(dtype);
+    using Element = typename Dtype::Element;
+    for (size_t part = 0; part < parts.size(); ++part) {
+      const auto& of = parts[part];
+      TORCH_CHECK(
+          of.dim() == 2 && of.size(0) == rows && of.size(1) == size && of.stride(1) == 1 && of.dtype() == like.dtype(),
+          "a part has another size or dtype");
+      TORCH_CHECK(!norms[part] || (norms[part]->numel() == size && norms[part]->dtype() == like.dtype()), "rows and norm differ");
+      for (int64_t row = 0; row < rows; ++row) {
+        const auto* from = static_cast<const Element*>(of.const_data_ptr()) + row * of.stride(0);
+        auto* to = static_cast<Element*>(read.data_ptr()) + row * inputs + static_cast<int64_t>(part) * size;
+        if (norms[part])
+          rms_norm<Dtype>(from, static_cast<const Element*>(norms[part]->const_data_ptr()), size, static_cast<float>(eps), to, false);
+        else
+          std::copy(from, from + size, to);
+      }
+    }
+  };
+  like.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
+  return read;
+}
+
+// Rows [R, D] of an embedding [V, D].
+inline at::Tensor rows_of(const at::Tensor& embedding, const int64_t* tokens, int64_t count) {
+  const int64_t bytes = embedding.size(1) * embedding.element_size();
+  auto rows = at::empty({count, embedding.size(1)}, embedding.options());
+  for (int64_t row = 0; row < count; ++row) {
+    TORCH_CHECK(tokens[row] >= 0 && tokens[row] < embedding.size(0), "token ", tokens[row], " is not in the vocabulary");
+    std::memcpy(
+        static_cast<char*>(rows.data_ptr()) + row * bytes,
+        static_cast<const char*>(embedding.const_data_ptr()) + tokens[row] * bytes, bytes);
+  }
+  return rows;
+}
+
 struct Projection {
   at::Tensor packed, bias;  // bias in fp32, or not there
   int64_t outputs = 0, inputs = 0;
@@ -148,6 +192,10 @@ struct Forward {
   Element *stream, *queries, *fresh, *attended, *activated, *finals;
   int32_t* seen;
   int64_t* counts;
+  const Element* read;  // [n, ...] what the first n rows are projected from, or nothing
+  int64_t num_read;
+  Weight<Dtype> fusion;
+  bool adds_last;  // of those to the rows that follow
 
   int64_t place(int64_t row) const { return places ? places[row] : start + row; }
 
@@ -156,6 +204,10 @@ struct Forward {
     std::vector<float> scores(MOST_HEADS * (columns + LANES)), gates(rows * BLOCK);
     const auto [first_row, end_row] = part_of(rows, thread, threads);
     for (int64_t row = first_row; row < end_row; ++row) see(row);
+    if (read) {
+      fuse(thread, threads);
+      wait_for_all();
+    }
     for (size_t index = 0; index < layers.size(); ++index) {
       const Layer& layer = layers[index];
       copy_tap(static_cast<int64_t>(index), stream, first_row, end_row);
@@ -194,6 +246,18 @@ struct Forward {
             else
               store_first<Dtype>(logits + to, values, head.outputs - n);
           });
+  }
+
+  void fuse(int64_t thread, int64_t threads) const {
+    const auto [begin, end] = part_of(fusion.blocks(), thread, threads);
+    for (int64_t block = begin; block < end; ++block)
+      multiply_block(read, num_read, fusion.inputs, fusion, block, [&](int64_t row, int v, Floats values) {
+        Element* to = stream + row * width + block * BLOCK + v * LANES;
+        Dtype::store(to, values);
+        if (!adds_last || row < num_read - 1) return;
+        for (int64_t next = 1; next < rows - row; ++next)
+          Dtype::store(to + next * width, Dtype::load(to + next * width) + Dtype::load(to));
+      });
   }
 
   void see(int64_t row) {
@@ -319,7 +383,11 @@ struct DecoderLayers : torch::CustomClassHolder {
   double eps, scale;
   std::vector<Layer> layers;
   at::Tensor final_norm, embedding, cos_table, sin_table;
-  Projection head;
+  Projection head, fusion;
+  std::optional<at::Tensor> fused_table;
+  std::vector<std::optional<at::Tensor>> fusion_norms;
+  double fusion_eps = 0;
+  bool fusion_adds_last = false;
 
   DecoderLayers(int64_t heads, int64_t kv_heads, int64_t head_size, int64_t hidden_size, double eps, double scale)
       : heads(heads), kv_heads(kv_heads), head_size(head_size), hidden_size(hidden_size), eps(eps), scale(scale) {
@@ -393,19 +461,46 @@ struct DecoderLayers : torch::CustomClassHolder {
       const std::vector<int64_t>& taps) const {
     TORCH_CHECK(embedding.defined(), "there is no embedding");
     TORCH_CHECK(tokens.size() == positions.size(), "every token needs a position");
-    for (size_t row = 0; row < tokens.size(); ++row) {
-      TORCH_CHECK(tokens[row] >= 0 && tokens[row] < embedding.size(0), "token ", tokens[row], " is not in the vocabulary");
-      TORCH_CHECK(positions[row] >= 0 && positions[row] < cos_table.size(0), "position ", positions[row], " has no angles");
-    }
-    const int64_t rows = static_cast<int64_t>(tokens.size()), bytes = hidden_size * embedding.element_size();
-    const auto inputs = at::empty({rows, hidden_size}, embedding.options());
-    for (int64_t row = 0; row < rows; ++row)
-      std::memcpy(
-          static_cast<char*>(inputs.data_ptr()) + row * bytes,
-          static_cast<const char*>(embedding.const_data_ptr()) + tokens[row] * bytes, bytes);
+    for (const int64_t position : positions)
+      TORCH_CHECK(position >= 0 && position < cos_table.size(0), "position ", position, " has no angles");
+    const auto inputs = rows_of(embedding, tokens.data(), static_cast<int64_t>(tokens.size()));
     return run_rows(
         inputs, cos_table, sin_table, positions.data(), keys, values, start, places, mask, parents, std::nullopt, taps, 0,
         true, false);
+  }
+
+  // What `forward_fused` makes inputs of: a projection of tokens' embeddings, if there is a table [V, D], and of features,
+  // D of them at a time, each part with its norm; and whether the rows that follow have the last one's added.
+  void set_fusion(
+      const at::Tensor& packed, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& table,
+      const std::vector<std::optional<at::Tensor>>& norms, double norm_eps, bool adds_last) {
+    fusion = projection(packed, bias, hidden_size, hidden_size * static_cast<int64_t>(norms.size()));
+    TORCH_CHECK(
+        !layers.empty() && packed.scalar_type() == layers[0].projections[0].packed.scalar_type(),
+        "layers and fusion differ in dtype");
+    TORCH_CHECK(
+        !table || (table->dim() == 2 && table->size(1) == hidden_size && table->is_contiguous() && table->dtype() == packed.dtype()),
+        "the embedding has another size or dtype");
+    fused_table = table, fusion_norms = norms, fusion_eps = norm_eps, fusion_adds_last = adds_last;
+  }
+
+  // As `forward`, of causal rows whose first n are made of ids [n] and features [n, F], and whose last are given.
+  std::tuple<at::Tensor, at::Tensor> forward_fused(
+      const at::Tensor& inputs, const at::Tensor& ids, const at::Tensor& features, const at::Tensor& cos,
+      const at::Tensor& sin, const at::Tensor& keys, const at::Tensor& values, int64_t start,
+      const std::vector<int64_t>& taps, int64_t first_kept) const {
+    const int64_t known = ids.numel(), of_features = static_cast<int64_t>(fusion_norms.size()) - fused_table.has_value();
+    TORCH_CHECK(fusion.packed.defined(), "there is no fusion");
+    TORCH_CHECK(known > 0 && known <= inputs.size(0) && ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids must be [n] int64");
+    TORCH_CHECK(features.dim() == 2 && features.size(1) == of_features * hidden_size, "features have another size");
+    TORCH_CHECK(cos.dim() == 2 && cos.size(0) == inputs.size(0), "cos and sin must be [R, at most the head size]");
+    std::vector<at::Tensor> parts;
+    if (fused_table) parts.push_back(rows_of(*fused_table, ids.const_data_ptr<int64_t>(), known));
+    for (int64_t part = 0; part < of_features; ++part) parts.push_back(features.narrow(1, part * hidden_size, hidden_size));
+    const auto read = normed_parts(parts, fusion_norms, fusion_eps, fusion.packed);
+    return run_rows(
+        inputs, cos, sin, nullptr, keys, values, start, std::nullopt, std::nullopt, std::nullopt, std::nullopt, taps,
+        first_kept, true, true, &read);
   }
 
   // inputs [R, D] in the weights' dtype, cos and sin [R, A]; keys and values [L, 1, G, S', D of a head], into which the
@@ -430,7 +525,7 @@ struct DecoderLayers : torch::CustomClassHolder {
       const at::Tensor& keys, const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
       const std::optional<at::Tensor>& mask, const std::optional<std::vector<int64_t>>& parents,
       const std::optional<at::Tensor>& first_normed, const std::vector<int64_t>& taps, int64_t first_kept,
-      bool with_logits, bool wide) const {
+      bool with_logits, bool wide, const at::Tensor* read = nullptr) const {
     TORCH_CHECK(!layers.empty(), "there is no layer");
     const auto dtype = layers[0].projections[0].packed.scalar_type();
     const int64_t rows = inputs.size(0), columns = mask ? mask->size(1) : start + rows;
@@ -512,7 +607,8 @@ struct DecoderLayers : torch::CustomClassHolder {
           values.stride(3), taps, into(features), final_norm.defined() ? at_of(final_norm) : nullptr,
           with_logits ? head.weight<Dtype>() : Weight<Dtype>{}, wide ? nullptr : into(logits),
           wide && with_logits ? logits.mutable_data_ptr<float>() : nullptr, stream, queries, fresh, attended, activated,
-          finals, seen.data(), counts.data()};
+          finals, seen.data(), counts.data(), read ? at_of(*read) : nullptr, read ? read->size(0) : 0,
+          read ? fusion.weight<Dtype>() : Weight<Dtype>{}, fusion_adds_last};
 #ifdef _OPENMP
 #pragma omp parallel
       forward.run(omp_get_thread_num(), omp_get_num_threads());

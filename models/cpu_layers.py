@@ -52,6 +52,7 @@ class CpuLayers:
         self.has_head, self.num_layers = head is not None, len(layers)
         self.native: Any = None
         self._made_of: tuple[int, ...] = ()
+        self._fusion: tuple[PackedLinear, list[nn.RMSNorm], nn.Embedding | None, bool] | None = None
         self._first_input = getattr(layers[0], "attention_input", None)
         if self._first_input is None and _norms(layers[0])[0] is None:  # EAGLE's
             self._first_input = _unchanged
@@ -79,6 +80,28 @@ class CpuLayers:
         is_usable = isinstance(head, PackedLinear) and head.weight.dtype == dtype
         return cls(layers, norm, cast(PackedLinear, head) if is_usable else None, config)
 
+    def set_fusion(
+        self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, adds_last: bool
+    ) -> None:
+        """Let `forward_fused` compute inputs, if all of it is in the layers' dtype and the linear layer is packed.
+
+        Args:
+            linear: Its input is parts of width D: the embedding, if there is one, and the features.
+            norms: The norm of each part.
+            adds_last: Whether the last fused row is added to the rows after it.
+        """
+        is_known = embedding is None or type(embedding) is nn.Embedding
+        modules = [linear, *norms, *([] if embedding is None else [embedding])]
+        is_fitting = all(module.weight.dtype == _linears(self._layers[0])[0].weight.dtype for module in modules)
+        if isinstance(linear, PackedLinear) and is_known and is_fitting and self._first_input is None:
+            self._fusion = (linear, norms, cast("nn.Embedding | None", embedding), adds_last)
+            self.refresh()
+
+    @property
+    def has_fusion(self) -> bool:
+        """Whether `forward_fused` can run."""
+        return self._fusion is not None and self.has_head
+
     def refresh(self, tokens: tuple[Tensor, ...] = ()) -> None:
         """Read the weights again if they changed; called before a sequence.
 
@@ -91,6 +114,8 @@ class CpuLayers:
             made_of.append(id(linear.packed))
         made_of += [norm.weight.data_ptr() for norm in self._all_norms()]
         made_of += [tokens[0].data_ptr()] if tokens else []
+        if self._fusion is not None and self._fusion[2] is not None:
+            made_of.append(self._fusion[2].weight.data_ptr())
         if tuple(made_of) != self._made_of:
             self._made_of, self.native = tuple(made_of), self._build()
             if tokens:
@@ -138,6 +163,31 @@ class CpuLayers:
         )  # fmt: skip
         return features, logits
 
+    def forward_fused(
+        self,
+        inputs: Tensor,
+        ids: Tensor,
+        features: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        first_kept: int,
+    ) -> Tensor:
+        """Run causal rows, of which the first n are computed from tokens and features (`set_fusion`).
+
+        Args:
+            inputs: [R, D]; the first n rows are not read.
+            ids: [n].
+            features: [n, F].
+
+        Returns:
+            fp32 logits [R', V]; everything else as in `forward`.
+        """
+        self.count_operations(len(inputs), len(inputs) - first_kept)
+        _, logits = self.native.forward_fused(inputs, ids, features, *rotary, keys, values, start, [], first_kept)
+        return cast(Tensor, logits)
+
     def count_operations(self, rows: int, rows_of_head: int) -> None:
         """Add a forward to `linear_operations`."""
         of_head = 0 if self._head is None else self._head.weight.numel()
@@ -162,14 +212,21 @@ class CpuLayers:
         head = self._head
         packed, bias, outputs = (None, None, 0) if head is None else (head.packed, head.packed_bias, head.out_features)
         native.set_head(None if _is_none(self._norm) else self._norm.weight.detach(), packed, bias, outputs)
+        if self._fusion is not None:
+            linear, fusion_norms, embedding, adds_last = self._fusion
+            native.set_fusion(
+                linear.packed, linear.packed_bias, None if embedding is None else embedding.weight.detach(),
+                [norm.weight.detach() for norm in fusion_norms], fusion_norms[0].eps, adds_last,
+            )  # fmt: skip
         return native
 
     def _all_linears(self) -> list[PackedLinear]:
         found = [linear for layer in self._layers for linear in _linears(layer)]
+        found += [] if self._fusion is None else [self._fusion[0]]
         return found if self._head is None else [*found, self._head]
 
     def _all_norms(self) -> list[Any]:
-        final = [] if _is_none(self._norm) else [self._norm]
+        final = [*([] if _is_none(self._norm) else [self._norm]), *([] if self._fusion is None else self._fusion[1])]
         return [*final, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
 
 

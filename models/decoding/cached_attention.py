@@ -167,6 +167,16 @@ class CachedAttention(KVCache):
             parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
         )  # fmt: skip
 
+    def run_fused(
+        self, layers: CpuLayers, inputs_re: Tensor, ids: Tensor, features: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Return fp32 logits [k, V'] of causal rows from the last fused one on; see `CpuLayers.forward_fused`."""
+        cos, sin = (part[0] for part in rotary)
+        first_kept = len(ids) - 1
+        return layers.forward_fused(
+            inputs_re, ids, features, (cos, sin), self.keys, self.values, self.length, first_kept
+        )
+
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
         keys, values = self.update((self.keys[layer_index], self.values[layer_index]), (k_bhrd, v_bhrd))

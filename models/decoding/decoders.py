@@ -257,9 +257,16 @@ class ParallelDecoder(CachedDecoder):
     def draft(self) -> Tensor:
         """fp32 logits [G, V'] of depths 1..G after the newest committed token, from one forward over n+K rows."""
         ids, features = self._take_pending()
-        real_ne = self._drafter.real_inputs(ids, features)
-        masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
-        _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
+        layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
+        is_fused = layers is not None and layers.has_fusion and self._static is None
+        if layers is not None and is_fused and rows <= MOST_ROWS and features.dtype == self._masks_ke.dtype:
+            inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
+            rotary = self._rotary_of(inputs, slice(begin, begin + rows))
+            logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
+        else:
+            real_ne = self._drafter.real_inputs(ids, features)
+            masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
+            _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values are stored after `length`: the next round overwrites them.
         self._cache.length += len(ids)
         return logits_gv

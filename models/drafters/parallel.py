@@ -29,6 +29,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.base.options import Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
 from draftsmith.models.cpu_kernels import can_fuse, fused
+from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
@@ -108,6 +109,16 @@ class ParallelDrafter(GroupWiseDrafter):
         if self.config.inputs == "both":
             read = torch.cat([self.embedding_norm(self.attached.embedding(input_ids).to(dtype)), read], dim=-1)
         return self.fuse(read)
+
+    def few_rows(self) -> CpuLayers | None:
+        """Return its layers as one call on a CPU, in which `real_inputs` are computed too."""
+        layers = super().few_rows()
+        if layers is not None and self.config.inputs != "embedding":
+            norms, embedding = [self.feature_norm] * len(self.config.feature_layers), None
+            if self.config.inputs == "both":
+                norms, embedding = [self.embedding_norm, *norms], self.attached.embedding
+            layers.set_fusion(self.fuse, norms, embedding, self.mask_residual)
+        return layers
 
     def mask_inputs(self) -> Tensor:
         return self.masks.expand(self.config.num_masks, -1)

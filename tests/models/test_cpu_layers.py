@@ -996,13 +996,8 @@ def test_drafters_draft_what_they_draft_unpacked(
         layers = layers_of(decoder)
         assert (layers is not None) == (kind in IN_ONE_CALL)
         if layers is not None:
-            plain = layers.forward
-
-            def counted(inputs: Tensor, *rest: Any, **more: Any) -> Any:
-                rows.append(len(inputs))
-                return plain(inputs, *rest, **more)
-
-            monkeypatch.setattr(layers, "forward", counted)
+            count = layers.count_operations
+            monkeypatch.setattr(layers, "count_operations", lambda n, kept: (rows.append(n), count(n, kept)))
         ours = [draft_all(decoder, ids, features, prompt) for prompt in (3, 70)]
         assert (len(rows) >= 15) == (kind in IN_ONE_CALL)
     for (our_logits, our_trees), (their_logits, their_trees) in zip(ours, theirs, strict=True):
@@ -1030,6 +1025,26 @@ def test_a_drafter_reads_changed_weights() -> None:
         after, fresh = (draft_all(each, ids, features, 3)[0] for each in (decoder, drafter.decoder(64)))
         assert not torch.equal(before[0], after[0])
         assert all(torch.equal(*both) for both in zip(after, fresh, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": "hidden", "feature_layers": [0, 3]}, {"mask_residual": False}])
+@EVERY_DTYPE
+def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """A draft whose inputs are computed in the one call has the logits of one whose inputs are given to it."""
+    target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
+    options = {"inputs": "both", "mask_residual": True, **options}
+    drafter = tiny_drafter_of("parallel", target, **options).to(dtype).freeze()
+    pack_linears(target)
+    pack_linears(drafter)
+    batch = random_batch(target, 1, 40, drafter)
+    ids, features = batch["input_ids"][0], batch["features"][0].detach()
+    fused, given = drafter.decoder(64), drafter.decoder(64)
+    layers = layers_of(given)
+    assert layers is not None
+    assert layers.has_fusion
+    layers._fusion = None
+    for ours, theirs in zip(draft_all(fused, ids, features, 3)[0], draft_all(given, ids, features, 3)[0], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # ---- other processors ----
