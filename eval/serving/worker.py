@@ -289,7 +289,7 @@ class Worker:
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
         stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
         limits = (job.new_tokens, self.end_ids, generator, stop)
-        number, columns = session.current, self.drafter.columns
+        number, columns = session.current, self.drafter.vocab.columns
         generation = Generation(None, job.sampling, *limits, columns=columns, sequence=number)
         step = session.prefill(job.prompt_ids)
         generation.begin(step.logits[-1])
