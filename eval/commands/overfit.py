@@ -152,7 +152,7 @@ def overfit(
 def _options(recipe: Recipe, drafter_class: type[Drafter], target: PreTrainedModel) -> dict[str, Any]:
     """Return the recipe's options with a share of `ce` in the loss, which decides between near ties of the target."""
     options = recipe.drafter.options
-    weights = loss_weights(drafter_class.make_config(target.config, options).loss)
+    weights = loss_weights(drafter_class.make_config(target, options).loss)
     return {**options, "loss": {**weights, "ce": max(weights.get("ce", 0.0), CE_SHARE * sum(weights.values()))}}
 
 
