@@ -16,10 +16,10 @@ from support.places import ROOT
 LIMITS = {
     "core": 0,
     "recipes": 0,
-    "data": 1,
-    "models": 111,
+    "data": 0,
+    "models": 102,
     "train": 6,
-    "eval": 40,
+    "eval": 17,
     "benchmarks": 0,
     "examples": 0,
     "docs/generate": 0,
