@@ -1,6 +1,6 @@
 """`torch.compile` as decoding uses it: no graph breaks; CUDA graphs where there is CUDA, elsewhere one graph for all.
 
-What is compiled is kept in `$DRAFTSMITH_CACHE`, so that a second process has it in seconds.
+Compiled code is cached in `$DRAFTSMITH_CACHE`, so that a second process loads it in seconds.
 """
 
 import os
@@ -23,16 +23,15 @@ SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for
 
 
 def compiles_by_default(device: torch.device) -> bool:
-    """Whether decoding on this device is compiled if a recipe says nothing: a step's small operations take longer to
-    call than to compute.
+    """Return True if decoding is compiled here by default: small operations take longer to call than to compute.
 
-    It takes a compiler of C++, which inductor and Triton ask for; and `$DRAFTSMITH_COMPILE` is not 0.
+    It takes a C++ compiler, which inductor and Triton need; and `$DRAFTSMITH_COMPILE` is not 0.
     """
     return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function. What is compiled is stored with the code: without guards another closure of it would run it."""
+    """Copy a function. Compiled code is stored with its code: without guards another closure would run it."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -50,13 +49,13 @@ def compiled(
     backend: str = BACKEND,
     dynamic: Sequence[tuple[int, int, int]] | None = None,
 ) -> Callable[..., Any]:
-    """The function, compiled; `what` names it to the user.
+    """Compile a function; `what` names it to the user.
 
     On CUDA its results are in memory that the next call of any compiled function may reuse: copy what is kept longer.
 
     Args:
         dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least: one graph serves all
-            of them, and nothing else about a call is looked at. None: compiled anew for every shape of its tensors.
+            of them, and nothing else about a call is looked at. None: compiled again for every shape of its tensors.
 
     Raises (when it is called):
         UserError: It cannot be compiled.
@@ -75,7 +74,7 @@ def compiled(
     num_calls = 0
 
     def first_call(inputs: tuple[Any, ...]) -> Any:
-        """Takes a minute, or seconds where the cache has what it needs."""
+        """Compile and call: a minute, or seconds with a warm cache."""
         for number, dimension, most in dynamic or ():
             torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
         with progress_bar(1, f"compile {what}", "graph", shown=backend == BACKEND) as progress:

@@ -1,8 +1,8 @@
 """The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and others, and how models use them.
 
 They are built once on a machine. The library is stored in draftsmith's cache, named after its source, torch, the
-compiler and the processor. Where there is no compiler, or it refuses, decoding goes on with torch's own operations, and
-one sentence says what that costs.
+compiler and the processor. Where there is no compiler, or it fails, decoding uses torch's own operations, and
+one sentence says how much slower that is.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ GROUPED_SDPA = "grouped_sdpa"
 MOST_PACKED_ROWS = 512  # of one product: beyond it torch's own is as fast
 MOST_ROWS = 64  # of one attention: beyond it, as in a prompt, torch's own is as fast
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
-# What a compiler may not know: the processor's own instructions, and threads, which are torch's.
+# Flags that a compiler may not know: for the processor's instructions, and for threads, which are torch's.
 MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
 WITHOUT = (
-    "decoding on this CPU goes on with torch's own products, which read weights at a third to a half of the memory's "
+    "decoding on this CPU uses torch's own products, which read weights at a third to a half of the memory's "
     "speed: install a C++ compiler (g++ 10 or clang 12, or later)"
 )
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def cpp_compiler() -> str | None:
-    """The path of `$CXX`, or of the first C++ compiler that there is."""
+    """Return the path of `$CXX`, or of the first C++ compiler found."""
     wanted = os.environ.get("CXX")
     return next(filter(None, map(shutil.which, [wanted] if wanted else ["c++", "g++", "clang++"])), None)
 
@@ -54,7 +54,7 @@ _lanes: int | None = None  # of a vector of this processor; 0: there are no kern
 
 
 def has_kernels() -> bool:
-    """Whether the operations are there; builds them the first time, in half a minute.
+    """Return True if the operations are available; the first call builds them, in half a minute.
 
     Where they cannot be, the reason is logged once.
     """
@@ -86,7 +86,7 @@ def _load() -> bool:
 
 
 def can_attend(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attention` takes these: query [B, H, R, D], mask [1, 1, R, S] additive, or None for a single row.
+    """Return True if `attention` takes these: query [B, H, R, D], mask [1, 1, R, S] additive, or None for a single row.
 
     Keys and values must be like the query: in dtype, in head size, and contiguous in it.
     """
@@ -107,7 +107,7 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def _built(compiler: str) -> Path:
-    """The library, from the cache or built into it under its name in one step."""
+    """Return the library in the cache; build it if it is missing, and move it there in one step."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     machine = Machine.here()
     sources = [each.read_text(encoding="utf-8") for each in (SOURCE, *HEADERS)]
@@ -128,12 +128,13 @@ def _built(compiler: str) -> Path:
 
 
 def _build(compiler: str, library: Path, machine_flags: Sequence[Sequence[str]] = MACHINE_FLAGS) -> None:
-    """
+    """Compile the library.
+
     Args:
-        machine_flags: The first of these that the compiler takes are used.
+        machine_flags: Tried in order until the compiler accepts one.
 
     Raises:
-        CalledProcessError: With what the compiler said in `stderr`.
+        CalledProcessError: With the compiler's errors in `stderr`.
     """
     # Not from torch.utils.cpp_extension, which needs setuptools.
     folder = Path(torch.__file__).parent
@@ -149,7 +150,7 @@ def _build(compiler: str, library: Path, machine_flags: Sequence[Sequence[str]] 
 
 
 def _register_shapes() -> None:
-    """Tell torch's compiler the shapes of the operations' results."""
+    """Register the shapes of the operations' results for torch's compiler."""
 
     @torch.library.register_fake("draftsmith::linear")
     def _(rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -167,7 +168,7 @@ def _register_shapes() -> None:
 def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """query [B, H, n, D], key and value [B, Hkv, S, D], additive or boolean mask [B or 1, 1, n, S] to [B, n, H, D].
+    """Attend: query [B, H, n, D], key, value [B, Hkv, S, D], additive or bool mask [B or 1, 1, n, S] -> [B, n, H, D].
 
     transformers' `sdpa` repeats the whole cache for every query head whenever there is a mask, as there is in tree
     verification. A tree of one sequence goes through `cpu_kernels.cpp`; the rest through torch's kernel for CPUs, which
@@ -200,13 +201,13 @@ def use_grouped_sdpa(model: PreTrainedModel) -> None:
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer with a second, packed copy of its weight; where that cannot serve, it is a plain one.
+    """A frozen linear layer with a second, packed copy of its weight; a plain one where the copy cannot be used.
 
     torch reads a weight at a third to a half of the memory's speed when a few rows are multiplied by it; from a packed
     copy `cpu_kernels.cpp` reads it at all of it, and a tree's rows cost what one costs until arithmetic is what counts.
     The copy is the price: `packable_bytes`.
 
-    A layer becomes one in place, by its class (`pack_linears`), so that whoever borrows the module has the packed one.
+    A layer becomes one in place, by its class (`pack_linears`), so that drafters that borrow it have the packed one.
     """
 
     packed: Tensor | None = None
@@ -218,12 +219,12 @@ class PackedLinear(nn.Linear):
         rows = input.numel() // self.in_features
         if trains or input.dtype != self.weight.dtype or rows > MOST_PACKED_ROWS or not _can_be_packed(self):
             return super().forward(input)
-        if not torch.compiler.is_compiling():  # what is compiled was called before
+        if not torch.compiler.is_compiling():  # compiled code was called before
             self.pack()
         return torch.ops.draftsmith.linear(input, self.packed, self.out_features, self.packed_bias)
 
     def pack(self) -> None:
-        """Pack anew where the weight changed in place, as when an adapter is merged, or is another tensor."""
+        """Pack again if the weight changed in place, as when an adapter is merged, or is another tensor."""
         weight, bias = self.weight, self.bias
         of = (weight.data_ptr(), weight._version, weight.dtype, bias is not None and (bias.data_ptr(), bias._version))
         if self._packed_of != of:
@@ -242,7 +243,7 @@ class FastNorm(nn.RMSNorm):
 
 
 def can_fuse(linear: nn.Linear, rows: Tensor) -> bool:
-    """Whether `fused` takes this linear layer with these rows [R, ...] of one sequence."""
+    """Return True if `fused` takes this linear layer with these rows [R, ...] of one sequence."""
     known = isinstance(linear, PackedLinear) and rows.dtype == linear.weight.dtype and not torch.is_grad_enabled()
     return known and rows.dim() == 2 and len(rows) <= MOST_ROWS
 
@@ -270,7 +271,7 @@ def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[
 
 
 def largest(logits: Tensor) -> Tensor:
-    """[..., V] to [...] the first largest. On a CPU `max` finds it in a half of `argmax`'s time, in bf16 in a fifth."""
+    """Return the first argmax [...] of [..., V]. On a CPU `max` takes half of `argmax`'s time, in bf16 a fifth."""
     known = logits.device.type == "cpu" and logits.dtype in DTYPES
     if known and logits.dim() == 2 and logits.stride(-1) == 1 and has_kernels():
         return torch.ops.draftsmith.largest(logits)
@@ -290,7 +291,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def packable_bytes(model: nn.Module) -> int:
-    """The bytes of packed copies of every frozen linear layer in fp32 or bf16, an upper bound."""
+    """Return the bytes of packed copies of all frozen linear layers in fp32 or bf16, an upper bound."""
     weights = {
         id(module.weight): module.weight
         for module in model.modules()

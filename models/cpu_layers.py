@@ -27,7 +27,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def has_static_rope(config: Any) -> bool:
-    """Whether the angles of a config's RoPE depend on the position only."""
+    """Return True if the angles of a config's RoPE depend on the position only."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type", "default") in STATIC_ROPE_TYPES
 
@@ -39,7 +39,7 @@ class CpuLayers:
         layers: Decoder layers. The first may have a method `attention_input`, see `forward`.
         norm: The final norm.
         head: The LM head, packed; None: there are no logits.
-        config: That of the layers.
+        config: The layers' config.
     """
 
     # Of all forwards in this process: two for each weight and row. torch's counter does not see into a call.
@@ -83,7 +83,7 @@ class CpuLayers:
     def set_fusion(
         self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, adds_last: bool
     ) -> None:
-        """Let `forward_fused` compute inputs, if all of it is in the layers' dtype and the linear layer is packed.
+        """Enable `forward_fused`, if all tensors are in the layers' dtype and the linear layer is packed.
 
         Args:
             linear: Its input is parts of width D: the embedding, if there is one, and the features.
@@ -99,7 +99,7 @@ class CpuLayers:
 
     @property
     def has_fusion(self) -> bool:
-        """Whether `forward_fused` can run."""
+        """Return True if `forward_fused` can run."""
         return self._fusion is not None and self.has_head
 
     def refresh(self, tokens: tuple[Tensor, ...] = ()) -> None:
@@ -144,10 +144,10 @@ class CpuLayers:
             keys, values: [L, 1, G, S, H].
             start: Where the first row is written; the others follow it.
             mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
-            taps: Which features are wanted, as of `FeatureTap`.
+            taps: Features to return, as of `FeatureTap`.
             parents: In place of a mask: of the nodes of a draft tree, -1 for none, whose last R are the rows. A row
                 sees all columns before the tree, its ancestors and itself.
-            first_kept: The first row that logits are wanted of.
+            first_kept: The first row to return logits of.
             wide: Whether logits are fp32, whatever the layers' dtype is.
 
         Returns:
@@ -231,7 +231,7 @@ class CpuLayers:
 
 
 def _is_covered(layer: Any, config: Any) -> bool:
-    """Whether `cpu_layers.h` computes a layer: its class, its activation, and whether it is packed."""
+    """Return True if `cpu_layers.h` computes a layer: its class and activation, and packed weights."""
     is_known = is_of_family(layer, "DecoderLayer") or hasattr(layer, "attention_input")
     if not is_known or getattr(config, "hidden_act", None) != "silu":
         return False
@@ -240,7 +240,7 @@ def _is_covered(layer: Any, config: Any) -> bool:
 
 
 def is_of_family(module: Any, part: str) -> bool:
-    """Whether a module is this part of one of the families, and no class derived from it."""
+    """Return True if a module is this part of one of the families, and no class derived from it."""
     kind = type(module)
     return any(
         kind.__name__ == name + part and kind.__module__ == f"transformers.models.{family}.modeling_{family}"

@@ -3,7 +3,7 @@
 transformers' `sdpa` repeats keys and values for every query head whenever there is a mask, and torch's kernel then has
 one block a query head: 9 blocks on a GPU of 132 multiprocessors for SmolLM2, which was 70 % of a step's kernel time
 (docs/measured/gpu.md). Here the query heads that share a key-value head are rows of one block, nothing is repeated, and
-every `SPLIT` columns are a block of their own; a second kernel merges the splits by their log-sum-exp.
+every `SPLIT` columns are a separate block; a second kernel merges the splits by their log-sum-exp.
 
 Shapes: H query heads, Hkv key-value heads, N rows, C columns of the cache, D head size. In a kernel: M = N H / Hkv rows
 of one key-value head, row m being node m // group and query head m % group of the group.
@@ -125,7 +125,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
     Args:
         query: [1, H, N, D].
-        key: [1, Hkv, C, D], values alike; contiguous in D.
+        key, value: [1, Hkv, C, D], contiguous in D.
         mask: [1, 1, N, C] additive, contiguous in C. Every row must see a column. None: every row sees all of them.
 
     Returns:

@@ -60,11 +60,11 @@ from draftsmith.models.target_logits import PLAIN, LogitShape
 # The LK paper's setting.
 LK_ETA = 3.0
 CHUNK_ELEMENTS = 1 << 22
-# Of a chunk's logits, so many are worked on at a time on a CPU: they stay in its cache.
+# Logits of a chunk that a CPU works on at a time: they stay in its cache.
 BLOCK_ELEMENTS = 1 << 19
 # Rows of a chunk on any other device, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
-# A head's gradient of this size or more is not kept beside another one.
+# Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28
 # The device type that chunks are made for, where it is not that of the tensors: in a plan.
 _made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
@@ -85,27 +85,27 @@ class DrafterOutput(ModelOutput):
 
 
 def ce(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
-    """-log q(label)."""
+    """Compute -log q(label)."""
     return -_log_softmax(logits).gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
 def kl(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL(p || q)."""
+    """Compute KL(p || q)."""
     return _kl(_log_softmax(teacher_logits), _log_softmax(logits))
 
 
 def tv(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Total variation, 1 - alpha."""
+    """Compute the total variation, 1 - alpha."""
     return _tv(_log_softmax(teacher_logits), _log_softmax(logits))
 
 
 def lk_alpha(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """-log alpha. Summed in the logarithm: alpha itself underflows where p and q share nothing, as they do at first."""
+    """Compute -log alpha, summed in the logarithm: alpha underflows where p and q share nothing, as at first."""
     return -torch.minimum(_log_softmax(teacher_logits), _log_softmax(logits)).logsumexp(-1)
 
 
 def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor, eta: float = LK_ETA) -> Tensor:
-    """A mixture that moves from KL, whose gradient is large where little is accepted, to TV as alpha grows."""
+    """Mix KL, whose gradient is large where little is accepted, and TV, more of it as alpha grows."""
     log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
     total_variation = _tv(log_p, log_q)
     weight = torch.exp(-eta * (1.0 - total_variation.detach()))
@@ -113,7 +113,7 @@ def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor, eta: float
 
 
 def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
-    """[..., D] twice -> [...]: EAGLE's regression to the target's features, beta = 1, mean over D."""
+    """Compute EAGLE's regression to the target's features, beta = 1, mean over D: [..., D] twice -> [...]."""
     dtype = softmax_dtype(features.dtype)
     return F.smooth_l1_loss(features.to(dtype), teacher_features.to(dtype), reduction="none").mean(-1)
 
@@ -124,22 +124,22 @@ LossWeights = Mapping[str, float]
 
 
 def loss_weights(loss: str | LossWeights) -> LossWeights:
-    """Return the weight of each loss, keys of `LOSSES`, from what a recipe says."""
+    """Return the weight of each loss, keys of `LOSSES`, from a recipe's value."""
     return {loss: 1.0} if isinstance(loss, str) else loss
 
 
 def has_teacher(loss: str | LossWeights) -> bool:
-    """Whether some of it compares with the target's distribution."""
+    """Return True if one of the losses compares with the target's distribution."""
     return any(_compares_with_teacher(LOSSES[name]) for name in loss_weights(loss))
 
 
 @cache
 def _compares_with_teacher(row_loss: Callable[..., Tensor]) -> bool:
-    """Whether a loss of rows needs the teacher's logits, by its signature."""
+    """Return True if a loss of rows needs the teacher's logits, by its signature."""
     return signature(row_loss).parameters["teacher_logits"].default is Parameter.empty
 
 
-# What the losses of N rows count, with a reduced vocabulary less than 1: [N] those of labels, 0 where the head has not
+# Weights of the losses of N rows, with a reduced vocabulary less than 1: [N] those of labels, 0 where the head has not
 # the label; [N] those with a teacher, its mass inside, None for 1.
 Factors = tuple[Tensor, Tensor | None]
 
@@ -194,7 +194,7 @@ def losses_in_place(
 
 
 def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """[N] bool. An argmax costs several maxima on a CPU: it is taken only where the label is one of them."""
+    """Return [N] bool. A CPU computes the argmax, costlier than a maximum, only where the label has the maximum."""
     if logits.device.type != "cpu":  # where choosing rows would wait for the device
         return logits.argmax(-1) == labels
     correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
@@ -204,7 +204,7 @@ def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: bool) -> None:
-    """Losses, and in place of the logits d loss / d logits = softmax - one-hot."""
+    """Compute losses, and in place of the logits d loss / d logits = softmax - one-hot."""
     columns, log_q = labels.unsqueeze(1), logits.log_softmax(-1, dtype=losses.dtype)
     losses.copy_(log_q.gather(1, columns).squeeze(1)).neg_()
     if wants_grad:
@@ -214,7 +214,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, wants_grad: b
 def _divergence(
     logits: Tensor, labels: Tensor, teacher_logits: Tensor, results: Sequence[Tensor], wants_grad: bool
 ) -> None:
-    """KL(p || q), the cross entropy and, if asked for, alpha; the gradient q - p replaces the logits."""
+    """Compute KL(p || q), the cross entropy and, if needed, alpha; the gradient q - p replaces the logits."""
     losses, cross_entropy, *overlap = results
     log_q, log_p = (part.log_softmax(-1, dtype=losses.dtype) for part in (logits, teacher_logits))
     cross_entropy.copy_(log_q.gather(1, labels.unsqueeze(1)).squeeze(1)).neg_()
@@ -236,7 +236,7 @@ def _any_loss(
     losses: Tensor,
     wants_grad: bool,
 ) -> None:
-    """Losses, and in place of the logits d loss / d logits, of any row loss."""
+    """Compute any row loss, and in place of the logits d loss / d logits."""
     logits_there = logits.to(losses.dtype)
     if not wants_grad:
         losses.copy_(row_losses(loss, logits_there, labels, teacher_logits, factors))
@@ -263,12 +263,12 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 at least."""
+    """Return the dtype of softmaxes: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def safe_denominator(counts: Tensor) -> Tensor:
-    """Return counts to divide by: expected ones may be below 1, and where there is none there is nothing to divide."""
+    """Return counts with 1 in place of 0; expected counts below 1 stay."""
     return torch.where(counts > 0, counts, 1)
 
 
@@ -287,7 +287,7 @@ class Teacher(NamedTuple):
     token_n: Tensor  # [N] the token whose features predict a row's label
     head: nn.Linear | None = None  # [T, D]; None for the head that is trained through
     columns_v: Tensor | None = None  # [V] a reduced head's tokens among the T: p is the softmax over those alone
-    shape: LogitShape | None = None  # what is made of its product; None for that of the other head
+    shape: LogitShape | None = None  # from its product to logits; None: as the other head's
     mass_n: Tensor | None = None  # [N] probability of those tokens, which losses with a teacher count by; None for 1
 
     def features_nd(self) -> Tensor:
@@ -317,7 +317,7 @@ def head_loss(
     is_reduced: bool = False,
     needs_acceptance: bool = False,
 ) -> HeadLoss:
-    """Weighted sum of a row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
+    """Sum a weighted row loss of `head(hidden)`; its gradient reaches `hidden_nd` and, if that is trained, the head.
 
     Softmaxes are in fp32 at least, products in the head weight's dtype (with an fp32 head: in autocast's, if on). In
     fp16 the row weights meet the gradient only where the loss scale does, so that neither rounds it to zero.
@@ -331,9 +331,9 @@ def head_loss(
         loss: A key of `LOSSES`, or weights of several.
         teacher: For losses with a teacher (`has_teacher`), and for `needs_acceptance`.
         low_rank: [N, r] and [V, r], whose product is added to the logits; gradients reach both.
-        shape: What is made of the head's product before `low_rank` is added.
+        shape: Applied to the head's product before `low_rank` is added.
         is_reduced: Whether the head may not have a label, which is below 0 then.
-        needs_acceptance: Give every row's alpha too, whatever the loss.
+        needs_acceptance: Return every row's alpha too, whatever the loss.
     """
     head, loss, order_n, common_n = _linear(head), loss_weights(loss), None, None
     known_n = factors = None
@@ -382,7 +382,7 @@ def _factors_of(factors: Factors | None, rows: Tensor | slice) -> Factors | None
 def mass_inside(
     features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor, shape: LogitShape = PLAIN
 ) -> Tensor:
-    """Return how much of softmax(shape(head(features))) is inside a vocabulary [V] bool, [P] in fp32 at least.
+    """Return the mass of softmax(shape(head(features))) inside a vocabulary [V] bool, [P] in fp32 at least.
 
     It takes a product with the whole head, for every token once, however many depths predict its label. On a CPU
     only for the wanted tokens [P] bool, the others have 1; elsewhere for all, as counting them would wait.
@@ -405,7 +405,7 @@ def mass_inside(
 
 @contextmanager
 def chunks_made_for(device_type: str) -> Iterator[None]:
-    """A context in which chunks are as large as on such a device, whatever device the tensors are on."""
+    """Make chunks as large as on such a device within this context, whatever device the tensors are on."""
     token = _made_for.set(device_type)
     try:
         yield
@@ -418,7 +418,7 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 
     As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
     would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
-    of its gradient, beside which that is little. On devices other than a CPU DEVICE_ROWS at least.
+    of its gradient, a much larger cost. On devices other than a CPU DEVICE_ROWS at least.
     """
     rows = max(1, CHUNK_ELEMENTS // vocabulary, hidden_size // (2 if head_is_trained else 16))
     return rows if device_type == "cpu" else max(rows, DEVICE_ROWS)
@@ -469,7 +469,7 @@ class _Rows:
 
     @property
     def unit(self) -> Tensor:
-        """[] what weights are divided by before they enter a product: in fp16 they would be rounded to zero."""
+        """Return the divisor [] of the weights before they enter a product: in fp16 they would be rounded to zero."""
         if self.dtype != torch.float16:
             return self.weights_n.new_ones(())
         mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
@@ -554,7 +554,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, bias_v: Tensor | None, labels_n: Tensor, weights_n: Tensor | None, given: Any, *factors: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """given: of `_Rows`, from the loss on; factors: rows and weight of each term, one after the other."""
+        """Compute loss and gradients. given: `_Rows`' fields from `loss` on; factors: rows and weight of each term."""
         needed = ctx.needs_input_grad[-len(factors) :]
         terms = [
             (rows_nd.detach(), weight_vd.detach())
@@ -601,13 +601,13 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _adds_to_a_large_one(weight: Tensor) -> bool:
-    """Whether its gradient would be large, and in memory together with one of an earlier micro-batch."""
+    """Return True if the weight's gradient is large and an earlier micro-batch left another one in memory."""
     is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
     return is_large and weight.is_leaf and weight.grad is not None
 
 
 def _product(hidden: Tensor, weight_vd: Tensor, added: Tensor | None, out: Tensor) -> None:
-    """hidden W^T + what is added, [V] or `out` itself, into `out`."""
+    """Compute hidden W^T + `added`, [V] or `out` itself, into `out`."""
     if added is None:
         torch.mm(hidden, weight_vd.t(), out=out)
     else:
@@ -615,9 +615,9 @@ def _product(hidden: Tensor, weight_vd: Tensor, added: Tensor | None, out: Tenso
 
 
 def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
-    """total += logits^T rows."""
+    """Add logits^T rows to the total."""
     if total_vd.dtype == logits.dtype:
-        torch.addmm(total_vd, logits.t(), rows, out=total_vd)  # no product of the head's size beside the sum
+        torch.addmm(total_vd, logits.t(), rows, out=total_vd)  # no second tensor of the head's size
     else:
         total_vd += logits.t() @ rows
 

@@ -1,4 +1,4 @@
-"""What a target makes of its LM head's product: some scale it (Cohere, Granite), some cap it (Gemma 2 and later).
+"""From a target's LM head to its logits: some scale the product (Cohere, Granite), some cap it (Gemma 2 and later).
 
     logits = cap * tanh(scale * head(h) / cap),    without a cap: scale * head(h)
 
@@ -41,7 +41,7 @@ class LogitShape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the product is the logits."""
+        """Return True if the product is the logits."""
         return self == PLAIN
 
     def __call__(self, product: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ _measured: weakref.WeakKeyDictionary[nn.Module, LogitShape] = weakref.WeakKeyDic
 
 
 def logit_shape(target: PreTrainedModel) -> LogitShape:
-    """Return what the target makes of its LM head's product: read off its config and compared with its own logits.
+    """Return the shape of the target's logits, read off its config and compared with its own logits.
 
     A target without weights, as in a plan, is taken at its config's word.
 
     Raises:
-        UserError: Its logits are something else of the LM head's product.
+        UserError: Its logits are another function of the LM head's product.
     """
     if target not in _measured:
         shapes = _possible_shapes(target.config.get_text_config())
@@ -87,10 +87,10 @@ def logit_shape(target: PreTrainedModel) -> LogitShape:
 
 
 def _possible_shapes(config: Any) -> list[LogitShape]:
-    """Return what a class may make of a config's keys, the likeliest first."""
+    """Return the shapes that a class may read from a config's keys, the likeliest first."""
     factor, divisor = (math.prod(_number(config, key) or 1.0 for key in keys) for keys in (FACTORS, DIVISORS))
     cap = next((cap for key in CAPS if (cap := _number(config, key))), None)
-    # HyperCLOVA X multiplies by what is Granite's divisor; a class may look at some of these keys only, or at none.
+    # HyperCLOVA X multiplies by Granite's divisor; a class may look at some of these keys only, or at none.
     scales = [factor / divisor, factor * divisor, factor, 1.0 / divisor, divisor, 1.0]
     return [*dict.fromkeys(LogitShape(scale, each) for each in (cap, None) for scale in scales)]
 
@@ -137,7 +137,7 @@ def _compared(target: PreTrainedModel, shapes: list[LogitShape]) -> LogitShape:
 
 
 class _FinalStates(BaseModelOutputWithPast):
-    """The output of a target's layers, with None for whatever else its class looks at."""
+    """The output of a target's layers, with None for all other attributes."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -145,14 +145,14 @@ class _FinalStates(BaseModelOutputWithPast):
 
 
 def _logits_from(target: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """[N, V] that the target's own forward makes of final hidden states [N, D]; no layer runs."""
+    """Compute logits [N, V] of final hidden states [N, D] by the target's own forward; no layer runs."""
     base: Any = target.base_model
     base = base.get_decoder() if hasattr(base, "get_decoder") else base  # as `get_text_decoder`
 
     def final_states(*_: Any, **__: Any) -> Any:
         return _FinalStates(last_hidden_state=hidden[None])
 
-    before = base.__dict__.get("forward")  # of whoever else has replaced it
+    before = base.__dict__.get("forward")  # set if another wrapper replaced it
     base.forward = final_states
     try:
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)

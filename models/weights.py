@@ -16,15 +16,15 @@ USUAL_WAY_OUT = "give a folder with a transformers checkpoint, or a Hub id that 
 WAYS_OUT = (
     (
         "trust_remote_code",
-        "it brings code of its own: read that, and set target.trust_remote_code=true if you trust it",
+        "it brings its own code: read that, and set target.trust_remote_code=true if you trust it",
     ),
     ("scaled_dot_product_attention|does not support .*sdpa", "set target.attn_implementation=eager"),
     ("Permission denied|Read-only file system", "set the environment variable HF_HOME to a folder that can be written"),
     ("Unrecognized configuration class", "it is no language model that answers in text: use a causal language model"),
     (
         "does not recognize this architecture|Unrecognized model",
-        "use a version of transformers that knows this model_type, or target.trust_remote_code=true if it brings code "
-        "of its own",
+        "use a version of transformers that knows this model_type, or target.trust_remote_code=true if it brings its "
+        "own code",
     ),
     (r"pip install|requires the following packages|No module named", "install the package that it names"),
 )
@@ -36,10 +36,10 @@ HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
 
 def read_pretrained(what: str, location: str, load: Any) -> Any:
-    """Call a `from_pretrained`, with its failures told in one sentence.
+    """Call a `from_pretrained`; report its failures in one sentence.
 
     Args:
-        what: What is loaded, as the user knows it: a key of the recipe, say.
+        what: Name of the loaded thing for the user: a key of the recipe, say.
     """
     try:
         return load()
@@ -56,20 +56,20 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
 
 
 def _way_out(what: str, error: Exception) -> str:
-    """Say what would help against a failed load, by what transformers or the system said."""
+    """Choose the advice for a failed load by the error of transformers or the system."""
     of_the_target = WAYS_OUT if what.startswith("target.") else ()  # whose keys they name
     return next((way_out for pattern, way_out in of_the_target if re.search(pattern, str(error))), USUAL_WAY_OUT)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Return True if an allocation failed, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OF_THE_CPU)
 
 
 def load_weights(what: str, location: str, model_class: Any, **options: Any) -> Any:
-    """`model_class.from_pretrained(location, **options)`, in which no tensor is left at random and none is left over.
+    """Call `model_class.from_pretrained(location, **options)`; no tensor stays random and none is left over.
 
     Raises:
         UserError: A tensor is missing, not of this architecture or of another shape: names it.
@@ -86,7 +86,7 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
     if said:
         raise UserError(
             f"{what} {location} has not the weights that its config.json asks for ({said}): what is absent "
-            "would be random; restore the files that belong together, or make them anew"
+            "would be random; restore the files that belong together, or make them again"
         )
     return model
 
@@ -115,6 +115,6 @@ def sampled_hash(files: Iterable[Path]) -> str:
 
 
 def some_of(names: list[str]) -> str:
-    """Name the first few, and say how many more there are."""
+    """Join the first few names, and count the rest."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

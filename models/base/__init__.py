@@ -1,4 +1,4 @@
-"""What drafters are made of: the base class, those that several kinds begin with, and the parts that they share.
+"""Parts of drafters: the base class, base classes of several kinds, and shared parts.
 
 Read `drafter` (the base class, whose `forward` is a training step), `weights` (how rows add up to its loss) and
 `draft_vocab` (tokens and LM heads), then `group_wise` (layers of the target's kind, masks); `options` and `config` are

@@ -12,16 +12,16 @@ from draftsmith.models.target.view import embedding_width, target_values
 from draftsmith.models.target_logits import LogitShape
 
 MODEL_TYPE_PREFIX = "draftsmith-"
-# What a drafter's target must have in common with the one that it was made for.
+# Values that must be equal in a drafter's target and the one that it was made for.
 MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
 
 class DrafterConfig(PreTrainedConfig):
-    """What all drafters record: the target that they were made for, and their kind's options.
+    """Config of a drafter: the target that it was made for, and its kind's options.
 
     Args:
-        target_config: What `target_values` gives, so that a drafter can be built without its target.
-        target_name_or_path: Where that target came from, for humans.
+        target_config: Result of `target_values`, so that a drafter can be built without its target.
+        target_name_or_path: That target's name or path, to show.
         kwargs: Keys of `Options`, all of which become attributes. Those that it does not know are kept as they are.
     """
 
@@ -31,7 +31,7 @@ class DrafterConfig(PreTrainedConfig):
 
     target_config: dict[str, Any] = field(default_factory=dict)
     target_name_or_path: str = ""
-    # What the target makes of its LM head's product, see `models/target_logits.py`.
+    # Shape of the target's logits, see `models/target_logits.py`.
     target_logit_scale: float = 1.0
     target_logit_cap: float | None = None
     # Options of most kinds: whose kind its decoder layers are of, see `of_kind`, and `FirstToken`.
@@ -53,12 +53,12 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def has_own_heads(self) -> bool:
-        """Whether its logits come from LM heads that it trains itself, not from the target's."""
+        """Return True if its logits come from LM heads that it trains itself, not from the target's."""
         return False
 
     @property
     def target_logits(self) -> LogitShape:
-        """Return what the target makes of its LM head's product."""
+        """Return the shape of the target's logits."""
         return LogitShape(self.target_logit_scale, self.target_logit_cap)
 
     @property

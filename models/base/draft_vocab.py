@@ -1,6 +1,6 @@
 """The draft vocabulary and the LM heads that give logits of it, with the Markov head.
 
-The LM head is the target's, frozen, or heads of the drafter's own, which start as the target's and are trained. Which
+The LM head is the target's, frozen, or the drafter's own heads, which start as the target's and are trained. Which
 tokens a reduced one has is counted in the training data and part of the checkpoint, in vLLM's layout: `d2t` [V'] are
 offsets, the token of row i being i + d2t[i]; `t2d` [V] says of each token whether the head has it. Rows of the target's
 head are gathered when the drafter is attached, and in no checkpoint.
@@ -13,8 +13,8 @@ over those V' tokens, and a row's losses to it count by the probability that the
 needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152 tokens, a step takes 1.08 (P-EAGLE) to 1.20 times
 (EAGLE, whose head has but one row a token) as long. With `teacher_mass: false` there is none, and all rows count 1.
 
-**Markov head** (DSpark, arXiv 2607.05147). Where all depths come from one forward, depth k does not know which token
-depth k-1 came to. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
+**Markov head** (DSpark, arXiv 2607.05147). Where all depths come from one forward, depth k does not know the token
+drafted at depth k-1. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
 bigram's bias, at the price of a gather and a product as wide as the rank. In training x_{k-1} is the true token, in
 decoding the drafted one; q of a path is then exact by the chain rule. Depth 1 has the bias too, of the newest committed
 token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros: a drafter starts as it would without.
@@ -48,7 +48,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, vocabulary: int, drafted: int, rank: int) -> None:
         super().__init__()
-        # Whatever else is drawn stays what it is without the head.
+        # All other random draws stay as without the head.
         with torch.random.fork_rng(devices=[]):
             self.markov_w1 = nn.Embedding(vocabulary, rank)
             self.markov_w2 = nn.Linear(rank, drafted, bias=False)
@@ -74,7 +74,7 @@ class DraftHead:
         teacher_columns: [V'] the tokens of the head's rows among the teacher's, where these are more.
         t2d: [V] bool, whether the head has a token; None if it has all.
         markov: Adds to the logits by the token before.
-        shape, teacher_shape: What is made of the head's product, and of the teacher's.
+        shape, teacher_shape: From the head's product to logits, and from the teacher's.
         weight: Of the loss through it.
         needs_acceptance: Whether the auxiliary loss reads every row's alpha.
     """
@@ -145,7 +145,7 @@ def supervised_token_counts(dataset: Dataset, vocabulary: int) -> Tensor:
 class DraftVocab:
     """A view of a drafter: the tokens that it drafts, and its LM heads [V', D].
 
-    The drafter itself holds all tensors: buffers `d2t` and `t2d`, heads of its own (`lm_head`, or `lm_heads` for depths
+    The drafter itself holds all tensors: buffers `d2t` and `t2d`, its own heads (`lm_head`, or `lm_heads` for depths
     1, 2, ...), `markov_head`, and the rows of the target's head.
     """
 
@@ -193,7 +193,7 @@ class DraftVocab:
 
     @property
     def shape(self) -> LogitShape:
-        """Return what is made of a head's product: the target's for its head, nothing for own heads."""
+        """Return the shape of a head's logits: the target's for its head, plain for own heads."""
         return PLAIN if self.own_heads else self._drafter.attached.shape
 
     def logits(self, normed: Tensor, depth: int = 0) -> Tensor:

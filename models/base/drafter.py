@@ -32,12 +32,12 @@ Feature = Literal["offline", "split_target", "split_weights"]
 
 @dataclass
 class Attached:
-    """The target and what is borrowed from it. A plain object: torch takes nothing in it for a part of the drafter."""
+    """The target and its borrowed modules. A plain object: torch registers none of them as parts of the drafter."""
 
     target: PreTrainedModel
     embedding: nn.Module
     lm_head: nn.Module
-    shape: LogitShape  # what the target makes of its head's product
+    shape: LogitShape  # from its head's product to logits
 
 
 class WithoutEmbeddings(PreTrainedModel):
@@ -142,8 +142,7 @@ class Drafter(WithoutEmbeddings):
         return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
 
     def label_counts(self, groups: Groups) -> Tensor:
-        """Return what the loss of a batch is divided by, [2, G]: its labels of each depth, and those that the loss
-        through the head reads.
+        """Return the divisors of a batch's loss, [2, G]: its labels of each depth, and those read through the head.
 
         They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
         number expected, which all parts can know before the first of them is computed.
@@ -215,7 +214,7 @@ class Drafter(WithoutEmbeddings):
         return sum_losses(groups, parts, shares_g, label_counts, credit)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the hidden states of all rows of the groups [N, D], or of what the heads read in their place.
+        """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
 
         Args:
             groups: With the tokens and positions.
@@ -241,7 +240,7 @@ class Drafter(WithoutEmbeddings):
 
         Args:
             hidden_nd: As `hidden_states` gives them.
-            normed_md: What the head read, of the rows at `place_m` among the N.
+            normed_md: The head's inputs, of the rows at `place_m` among the N.
             result: The losses through the head.
             features_pd: [P, D] that the target's head reads, if there is a teacher.
         """
@@ -252,7 +251,7 @@ class Drafter(WithoutEmbeddings):
         raise NotImplementedError
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[B, G, S, V] that training compares with labels, of every group: for tests and small vocabularies.
+        """Compute the logits of every group that training compares with labels, [B, G, S, V]: for tests.
 
         Where a depth reads drafted tokens it is given the true ones. -inf for tokens outside a reduced vocabulary.
         """
@@ -291,5 +290,5 @@ class Drafter(WithoutEmbeddings):
         """Start from the target's own weights where that helps."""
 
     def freeze(self) -> Self:
-        """Trained: from now on it only drafts, in eval mode and without gradients."""
+        """Switch to drafting: eval mode, no gradients."""
         return self.eval().requires_grad_(False)

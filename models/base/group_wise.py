@@ -1,6 +1,6 @@
-"""Drafters made of decoder layers of the target's kind, trained on all groups of a sequence at once (2410.05589, 4.1).
+"""Drafters made of decoder layers of the target's kind, trained on all groups of a sequence together (2410.05589, 4.1).
 
-Depth 0 of a group reads the newest token and what the target knew before it. Further depths, if any, follow it: K
+Depth 0 of a group reads the newest token and the target's feature before it. Further depths, if any, follow it: K
 trainable [MASK]s, which all come from one forward, or the drafter's own output (EAGLE-3). Only the active rows are
 computed, with group attention; when drafting, rows attend to the drafter's own KV cache instead.
 
@@ -100,7 +100,7 @@ MaskTokenId = Annotated[
 
 
 def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
-    """Check `feature_layers`, or take the default for a target of so many layers."""
+    """Build a check of `feature_layers` that sets the default for the target's number of layers if they are None."""
 
     def check(layers: list[int] | None, info: ValidationInfo) -> list[int]:
         if layers is None:
@@ -111,7 +111,7 @@ def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
 
 
 class GroupWiseDrafter(Drafter):
-    """A kind says what a row reads (`real_inputs`, `mask_inputs`); it may have other layers or another loss."""
+    """Base of these drafters: a kind defines a row's inputs (`real_inputs`, `mask_inputs`), its layers and its loss."""
 
     layers: nn.ModuleList
     norm: nn.Module
@@ -131,7 +131,7 @@ class GroupWiseDrafter(Drafter):
 
     @property
     def takes_target_layers(self) -> bool:
-        """Whether its layers start as some of the target's."""
+        """Return True if its layers start as some of the target's."""
         return self.config.init == "target" and self.config.layers == "target"
 
     # ---- training ----
@@ -148,7 +148,7 @@ class GroupWiseDrafter(Drafter):
         return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
     def features_read(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return what a training step reads of the target's features, [B, S, F]."""
+        """Return the features of the target that a training step reads, [B, S, F]."""
         return features
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class GroupWiseDrafter(Drafter):
         return logits_bgsv + self.vocab.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
 
     def tokens_before(self, input_ids: Tensor) -> Tensor:
-        """[B, G, S] the tokens before the labels of every group: x_t at depth 1.
+        """Return the tokens [B, G, S] before the labels of every group: x_t at depth 1.
 
         After the last token there is none: groups that would read it repeat the last, and mean nothing.
         """
@@ -196,7 +196,7 @@ class GroupWiseDrafter(Drafter):
     # ---- shared by training and decoding ----
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., E] of the newest tokens x_t [...], from them and h_{t-1} [..., F]."""
+        """Compute inputs [..., E] from the newest tokens x_t [...] and h_{t-1} [..., F]."""
         raise NotImplementedError
 
     def mask_inputs(self) -> Tensor | None:
@@ -205,15 +205,15 @@ class GroupWiseDrafter(Drafter):
 
     @property
     def mask_residual(self) -> bool:
-        """Whether a mask reads its group's newest token too: its input is added."""
+        """Return True if a mask reads its group's newest token too: its input is added."""
         return getattr(self.config, "mask_residual", False)
 
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """[W, E] of drafted tokens [W], from them and, in place of h, the outputs that predicted them [W, D]."""
+        """Compute inputs [W, E] from drafted tokens [W] and, in place of h, the outputs that predicted them [W, D]."""
         return self.real_inputs(input_ids, feedback)
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, E] to [1, N, D]; `cached_attention` is what the layers attend by, see `groups/attention.py`."""
+        """Run the layers, [1, N, E] -> [1, N, D]; `cached_attention` is their attention, see `groups/attention.py`."""
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=rotary, **attention)
         return hidden
@@ -245,7 +245,7 @@ class GroupWiseDrafter(Drafter):
         return self.with_markov_head(ParallelDecoder(self, max_length_tokens))
 
     def with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
-        """Let the Markov head, if there is one, change a decoder's logits by the token before."""
+        """Wrap a decoder so that the Markov head, if any, adds to its logits by the previous token."""
         head = self.markov_head
         if head is None:
             return decoder
@@ -253,7 +253,7 @@ class GroupWiseDrafter(Drafter):
 
 
 def embeddings_of(target: PreTrainedModel) -> Tensor:
-    """[V, D] of all its tokens, scaled where the target scales them."""
+    """Return the embeddings [V, D] of all tokens, scaled where the target scales them."""
     return target.get_input_embeddings()(torch.arange(target.config.vocab_size, device=target.device))
 
 

@@ -28,7 +28,7 @@ from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 
 
 def one_message(message: str) -> WrapValidator:
-    """Give this sentence of a value of several possible types, in place of pydantic's own about each of them."""
+    """Replace pydantic's messages, one a possible type of a value, by this sentence."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -154,17 +154,17 @@ class DrafterOptions(Section):
         return 1
 
     def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
-        """Share of each depth in the loss, sum 1, when so much of the training is done."""
+        """Return the share of each depth in the loss, sum 1, at this fraction of the training."""
         return [1.0]
 
     @property
     def kept_shares(self) -> list[float] | None:
-        """Share of each depth's rows that training keeps, if it drops some at random."""
+        """Return the share of each depth's rows that training keeps, if it drops some at random."""
         return None
 
     @property
     def credit(self) -> Credit | None:
-        """Return how rows count by what their group does, or None where they are weighed by their depth alone."""
+        """Return how rows are weighted by their group, or None where they are weighted by depth alone."""
         return None
 
 

@@ -1,7 +1,7 @@
 """Drafters by name: the class that `drafter.kind` stands for, and trained drafters from their folders or the Hub.
 
 On the Hub it is `user/repo` or `user/repo@revision`, fetched into the Hub's cache and used like a folder. What else is
-in their repository, in folders of its own (exports, pictures), is not fetched.
+in their repository, in separate folders (exports, pictures), is not fetched.
 """
 
 import importlib
@@ -30,19 +30,19 @@ NOT_IN_FOLDERS = ["*/*"]
 
 @dataclass
 class Start:
-    """The trained drafter whose weights a training began with (`drafter.init`)."""
+    """The trained drafter that a training took its first weights from (`drafter.init`)."""
 
     source: str  # as the recipe names it
     kind: str
     weights_sha256: dict[str, str]
-    fresh: list[str]  # parameters that it has not
+    fresh: list[str]  # parameters that it lacks
     unused: list[str]  # and those that only it has
-    draft_vocabulary: str | None = None  # what became of the draft vocabulary, in words; None without one
+    draft_vocabulary: str | None = None  # how the draft vocabulary was carried over, in words; None without one
 
 
 @dataclass
 class Training:
-    """`training.json`: what training did. Earlier versions noted less.
+    """`training.json`, the record of a training. Earlier versions noted less.
 
     draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has. best_step: whose
     weights these are, where not the last ones were kept.
@@ -68,7 +68,7 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     """Return the class that `drafter.kind` names, the attribute `DRAFTER` of `models/drafters/<kind>.py`.
 
     Raises:
-        UserError: There is no such drafter; lists those that there are.
+        UserError: There is no such drafter; lists the existing ones.
     """
     kinds = drafter_kinds()
     if kind not in kinds:
@@ -118,7 +118,8 @@ def read_drafter(folder: str | Path, dtype: torch.dtype | Literal["auto"]) -> Dr
 
 
 def check_finite(place: Path, drafter: Drafter) -> None:
-    """
+    """Check that all weights are finite.
+
     Raises:
         UserError: A weight is infinite or no number: trees by confidence would break, and all drafts be rejected.
     """
@@ -131,11 +132,12 @@ def check_finite(place: Path, drafter: Drafter) -> None:
 
 
 def read_training(folder: Path) -> Training:
-    """
+    """Read `training.json`.
+
     Raises:
         UserError: The file is damaged.
     """
-    way_out = "delete it and run `draftsmith train` again, which goes on from the last checkpoint"
+    way_out = "delete it and run `draftsmith train` again, which resumes from the last checkpoint"
     return read_json(folder / TRAINING_FILE, Training, way_out)
 
 
@@ -152,7 +154,7 @@ def drafter_config(folder: Path) -> dict[str, Any]:
 
 
 def check_as_trained(folder: Path) -> str:
-    """Compare kind and weights with those that training noted down in `training.json`, if it is there; return the kind.
+    """Compare kind and weights with `training.json`, if it exists; return the kind.
 
     Raises:
         UserError: They are not, or there is no trained drafter.
@@ -180,10 +182,10 @@ def check_as_trained(folder: Path) -> str:
 def drafter_place(location: str, what: str = "drafter") -> Path:
     """Return the folder of a drafter: the one that is named, or that the Hub's repository is fetched to.
 
-    Within one process an id stands for one commit. Without a connection, for what was fetched before.
+    Within one process an id stands for one commit. Without a connection, for the commit fetched before.
 
     Args:
-        what: How a sentence calls it: a key of the recipe, say.
+        what: Name of it in messages: a key of the recipe, say.
 
     Raises:
         UserError: There is no such folder and the Hub does not give it, or what it gives is no drafter.
@@ -201,7 +203,7 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
 
 
 def is_published(location: str) -> bool:
-    """Whether it is fetched from the Hub, and so cannot be written to."""
+    """Return True if it is fetched from the Hub, and so cannot be written to."""
     return hub_id(location) is not None and not Path(location).expanduser().is_dir()
 
 

@@ -1,18 +1,18 @@
-"""What each row counts in the loss of a training step: by its depth, and by what its group does.
+"""Weights of rows in the loss of a training step, by depth and by the drafter's success in their group.
 
 `depth_weights` gives each depth its share of the loss, a mean over the depth's own rows. With equal
 weights from the first step on, the easy part of the deep depths (their marginals) drowns the hard part of the first one
-(copying), which forms late: with `depth_ramp` training begins with depth 1 alone and lets the others in one after the
+(copying), which forms late: with `depth_ramp` training starts with depth 1 alone and lets the others in one after the
 other, as a function of progress alone.
 
 `dpace_alpha` is D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810), which weighs every row by what it is
-worth to the drafted length of its own group. With q_i the drafter's probability of the label at depth i,
+worth to the drafted length of its group. With q_i the drafter's probability of the label at depth i,
 sum_m prod_{i<=m} q_i is the length that is expected to be accepted, and its gradient is that of sum_j w_j log q_j with
 
     w_j = sum_{m>=j} prod_{i<=m} q_i      (eq. 8; q_i there is (1 - alpha) q_i + alpha, eq. 7; w_j carries no gradient)
 
 so that the loss of a group is sum_j w_j * (-log q_j) (eq. 9). The weights are not divided by their sum, which would
-take the expected length out of it again; over groups we take a mean, as the paper's author asks for
+take the expected length out of it again; over groups we take a mean, as the paper's author proposes
 (sgl-project/SpecForge, issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). Where we decide:
 w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull request 848; also EAGLE's regression), q
 being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row that a conditional
@@ -84,7 +84,7 @@ def sum_losses(
         parts: The labelled rows of each head.
         shares_g: [G] of `depth_shares`.
         counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
-        credit: How rows count by what their group does, if they do.
+        credit: How rows are weighted by their group, if at all.
     """
     batch, num_depths, length = groups.labels_bgs.shape
     losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
@@ -132,7 +132,7 @@ def weigh_by_groups(
     num_depths: int,
     counted_groups: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return weights by what groups do, [P * G] each, or None for one that is switched off.
+    """Return weights by the groups' outcomes, [P * G] each, or None for one that is switched off.
 
     Args:
         credit: Which of them.
@@ -159,7 +159,7 @@ def weigh_by_groups(
 
 
 def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_groups: int, num_depths: int) -> Tensor:
-    """Return D-PACE's w [P, G] of the rows of whole groups, 0 where there is none.
+    """Return D-PACE's w [P, G] of the rows of whole groups, 0 without a row.
 
     Args:
         alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.

@@ -23,15 +23,15 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
-    """(layers, keys and values, B, Hkv, capacity, Dh) of what these layers keep of B sequences."""
+    """Return the shape of the cache of B sequences: (layers, keys and values, B, Hkv, capacity, Dh)."""
     return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
 
 
 def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
-    """[R, S] bool: which columns [S] a row does not see, given both one's places in a sequence, whose last is a row's.
+    """Return [R, S] bool, the columns a row does not see, from the places of both; the last place is a row's.
 
     Args:
-        causal: Whether rows do not see each other's followers.
+        causal: Whether a row sees no later row.
         window: As in `CachedAttention`.
     """
     hidden = columns > (rows if causal else rows[-1:])[:, None]
@@ -44,7 +44,7 @@ class CachedAttention(KVCache):
     """The KV cache of a drafter's layers, with the mask of the current step and attention over it.
 
     A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
-    `length` real tokens that are there; only the real ones are kept, by the caller moving `length`. Causal order is
+    `length` cached real tokens; only the real ones are kept, by the caller moving `length`. Causal order is
     exactly group attention here, since the masks of the newest group come after every real token.
     A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
 
@@ -71,7 +71,7 @@ class CachedAttention(KVCache):
         self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
 
     def hold_still(self) -> None:
-        """Tell the compiler that the memory never moves: CUDA graphs refuse to write into any other."""
+        """Mark the memory as static for the compiler: CUDA graphs refuse to write into any other."""
         for part in (self.keys, self.values):
             torch._dynamo.mark_static_address(part)
 
@@ -178,7 +178,7 @@ class CachedAttention(KVCache):
         )
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
-        """[1, R, H, Dh] for queries [1, H, R, Dh]; stores the new keys and values [1, Hkv, R, Dh]."""
+        """Return [1, R, H, Dh] for queries [1, H, R, Dh]; store the new keys and values [1, Hkv, R, Dh]."""
         keys, values = self.update((self.keys[layer_index], self.values[layer_index]), (k_bhrd, v_bhrd))
         if self._mask is None and not self._open:
             out = F.scaled_dot_product_attention(
@@ -227,14 +227,14 @@ class StaticLayers:
         self._run = compiled(run, drafter.device, f"drafter {type(drafter).__name__}", backend)
 
     def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """Rows that follow the cached ones in order: hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
+        """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         begin, rows = self._cache.length, len(inputs_re)
         places = self._columns[begin : begin + padded_rows(rows)]
         kept = self._columns[first_kept:rows]
         return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
 
     def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """New nodes of a draft tree: hidden [W, D] and fp32 logits [W, V']; seen [W, M] as in `CachedAttention`."""
+        """Run new nodes of a draft tree; hidden [W, D] and fp32 logits [W, V']; seen [W, M] as in `CachedAttention`."""
         (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
         begin = self._cache.length + known - nodes
         places = self._columns[begin : begin + size]
@@ -254,10 +254,10 @@ class StaticLayers:
         kept: Tensor,
         rotate: Rotate,
     ) -> tuple[Tensor, Tensor]:
-        """hidden: [R, S], what a row may not see."""
+        """Run the compiled layers. hidden: [R, S], columns that a row may not see."""
         inputs = F.pad(inputs_re, (0, 0, 0, len(places) - len(inputs_re)))[None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
+        # Copies, not views: compiled code may depend on where in a larger tensor an input starts.
         rotary = [part.clone() for part in rotate(inputs, positions)]
         results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
         # Results are kept over the next call, which on CUDA may reuse their memory.
@@ -265,5 +265,5 @@ class StaticLayers:
 
 
 def padded_rows(rows: int) -> int:
-    """The next power of two: few shapes, and at most as much again of what costs little."""
+    """Return the next power of two: few shapes, and at most twice the rows, which cost little."""
     return 1 << (rows - 1).bit_length()

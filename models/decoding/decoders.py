@@ -1,4 +1,4 @@
-"""What a decoder is, a drafter while it decodes one sequence, and the decoders made of cached decoder layers.
+"""Protocols of decoders, drafters while they decode one sequence, and the decoders made of cached decoder layers.
 
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
 that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is `OneForward` too).
@@ -44,32 +44,32 @@ class TokenColumns:
         given: list[int] = [] if ids is None else ids.tolist()
         self._tokens = [*given, -1]  # column -1 is "none", and stays -1
         self._known = frozenset(given)
-        self._ids_there = torch.empty(0) if ids is None else ids  # where they were last asked for
+        self._ids_on_device = torch.empty(0) if ids is None else ids  # on the device used last
 
     @property
     def reduced(self) -> bool:
-        """Whether tokens are missing, or may be."""
+        """Return True if tokens are missing, or may be."""
         return self.ids is not None
 
     def __contains__(self, token: int) -> bool:
         return self.ids is None or token in self._known
 
     def vocabulary_of(self, logits: Tensor) -> int:
-        """V, for logits [..., V']."""
+        """Return V, for logits [..., V']."""
         return logits.shape[-1] if self.ids is None else self._vocabulary
 
     def tokens(self, columns: list[int]) -> list[int]:
-        """The target's ids; -1, for no column, stays -1."""
+        """Return the target's ids of columns; -1, for no column, stays -1."""
         return columns if self.ids is None else [self._tokens[column] for column in columns]
 
     def widened(self, values: Tensor, elsewhere: float) -> Tensor:
-        """[..., V'] to [..., V], with this value for the tokens that have no column."""
+        """Widen [..., V'] to [..., V], with `elsewhere` for the tokens that have no column."""
         if self.ids is None:
             return values
-        if self._ids_there.device != values.device:
-            self._ids_there = self.ids.to(values.device)
+        if self._ids_on_device.device != values.device:
+            self._ids_on_device = self.ids.to(values.device)
         wide = values.new_full((*values.shape[:-1], self._vocabulary), elsewhere)
-        return wide.index_copy_(-1, self._ids_there, values)
+        return wide.index_copy_(-1, self._ids_on_device, values)
 
 
 ALL_TOKENS = TokenColumns()
@@ -84,24 +84,24 @@ class SequenceDecoder(Protocol):
         """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Tokens that are final. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
+        """Queue final tokens. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
 
 
 class DrafterDecoder(SequenceDecoder, Protocol):
-    """All depths from one forward: what a depth drafts does not depend on the tokens drafted before it."""
+    """Drafts all depths from one forward: a depth's logits do not depend on the tokens drafted before it."""
 
     def draft(self) -> Tensor:
-        """fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward."""
+        """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward."""
 
 
 @runtime_checkable
 class StepwiseDecoder(SequenceDecoder, Protocol):
-    """A tree level by level: what a node's children are depends on the tokens of the path to it."""
+    """Drafts a tree level by level: a node's children depend on the tokens of the path to it."""
 
     num_depths: int  # the longest path worth drafting
 
     def begin(self) -> Tensor:
-        """Read what is queued. fp32 logits [1, V'] of the children of node 0, the newest committed token."""
+        """Run the queued tokens. fp32 logits [1, V'] of the children of node 0, the newest committed token."""
 
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """Add W nodes below `parents`; fp32 logits [W, V'] of their children.
@@ -129,14 +129,14 @@ class Compilable(Protocol):
     """A decoder whose rounds `torch.compile` can run."""
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Before the first sequence."""
+        """Compile the forwards of a round, before the first sequence."""
 
 
 # ---- the decoders made of cached decoder layers ----
 
 
 class CachedDecoder:
-    """What the kinds share: one sequence at a time, its pending tokens, its cache and its positions.
+    """Base of the kinds' decoders: one sequence at a time, its pending tokens, its cache and its positions.
 
     Args:
         drafter: Has `layers_config`, `reads_first_token`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as
@@ -158,7 +158,7 @@ class CachedDecoder:
         self._rotary_table: tuple[Tensor, Tensor] | None = None
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile what a round runs, before the first sequence; prompts are read as before."""
+        """Compile the forwards of a round, before the first sequence; prompts are read as before."""
         self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
         self._static = StaticLayers(self._drafter, self._cache, backend)
 
@@ -170,7 +170,7 @@ class CachedDecoder:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
         if not self._drafter.reads_first_token and len(prompt_ids) > 1:
             self._pending, skipped = [(prompt_ids[1:], features[:-1])], 1
-        else:  # a prompt of a single token keeps its row, since a draft may be asked for right after it
+        else:  # a prompt of a single token keeps its row, since a draft may follow right after it
             previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
             self._pending, skipped = [(prompt_ids, previous)], 0
         self._begin_sequence(position_offset + skipped)
@@ -188,7 +188,7 @@ class CachedDecoder:
             self._pending.append((committed_ids, features))
 
     def _take_pending(self) -> tuple[Tensor, Tensor]:
-        """Ids [n] and features [n, F] of all that is queued."""
+        """Return ids [n] and features [n, F] of all queued tokens, and clear the queue."""
         if not self._pending:
             raise ValueError("drafting needs a new token: call start() or observe() first")
         queued = self._pending
@@ -223,21 +223,21 @@ class CachedDecoder:
         return kept, logits if layers.has_head else drafter.vocab.logits(normed).float()
 
     def _hidden_of(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """[R, D] of the rows of the cache's current step, before the final norm."""
+        """Return hidden states [R, D] of the rows of the cache's current step, before the final norm."""
         if self._few_rows is None or len(inputs_re) > MOST_ROWS:
             return self._drafter.run_layers(inputs_re.unsqueeze(0), rotary, cached_attention=self._cache)[0]
         features, _ = self._cache.run(self._few_rows, inputs_re, rotary, 0, False)
         return features.chunk(2, dim=-1)[0]
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of all positions, where they depend on the position only."""
+        """Compute cos and sin of all positions, where they depend on the position only."""
         if not has_static_rope(self._drafter.layers_config):
             return None
         positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._position_offset
         return self._drafter.rotary_of(torch.empty(0, device=self._device, dtype=self._drafter.dtype), positions)
 
     def _rotary_of(self, hidden: Tensor, where: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, R, Dh] at these places of the sequence."""
+        """Return cos and sin [1, R, Dh] at these places of the sequence."""
         if self._rotary_table is not None:
             cos, sin = self._rotary_table
             return cos[:, where], sin[:, where]
@@ -255,7 +255,7 @@ class ParallelDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
-        """fp32 logits [G, V'] of depths 1..G after the newest committed token, from one forward over n+K rows."""
+        """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward of n+K rows."""
         ids, features = self._take_pending()
         layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
         is_fused = layers is not None and layers.has_fusion and self._static is None
@@ -275,7 +275,7 @@ class ParallelDecoder(CachedDecoder):
 class PathDecoder:
     """A `StepwiseDecoder` over one that drafts all depths in one forward; no layer runs after `begin`.
 
-    What the token before changes is said by `_after`.
+    Subclasses add the effect of the previous token in `_after`.
 
     Args:
         decoder: Runs the one forward.
@@ -307,14 +307,14 @@ class PathDecoder:
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
-        """fp32 logits [1, V'] of the children of the newest committed token."""
+        """Return fp32 logits [1, V'] of the children of the newest committed token."""
         self._draft()
         self._depths = [0]
         return self._after(self._newest_1, slice(0, 1))
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V'] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
         self._depths += depths
         tokens_w, depths_w = to_device([tokens, depths], self._device)
@@ -325,15 +325,15 @@ class PathDecoder:
         raise NotImplementedError
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
-        """fp32 logits [W, V'] of these depths after these tokens."""
+        """Return fp32 logits [W, V'] of these depths after these tokens."""
         raise NotImplementedError
 
 
 class MarkovDecoder(PathDecoder):
-    """Adds to the logits what the token before says of them.
+    """Decoder that adds the Markov head's bias by the previous token.
 
     Args:
-        bias_of: Tokens [W], those before, to what they add to the logits [W, V'].
+        bias_of: From previous tokens [W] to their bias of the logits [W, V'].
     """
 
     def __init__(
@@ -350,13 +350,13 @@ class MarkovDecoder(PathDecoder):
         return self._logits_gv[depths_w] + self._bias_of(tokens_w)
 
 
-def depths_below(parents: list[int], depths: list[int], num_depths: int, of_them: str) -> list[int]:
-    """The depths of W new nodes below `parents`, [W].
+def depths_below(parents: list[int], depths: list[int], num_depths: int, limit: str) -> list[int]:
+    """Return the depths of W new nodes below `parents`, [W].
 
     Args:
         depths: Of the nodes there are.
         num_depths: Nodes of this depth would have no children.
-        of_them: What says how many depths there are, for the error.
+        limit: Reason for that limit, for the error.
 
     Raises:
         ValueError: A parent does not exist, or nothing is drafted so deep.
@@ -365,12 +365,12 @@ def depths_below(parents: list[int], depths: list[int], num_depths: int, of_them
         raise ValueError(f"parents {parents} must be among the {len(depths)} nodes there are: begin() first")
     below = [depths[parent] + 1 for parent in parents]
     if max(below) >= num_depths:
-        raise ValueError(f"a node at depth {max(below)} has no children: {of_them}")
+        raise ValueError(f"a node at depth {max(below)} has no children: {limit}")
     return below
 
 
 class GrowingTree:
-    """The nodes of a draft tree while it grows level by level: their depths, and who sees whom.
+    """The nodes of a draft tree while it grows level by level: their depths, and which nodes each sees.
 
     Node 0 is the newest committed token, which every node sees.
     """
@@ -385,7 +385,7 @@ class GrowingTree:
         self.depths, self.parents = [0], []
 
     def forget(self) -> None:
-        """Have no tree at all, until `begin`."""
+        """Drop the tree, until `begin`."""
         self.depths = []
 
     def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -408,7 +408,7 @@ class GrowingTree:
         return tuple(to_device([tokens, parents, depths], self._device))
 
     def seen_by_last(self, count: int) -> Tensor:
-        """[W, M] bool on the device, which nodes after node 0 each of the last W sees, itself too."""
+        """Return [W, M] bool on the device, which nodes after node 0 each of the last W sees, itself too."""
         nodes = len(self.parents)
         rows = bytearray(count * nodes)
         for row, node in enumerate(range(nodes - count, nodes)):
@@ -433,7 +433,7 @@ class TreeDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
-        """fp32 logits [1, V'] of the children of the newest committed token."""
+        """Return fp32 logits [1, V'] of the children of the newest committed token."""
         ids, features = self._take_pending()
         newest_1d, logits_1v = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         self._cache.length += len(ids)
@@ -443,7 +443,7 @@ class TreeDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V'] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         ids, parents_w, depths = self._tree.add(tokens, parents)
         above = self._feedback_md.index_select(0, parents_w)
         inputs_we = self._drafter.drafted_inputs(ids, above)

@@ -89,7 +89,7 @@ class KVCache:
         return tokens if self.sequences == 1 else -(-tokens // PAGE) * self.sequences * PAGE
 
     def write_at(self, places: int | Tensor, columns_seen: int) -> None:
-        """Let the next forward write its rows at `places`, and attend to the first `columns_seen` columns.
+        """Make the next forward write its rows at `places` and attend to the first `columns_seen` columns.
 
         Args:
             places: The column of each row [n], or of the first of adjacent ones.
@@ -98,7 +98,7 @@ class KVCache:
         self._places, self._columns_seen = places, columns_seen
 
     def update(self, held: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [1, G, n, D] into those it holds; return those that are attended to."""
+        """Write a layer's new keys and values [1, G, n, D] into those it holds; return those to attend to."""
         places = self._places
         for part, rows in zip(held, new, strict=True):
             if isinstance(places, Tensor):

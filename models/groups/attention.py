@@ -15,7 +15,7 @@ With a window of W tokens, a query of depth j at t, which stands at t + j, sees 
 alone, so that each depth has another first key: sliding-window attention, as engines serve it. Groups are not wider.
 
 Queries may be those of the last depths only, where the depths are computed one after the other because each reads
-what the one before it gave (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
+the output of the one before it (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
 
 Three backends compute the same thing:
 
@@ -67,10 +67,10 @@ def attend(
     cached_attention: Any = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, by which it is registered for the layers of drafters.
+    """Implement transformers' attention interface for the layers of drafters, for which it is registered.
 
-    It hands queries [1, H, N, Dh], keys and values to the object that the forward was given, whose method `attend`
-    gives [1, N, H, Dh]: `GroupAttention` in training, `CachedAttention` over a KV cache in decoding.
+    It hands queries [1, H, N, Dh], keys and values to the object passed to the forward, whose method `attend`
+    returns [1, N, H, Dh]: `GroupAttention` in training, `CachedAttention` over a KV cache in decoding.
     """
     if cached_attention is None:
         raise ValueError("the drafter's layers need `cached_attention`")
@@ -85,7 +85,7 @@ class GroupAttention:
         backend: As in `group_attention`.
         groups: Of the rows.
         depths: Those of the first depths, if not of all (`Groups.rows_of_depths`).
-        causal: Whether a row sees only the earlier ones of its own group.
+        causal: Whether a row sees only the earlier rows of its group.
         keeps: Whether rows of further depths follow, which attend to the keys and values of these.
         window: As in `group_attention`.
     """
@@ -130,7 +130,7 @@ class GroupAttention:
         return (rows if self._is_full else rows.index_select(0, self._index_n)).unsqueeze(0)
 
     def _to_grid(self, packed: Tensor) -> Tensor:
-        """[1, H, N, Dh] to [B, H, G, S, Dh], zeros where a row is inactive."""
+        """Scatter [1, H, N, Dh] to [B, H, G, S, Dh], zeros where a row is inactive."""
         rows, shape = packed[0].transpose(0, 1), self._shape
         if not self._is_full:
             rows = rows.new_zeros(math.prod(shape), *rows.shape[1:]).index_copy(0, self._index_n, rows)
@@ -147,7 +147,7 @@ def group_attention(
     causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every depth to the real past and to the masks of its own group, the earlier ones or all.
+    """Attend from every depth to the real past and to the masks of its group, the earlier ones or all.
 
     Args:
         q_bhqsd: [B, H, Q, S, Dh] of the last Q depths, already rotated.
@@ -156,7 +156,7 @@ def group_attention(
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Of which the S positions consist, if of several that do not see each other.
-        causal: Whether a mask sees only the earlier ones of its own group.
+        causal: Whether a mask sees only the earlier masks of its group.
         window: How many tokens a query sees back from its own position, that included; at least G, or None for all.
 
     Returns:
@@ -168,7 +168,7 @@ def group_attention(
     if window is not None and window >= q_bhqsd.shape[3] + k_bhgsd.shape[2] - 1:
         window = None  # nothing is as far away
     scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
-    # Under autocast RoPE leaves queries and keys in fp32 beside values in half precision; kernels want one dtype.
+    # Under autocast RoPE leaves queries and keys in fp32 and values in half precision; kernels need one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
         return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal, window)
@@ -196,7 +196,7 @@ def group_attention(
 
 @functools.cache
 def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> Any:
-    """Uncompiled they hold a value for each query and key: of a mask 25 GiB for five depths of 32k."""
+    """Compile a function that would hold a value for each query and key: of a mask 25 GiB for five depths of 32k."""
     from torch.nn.attention import flex_attention
 
     allow_many_shapes()
@@ -283,17 +283,17 @@ class _FoldedGroupAttention(torch.autograd.Function):
 
 
 def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, Hkv, S, R*M, Dh]: all queries of masks that share a key head, as rows of one small matrix."""
+    """Lay out all queries of masks that share a key head as rows of one small matrix, [B, Hkv, S, R*M, Dh]."""
     return q_bhmsd.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
 
 def _from_rows(rows: Tensor, num_queries: int) -> Tensor:
-    """[B, Hkv, S, R*M, ...] -> [B, H, M, S, ...], the inverse of `_rows`."""
+    """Invert `_rows`: [B, Hkv, S, R*M, ...] -> [B, H, M, S, ...]."""
     return rows.unflatten(3, (-1, num_queries)).movedim(2, 4).flatten(1, 2)
 
 
 def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float, causal: bool) -> Tensor:
-    """[B, Hkv, S, R*M, K] scores of the last M masks; if causal, mask j sees masks 1..j, and the rest is -inf."""
+    """Compute scores [B, Hkv, S, R*M, K] of the last M masks; if causal, mask j sees masks 1..j, the rest is -inf."""
     if not causal:
         return (q_rows @ k_bhskd.mT).mul_(scale)
     num_masks = k_bhskd.shape[3]
@@ -326,7 +326,7 @@ def _merge_own_group(
 
 
 def _rows_of_positions(values_bhms: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, M, S] -> [B, Hkv, S, R*M, 1]."""
+    """Reshape [B, H, M, S] -> [B, Hkv, S, R*M, 1]."""
     return values_bhms.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3).flatten(3, 4).unsqueeze(-1)
 
 
@@ -342,7 +342,7 @@ def _own_group_backward(
     grad_k_bhksd: Tensor,
     grad_v_bhksd: Tensor,
 ) -> Tensor:
-    """Part (b): returns the gradient of the queries [B, H, M, S, Dh], writes those of the masks' keys and values."""
+    """Return the gradient of part (b)'s queries [B, H, M, S, Dh]; write those of the masks' keys and values."""
     num_kv_heads, num_queries = k_bhgsd.shape[1], q_bhmsd.shape[2]
     dtype = lse_bhms.dtype
     q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhmsd, grad_out_bhmsd, out_bhmsd))
@@ -372,7 +372,7 @@ class _Past:
     window: int | None
 
     def forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Output, log-sum-exp [B, H*Q, S] in fp32 (fp64 for fp64), and what the backward needs besides."""
+        """Return output, log-sum-exp [B, H*Q, S] in fp32 (fp64 for fp64), and other tensors for the backward."""
         if self.window is None:
             return _causal_forward(q_bhsd, k_bhsd, v_bhsd, self.scale, self.documents)
         by_depth = [
@@ -392,7 +392,7 @@ class _Past:
         lse: Tensor,
         saved: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
+        """Return gradients of queries, keys and values, given the merged output and log-sum-exp."""
         if self.window is None:
             return _causal_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, self.scale, self.documents)
         grads_q, grads_k, grads_v = [], [], []
@@ -409,7 +409,7 @@ class _Past:
 
     @property
     def _windows(self) -> list[int]:
-        """Of each depth with queries: how many of the real tokens it sees back from its group's newest."""
+        """Return, for each depth with queries, how many real tokens it sees back from its group's newest."""
         assert self.window is not None
         first = 1 + self.num_masks - self.query_depths
         return [self.window - depth for depth in range(first, first + self.query_depths)]
@@ -430,10 +430,10 @@ def _causal_forward(
     documents: Documents | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Causal grouped-query attention, within each document if there are several, to the last `window` keys or all.
+    """Attend causally, grouped queries, within each document if there are several, to the last `window` keys or all.
 
     Returns:
-        Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and what the backward needs besides.
+        Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and other tensors for the backward.
 
     Raises:
         UserError: A device or dtype that no kernel is known for.
@@ -463,7 +463,7 @@ def _causal_backward(
     documents: Documents | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, given the merged output and log-sum-exp."""
+    """Return gradients of queries, keys and values, given the merged output and log-sum-exp."""
     if documents is None:
         return _backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, window)
     if _has_flash(q_bhsd):
@@ -485,19 +485,19 @@ def _lengths(bounds_d: Tensor) -> list[int]:
 
 
 def _by_document(documents: Documents, *parts: Tensor) -> list[Any]:
-    """Slices along the positions, of each document that has any."""
+    """Return the parts' slices of each document that is not empty."""
     slices = zip(*(part.split(_lengths(documents[0]), dim=2) for part in parts), strict=True)
     return [there for there in slices if there[0].shape[2] > 0]
 
 
 def _has_flash(q_bhsd: Tensor) -> bool:
-    """Whether the flash kernel for CUDA takes these queries: half precision, on Ampere and later."""
+    """Return True if the flash kernel for CUDA takes these queries: half precision, on Ampere and later."""
     is_half = q_bhsd.dtype in (torch.float16, torch.bfloat16) and q_bhsd.shape[-1] % 8 == 0
     return q_bhsd.device.type == "cuda" and is_half and _is_ampere(q_bhsd.device)
 
 
 def _efficient_dtype(q_bhsd: Tensor) -> torch.dtype:
-    """The dtype for the memory-efficient kernel, which has no bfloat16 before Ampere."""
+    """Return the dtype for the memory-efficient kernel, which has no bfloat16 before Ampere."""
     return torch.float32 if q_bhsd.dtype == torch.bfloat16 and not _is_ampere(q_bhsd.device) else q_bhsd.dtype
 
 
@@ -632,7 +632,7 @@ def _chunked_backward(
 
 
 def _chunks(part: Tensor, size: int) -> Tensor:
-    """[B, H, S, ...] to [B, n, H, size, ...], with zeros after the end."""
+    """Split [B, H, S, ...] into chunks [B, n, H, size, ...], with zeros after the end."""
     padding = (0, 0) * (part.dim() - 3) + (0, -part.shape[2] % size)
     return F.pad(part, padding).unflatten(2, (-1, size)).movedim(2, 1)
 
@@ -643,13 +643,13 @@ def _whole(chunks: Tensor, length: int) -> Tensor:
 
 
 def _with_chunk_before(chunks: Tensor) -> Tensor:
-    """[B, n, H, C, Dh] to [B, n, H, 2C, Dh]; zeros stand before the first."""
+    """Prepend to each chunk the one before: [B, n, H, C, Dh] -> [B, n, H, 2C, Dh], zeros before the first."""
     before = torch.cat([torch.zeros_like(chunks[:, :1]), chunks[:, :-1]], dim=1)
     return torch.cat([before, chunks], dim=3)
 
 
 def _as_own(grads: Tensor) -> Tensor:
-    """Gradients [B, n, H, C, Dh] of chunks, from those [B, n, H, 2C, Dh] of `_with_chunk_before`."""
+    """Sum gradients [B, n, H, 2C, Dh] of `_with_chunk_before` into those of chunks [B, n, H, C, Dh]."""
     before, own = grads.chunk(2, dim=3)
     own = own.clone()
     own[:, :-1] += before[:, 1:]
@@ -657,7 +657,7 @@ def _as_own(grads: Tensor) -> Tensor:
 
 
 def _chunk_mask(q_bnhcd: Tensor, window: int) -> Tensor:
-    """[B*n, 1, C, 2C]: 0 where a query of a chunk sees a key of the chunk before or its own, -inf elsewhere."""
+    """Build a mask [B*n, 1, C, 2C]: 0 where a query sees a key of its chunk or the one before, -inf elsewhere."""
     batch, count = q_bnhcd.shape[:2]
     query, key = (torch.arange(size, device=q_bnhcd.device) for size in (window, 2 * window))
     key = key - window
@@ -704,22 +704,22 @@ def _packed_backward(
 
 
 def _options_of_flash(scale: float, window: int | None) -> dict[str, Any]:
-    """Its named arguments; a window counts the keys beside a query's own."""
+    """Return the flash kernel's named arguments; its window does not count a query's own key."""
     return {"scale": scale} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
 
 
 def _as_documents(q_bhsd: Tensor) -> Documents:
-    """The rows of a batch as documents, since only that kernel takes a window."""
+    """Return the rows of a batch as documents, since only that kernel takes a window."""
     batch, length = len(q_bhsd), q_bhsd.shape[2]
     bounds_d = torch.arange(batch + 1, device=q_bhsd.device, dtype=torch.int32) * length
     return bounds_d, length
 
 
 def _one_after_the_other(part: Tensor) -> Tensor:
-    """[B, H, S, ...] to [1, H, B*S, ...]."""
+    """Join the sequences, [B, H, S, ...] -> [1, H, B*S, ...]."""
     return part.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _row_by_row(part: Tensor, batch: int) -> Tensor:
-    """[1, H, B*S, ...] to [B, H, S, ...]."""
+    """Split the sequences, [1, H, B*S, ...] -> [B, H, S, ...]."""
     return part[0].unflatten(1, (batch, -1)).transpose(0, 1)

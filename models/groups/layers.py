@@ -32,7 +32,7 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", 
 class TargetLayers:
     """Decoder layers and the final norm.
 
-    A plain object, so that torch takes nothing that it holds for a part of a drafter.
+    A plain object, so that torch does not register its modules as a part of a drafter.
     """
 
     layers: nn.ModuleList
@@ -50,7 +50,7 @@ def layers_config(layers_of: Mapping[str, Any], num_layers: int) -> PreTrainedCo
         layers_of: A target's, as `target_values` gives it, or one of `of_kind`.
 
     Raises:
-        UserError: The architecture is not supported; lists those that are.
+        UserError: The architecture is not supported; lists the supported ones.
     """
     model_type = layers_of.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:

@@ -56,7 +56,7 @@ def group_mask(
         key      x0  x1   m1 of x0, x1   m2 of x0, x1
         x0        1   .        .   .          .   .      every row: the real tokens up to its own group's
         x1        1   1        .   .          .   .
-        m1 of x0  1   .        1   .          c   .      masks: those of their own group, up to themselves;
+        m1 of x0  1   .        1   .          c   .      masks: those of their group, up to themselves;
         m1 of x1  1   1        .   1          .   c      c: later ones too, where groups are not causal
         m2 of x0  1   .        1   .          1   .
         m2 of x1  1   1        .   1          .   1
@@ -65,7 +65,7 @@ def group_mask(
         query: Places on a grid [G, S], flattened: depth * S + position. Broadcasts with `key`.
         key: The same.
         length: S.
-        causal: Whether a mask sees none of its own group's later ones.
+        causal: Whether a mask sees no later mask of its group.
         window: How many tokens a query sees back from its own position, that included; None for all. A mask of depth j
             stands j after its group's token.
         document_s: [S] the document of each position; nothing is seen in another.
@@ -88,7 +88,7 @@ def number_documents(documents: Documents, length: int) -> Tensor:
 
 
 def document_starts(position_ids_bs: Tensor) -> Tensor:
-    """[B, S] bool: the first token of each document of packed rows, where position ids do not go on counting.
+    """Return [B, S] bool, the first token of each document of packed rows, where position ids start again.
 
     The same rule by which transformers keeps packed documents apart in the target's attention.
     """
@@ -97,7 +97,7 @@ def document_starts(position_ids_bs: Tensor) -> Tensor:
 
 
 def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """[B, S, F]: h_{t-1} at t, the feature that predicted x_t; zeros for a document's first token."""
+    """Return h_{t-1} at t [B, S, F], the feature that predicted x_t; zeros for a document's first token."""
     # Not by torch.cat: autocast in bf16 refuses it the features of a target in fp16.
     previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))
     if position_ids is None:
@@ -107,7 +107,7 @@ def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) 
 
 
 def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:
-    """[B, G, S]: label of depth j+1 at t is x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
+    """Return labels [B, G, S]: of depth j+1 at t, x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
 
     A run of ones in the mask is one assistant turn, so no label crosses the end of a turn.
     """
@@ -127,7 +127,7 @@ class Groups:
 
     Args:
         input_ids: [B, S].
-        labels_bgs: [B, G, S] of the last G rows of a group, -100 where there is none.
+        labels_bgs: [B, G, S] of the last G rows of a group, -100 without a label.
         position_ids: [B, S], if they are not 0..S-1.
         shape: B, R, S.
         index_n: [N] places of the rows on the flattened grid.
@@ -178,9 +178,9 @@ class Groups:
 
         Args:
             input_ids: [B, S].
-            labels_bgs: [B, G, S], -100 where there is none. A label at depth j implies those at depths below.
+            labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
             active_brs: [B, R, S] bool, by default `active(labels_bgs)`. Where R > G, a group has rows at all depths but
-                the first, or none; where no group has, one is made.
+                the first, or none; if no group has any, one is added.
             position_ids: [B, S] of packed sequences, which count up and start again at each document.
             first_token: Whether documents have a row for their first token.
             in_documents: Lay the sequences of a batch out one after the other too, each as a document at least.
@@ -230,29 +230,29 @@ class Groups:
 
     @cached_property
     def depth_n(self) -> Tensor:
-        """[N] the row of its group that each is: 0 for the newest token, j for [MASK]_j."""
+        """Return each row's number in its group [N]: 0 for the newest token, j for [MASK]_j."""
         return self.index_n // self.shape[2] % self.shape[1]
 
     @cached_property
     def column_n(self) -> Tensor:
-        """[N] where each row's newest token stands in its sequence of the batch."""
+        """Return the position [N] of each row's newest token in its sequence of the batch."""
         return self.index_n % self.shape[2]
 
     @cached_property
     def token_n(self) -> Tensor:
-        """[N] the place of each row's newest token in [P]."""
+        """Return the place [N] of each row's newest token in [P]."""
         return self.index_n // (self.shape[1] * self.shape[2]) * self.shape[2] + self.column_n
 
     @cached_property
     def position_n(self) -> Tensor:
-        """[N] position ids of the rows: a mask or a drafted token comes after its group's newest token."""
+        """Return the rows' position ids [N]: a mask or a drafted token comes after its group's newest token."""
         if self.position_ids is None:
             return self.column_n + self.depth_n
         batch, _, length = self.shape
         return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.depth_n
 
     def labels(self, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of labelled rows, at these places among the N, what they predict.
+        """Return the labels of labelled rows, at these places among the N.
 
         Returns:
             Depths from 0, the labels, and the places in [P] of the tokens before these: their features predict them.
@@ -263,7 +263,7 @@ class Groups:
         return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m
 
     def rows_of_depths(self, *runs: int) -> list[DepthRows]:
-        """Return the rows of runs of so many depths each, of those runs that have any."""
+        """Return the rows of consecutive runs of depths with these lengths; runs without rows are left out."""
         batch, num_rows, length = self.core_shape
         order_n, found, first = self.depth_n.argsort(stable=True), list[DepthRows](), 0
         for count in runs:
@@ -277,7 +277,7 @@ class Groups:
         return found
 
     def document_lengths(self) -> Tensor:
-        """[B, S] tokens of the document of each token, up to its last label; 0 where it has none."""
+        """Return the number of tokens of each token's document [B, S], up to its last label; 0 without labels."""
         batch, _, length = self.shape
         position_ids = (
             torch.arange(length, device=self.token_n.device) if self.position_ids is None else self.position_ids
@@ -292,17 +292,17 @@ class Groups:
 
     @cached_property
     def labelled_by_depth(self) -> list[Tensor]:
-        """For each depth the places of its labelled rows among the N. All rows of masks are labelled."""
+        """Return for each depth the places of its labelled rows among the N. All rows of masks are labelled."""
         masks = self.counts_r[1:]
         order_m = self.labelled_m[self.depth_n[self.labelled_m].argsort(stable=True)]
         return list(order_m.split([len(order_m) - sum(masks), *masks]))
 
 
 def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: torch.Generator | None = None) -> Tensor:
-    """[B, G, S] bool: the masks that carry a label, and the real tokens up to the last group that has one.
+    """Return [B, G, S] bool: the masks that carry a label, and the real tokens up to the last group that has one.
 
     Args:
-        labels_bgs: [B, G, S], -100 where there is none. A label at depth j implies those at depths below.
+        labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
         shares_g: Of the masks that would be active, the share of each depth that is kept, at random and only where the
             mask before it is: conditional drop of deep positions. By default all are.
         generator: On the labels' device; torch's own by default.
@@ -343,7 +343,7 @@ def _packed_core(
 
 
 def _longest(starts_bs: Tensor, placed_bs: Tensor) -> Tensor:
-    """[] placed tokens of the longest document."""
+    """Return the placed tokens [] of the longest document."""
     placed_p = placed_bs.flatten().long()
     through_p = placed_p.cumsum(0)
     before_p = (through_p - placed_p).where(starts_bs.flatten(), 0).cummax(0).values

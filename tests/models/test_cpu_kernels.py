@@ -348,7 +348,7 @@ def check_without(caplog: pytest.LogCaptureFixture, said: str) -> None:
     assert type(linear) is nn.Linear
     with torch.no_grad():
         assert not can_attend(torch.zeros(1, 1, 1, 64), None)
-    (told,) = (record.getMessage() for record in caplog.records if "goes on with torch's own" in record.getMessage())
+    (told,) = (record.getMessage() for record in caplog.records if "uses torch's own" in record.getMessage())
     assert said in told
 
 
