@@ -1,4 +1,4 @@
-"""A target that answers with a drafter beside it, for scripts and notebooks: what the commands measure, in a few lines.
+"""A target that answers with a drafter, for scripts and notebooks: what the commands measure, in a few lines.
 
 For example, on the embedded target:
 
@@ -87,7 +87,7 @@ class SpeculativeDecoder:
         """Answer token ids.
 
         Args:
-            on_round: Told of every round: its tree, what was accepted, and the target's logits.
+            on_round: Called with every round: its tree, what was accepted, and the target's logits.
 
         Raises:
             UserError: Prompt and answer are longer than `max_length_tokens`.
@@ -106,7 +106,7 @@ class SpeculativeDecoder:
         )
 
     def close(self) -> None:
-        """Let go of the target."""
+        """Close the session on the target."""
         self.session.close()
 
     def __enter__(self) -> Self:

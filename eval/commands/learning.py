@@ -473,14 +473,14 @@ class Learner:
         """Choose a cycle's training examples: half the tokens newest answers, half older ones and run data."""
         generator = random.Random(len(weighed))
         rows = [answer.row for answer in train]
-        newest = _taken(rows, self.cycle_tokens // 2)
+        newest = _pop_rows(rows, self.cycle_tokens // 2)
         run = RunFolder(self.learned.recipe)
         if (run.data / "tokens").is_dir():
             tokens = load_tokens(run, self.learned.recipe.name)
             numbers = generator.sample(range(len(tokens)), min(len(tokens), max(len(newest), 1)))
             rows += [(tokens[number]["input_ids"], tokens[number]["loss_mask"]) for number in numbers]
         generator.shuffle(rows)
-        return newest + _taken(rows, self.cycle_tokens // 2)
+        return newest + _pop_rows(rows, self.cycle_tokens // 2)
 
     def _train(self, begun_from: Path, rows: list[Row], number: int) -> Path:
         """Train a drafter from the weights in `begun_from`. Returns its folder."""
@@ -604,7 +604,7 @@ def paired_interval(tokens: Sequence[int], before: Sequence[float], after: Seque
     return float(low), float(high)
 
 
-def _taken(rows: list[Row], tokens: int) -> list[Row]:
+def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:
     """Remove examples from the end of `rows` until they have at least `tokens` tokens; returns them, the last first."""
     popped: list[Row] = []
     while rows and tokens > 0:

@@ -79,7 +79,7 @@ class CompiledForward:
         model, cache, tap = self._model, self._model.cache, self._model.tap
 
         def run(ids: Tensor, positions: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-            """[N, V] and [N, F], of ids and positions [1, N], the columns to write [N], and the mask [1, 1, N, S]."""
+            """Return logits [N, V] and features [N, F]; ids and positions [1, N], places [N], mask [1, 1, N, S]."""
             cache.write_at(places, mask.shape[-1])
             logits = model.logits(ids, positions, mask)
             cache.write_at(0, 0)

@@ -38,11 +38,11 @@ class AnswerRecord:
     accept_lengths: tokens kept per round, the target's own included; their mean is tau.
     draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
     draft_depths: the longest path drafted, per round.
-    tried: drafted positions that verification came to; the share of accepted ones is the acceptance rate alpha.
+    tried: drafted depths that verification reached; the share of accepted ones is the acceptance rate alpha.
     outside_tokens: tokens of the rounds that are not in the method's draft vocabulary, all of them the target's own;
         None: it can draft every token.
-    ended_outside: the rounds, from 0, at which such a token stood where drafts were rejected: what the vocabulary, if
-        nothing else, has ended. None as above.
+    ended_outside: the rounds, from 0, that such a token ended where drafts were rejected: the vocabulary alone would
+        have ended them. None as above.
     round_s: seconds of each round, of which the four phases below are the parts.
     phases_s: the four phases of each of the first rounds, for a picture of them.
     first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
@@ -118,12 +118,12 @@ class Round:
 
     @property
     def accepted(self) -> int:
-        """The number of drafted tokens that were kept."""
+        """Return the number of accepted draft tokens."""
         return min(self.kept, len(self.verdict.path) - 1)
 
     @property
     def committed(self) -> list[int]:
-        """The tokens that were kept: accepted drafts first."""
+        """Return the committed tokens, accepted drafts first."""
         return self.verdict.committed(self.tree)[: self.kept]
 
 
@@ -286,8 +286,8 @@ def generate(
 class _PhaseClock:
     """Clock of a round's phases: the host's, or, on a GPU, events in its queue.
 
-    An event costs the host nothing and waits for nothing; it says when the device came to it. What the device idles
-    while the host works counts to the phase that the host is in then.
+    An event costs the host nothing and waits for nothing; it records when the device reached it. The device's idle
+    time counts to the phase that the host is in then.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,7 +17,7 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 class Method(Protocol):
-    """How a round's draft tree comes about.
+    """A way to build a round's draft tree.
 
     start: a new sequence; features [P, F] are the target's *at* the prompt's tokens.
     propose: the tree under the newest committed token.
@@ -63,7 +63,7 @@ class DraftsColumns(Protocol):
 
 @runtime_checkable
 class ReadsLogits(Protocol):
-    """A method that learns from what the target said of the whole tree, as Lookahead decoding does."""
+    """A method that reads the target's logits of the whole tree, as Lookahead decoding does."""
 
     def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        """After every verification forward, before `observe`. logits [N, V]."""
+        """Read the logits [N, V] of a verification forward, before `observe`."""

@@ -193,12 +193,12 @@ class TargetSession:
 
     @property
     def runs_in_one_call(self) -> bool:
-        """Whether a draft tree is one call of `CpuTarget`."""
+        """Return whether a draft tree is one call of `CpuTarget`."""
         return self.model.few_rows is not None
 
     @property
     def length_tokens(self) -> int:
-        """Committed tokens in the cache: all but the newest."""
+        """Return the number of committed tokens in the cache, all but the newest."""
         return self.cache.lengths[self.current]
 
     @torch.inference_mode()
@@ -242,7 +242,7 @@ class TargetSession:
     def _run(
         self, trees: Sequence[tuple[int, DraftTree]], positions: list[int], size: int, slides: bool
     ) -> tuple[Tensor, Tensor]:
-        """Run the nodes of trees at these positions [N]; logits [N, V] and features [N, F] of all layers that are read.
+        """Return logits [N, V] and features [N, F] of all read layers for nodes of trees at these positions [N].
 
         Args:
             size: N of a compiled forward; 0: without compilation.
@@ -286,7 +286,7 @@ class TargetSession:
         return start if self.sequences == 1 else self.cache.columns(number, self.device)[start : start + count]
 
     def _mask(self, trees: Sequence[tuple[int, DraftTree]], columns: int) -> Tensor:
-        """[1, 1, N, columns] additive, zero where a node may look: at its sequence's tokens, and in its tree.
+        """Return an additive mask [1, 1, N, columns], 0 where a node looks: at its sequence's tokens, and in its tree.
 
         A view of one buffer, whose strides stay the same.
         """
@@ -380,5 +380,5 @@ class TargetSession:
 
 
 def _padded(tree: DraftTree, nodes: int) -> DraftTree:
-    """Return a tree with more nodes, which none of its own sees."""
+    """Return the tree with `nodes` more nodes, which its other nodes do not see."""
     return DraftTree([*tree.tokens, *[0] * nodes], TreeShape.of((*tree.parents, *[0] * nodes)))

@@ -61,7 +61,7 @@ class StopMatcher:
         self.text_before: str | None = None
 
     def completes(self, token: int) -> bool:
-        """Whether a stop string is complete with this token; then `text_before` is the answer's text before it."""
+        """Return whether this token completes a stop string; then `text_before` is the answer's text before it."""
         read = len(self._growing.settled)
         text = self._growing.add(token)
         found = [text.find(string, max(0, read - len(string) + 1)) for string in self._strings]

@@ -110,7 +110,7 @@ class TimedRequests(H11Protocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether a request is incomplete, or the connection's first one has not arrived.
+        """Return whether a request is incomplete, or the connection's first one has not arrived.
 
         Between two requests uvicorn's own keep-alive limit applies.
         """

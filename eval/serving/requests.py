@@ -81,7 +81,7 @@ class Message(Asks):
 
     @property
     def turn(self) -> Turn:
-        """The message as a turn for the target's chat template."""
+        """Return the message as a turn for the target's chat template."""
         role: Any = "system" if self.role == "developer" else self.role
         if role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
             return ThoughtTurn(role, self.content, name=self.name, thoughts=thoughts)

@@ -3,7 +3,7 @@
 A group is a block: the newest token x_t, the anchor, and `block_size` - 1 masks, all embedded by the target. Their
 layers are Qwen 3's, for every target: engines know no others. The context is c_s = hidden_norm(fc(features of x_s)) of
 all s < t; every layer makes keys and values of c by its own projections, at c's positions, and no row of c goes through
-a layer. Inside a block every row sees every row (`causal`: none after it). The mask beside ParallelSpec's, for K = 2:
+a layer. Inside a block every row sees every row (`causal`: none after it). The mask and ParallelSpec's, for K = 2:
 
     ParallelSpec, [x_t, m1, m2]             a block of DFlash, context c of features h, rows [x_t, m1, m2]
            x<=t  m1  m2                            h<t   x_t  m1  m2
@@ -55,7 +55,7 @@ from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
-# Whose layers have the parts of Qwen 3's, by the same names and with the same meaning.
+# Target types whose layers have the parts of Qwen 3's, with the same names and meaning.
 LIKE_QWEN3 = ("llama", "mistral", "qwen2", "qwen3")
 PUBLISHED_FEATURE_LAYERS = 5
 
@@ -211,20 +211,20 @@ class DFlashDrafter(GroupWiseDrafter):
         return self.attached.embedding(input_ids).to(self.fc.weight.dtype)
 
     def block_inputs(self, newest_ids: Tensor, masks_kd: Tensor) -> Tensor:
-        """[..., block_size, D] of blocks that begin with these tokens [...], given `mask_inputs`."""
+        """Return the inputs [..., block_size, D] of blocks that begin with these tokens [...], given `mask_inputs`."""
         newest = self.embedded(newest_ids).unsqueeze(-2)
         masks = masks_kd + newest if self.config.mask_residual else masks_kd.expand(*newest.shape[:-2], -1, -1)
         return torch.cat([newest, masks], dim=-2)
 
     def mask_inputs(self) -> Tensor:
-        """Return [block_size - 1, D], the same row each time."""
+        """Return the mask's embedding once for each mask, [block_size - 1, D]."""
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.fc.weight.device)
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """What drafting takes from the rows [G, D] that predict, and from the newest c [D]: fp32 logits [G, V'].
+        """Compute a draft's tensors, here fp32 logits [G, V'], from the predicting rows [G, D] and the newest c [D].
 
-        A context of no tokens has zeros for its newest c.
+        Without context tokens the newest c is zeros.
         """
         return (self.logits_of(hidden).float(),)
 
@@ -234,8 +234,8 @@ class DFlashDrafter(GroupWiseDrafter):
 
 @torch.no_grad()
 def start_layer_from(layer: Any, source: Any) -> None:
-    """Take over the weights of a layer of the target. Where that has no q/k norms, ours start with the spread that
-    queries and keys have there for features without a direction of their own, so that scores keep their size."""
+    """Copy the weights of a layer of the target. q/k norms that it lacks start with the spread that its queries and
+    keys have for features of random directions, so that scores keep their size."""
     mine, theirs = layer.state_dict(), source.state_dict()
     for name, value in theirs.items():
         if name in mine:
@@ -251,9 +251,9 @@ def start_layer_from(layer: Any, source: Any) -> None:
 
 
 class ContextLayers:
-    """Keys and values of a context for all layers in one product: for one round, L small ones cost more than they do.
+    """Projection of a context to the keys and values of all layers in one product, cheaper than L small ones.
 
-    Of the layers' weights as they are now, which have no biases.
+    Copies the layers' current weights, which have no biases.
     """
 
     def __init__(self, layers: Any) -> None:
@@ -264,7 +264,7 @@ class ContextLayers:
         self._eps, self._shape = attention[0].k_norm.variance_epsilon, (len(attention), 2, -1, attention[0].head_dim)
 
     def __call__(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """[L, 2, B, Hkv, n, Dh] from c [B, n, D] and cos and sin [B, n, Dh]; keys are rotated."""
+        """Return rotated keys, and values, [L, 2, B, Hkv, n, Dh] from c [B, n, D] and cos and sin [B, n, Dh]."""
         keys_values = F.linear(context, self._weight).unflatten(-1, self._shape).permute(2, 3, 0, 4, 1, 5)
         keys, values = keys_values.unbind(1)
         keys = F.rms_norm(keys, keys.shape[-1:], eps=self._eps) * self._norms
@@ -273,11 +273,11 @@ class ContextLayers:
 
 
 class BlockDecoder(CachedDecoder):
-    """A `DrafterDecoder` that keeps the keys and values of the context, and nothing else.
+    """A `DrafterDecoder` that keeps only the keys and values of the context.
 
-    What the target says of committed tokens is made into keys and values of each layer and appended to those that are
-    there; then one forward over the rows of a block drafts all depths. A block's own keys and values follow the
-    context's: the next round overwrites them.
+    Features of new committed tokens become keys and values of each layer, appended to the cache; then one forward over
+    the rows of a block drafts all depths. A block's own keys and values follow the context's: the next round overwrites
+    them.
     """
 
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
@@ -290,8 +290,8 @@ class BlockDecoder(CachedDecoder):
         self._run: Any = None
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile what a round runs, before the first sequence; prompts are read as before."""
-        # Behind the features that are new stands padding, which the block overwrites as far as it reaches.
+        """Compile the forward of a round, before the first sequence; prompts are read without compilation."""
+        # Padding follows the new features; the block overwrites it as far as it reaches.
         self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
         self._cache.hold_still()
         self._columns = torch.arange(self._cache.capacity, device=self._device)
@@ -304,7 +304,7 @@ class BlockDecoder(CachedDecoder):
             cache.begin_static_step(places[new:], mask)
             hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
             cache.end_static_step()
-            # The block stands where the features end; of none, the padding's row is the zeros that are wanted.
+            # The block starts where the features end; without features, the padding's row gives the zeros.
             newest = (places[new : new + 1] - places[:1] - 1).clamp(min=0)
             return drafter.block_outputs(hidden[0, first_row:], context[0].index_select(0, newest)[0])
 
@@ -316,12 +316,12 @@ class BlockDecoder(CachedDecoder):
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
-        """fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
+        """Return fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
         return self.outputs()[0]
 
     @torch.inference_mode()
     def outputs(self) -> tuple[Tensor, ...]:
-        """What `block_outputs` makes of the rows."""
+        """Run the next block and return `block_outputs` of its rows."""
         ids, features = self._take_pending()
         block = self._drafter.block_inputs(ids[-1:], self._masks_kd)
         if self._run is not None and len(features) <= LONGEST_STATIC_ROWS:
@@ -345,10 +345,10 @@ class BlockDecoder(CachedDecoder):
         places = torch.cat([self._columns[begin : begin + padded], self._columns[end : end + rows]])
         hidden = hidden_from(self._columns, places[padded:], self._causal, self._window)
         mask = torch.zeros(hidden.shape, dtype=block.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        # Of their own, not views: what is compiled may depend on where in a larger tensor an input begins.
+        # Copies, not views: compiled code may depend on where in a larger tensor an input begins.
         rotary = [part.clone() for part in self._rotary_of(block, places)]
         outputs = self._run(F.pad(features, (0, 0, 0, padded - new)), block, *rotary, places, mask)
-        # Kept over the next call, which on CUDA may reuse its memory.
+        # Copied on CUDA, where the next call may reuse the memory.
         return tuple(part.clone() for part in outputs) if self._device.type == "cuda" else outputs
 
 

@@ -69,7 +69,7 @@ class ConvolutionOptions(DFlashConfig.Options):
     """Options of all kinds with convolutions around their sublayers."""
 
     conv_kernel_size: int = Field(
-        2, ge=1, le=MOST_DEPTHS, description="taps: a row reads so many rows of its block, its own too"
+        2, ge=1, le=MOST_DEPTHS, description="taps: number of rows of its block that a row reads, itself included"
     )
     conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
         16, ge=1, description="channels that share what a row adds to the kernel"
@@ -89,7 +89,7 @@ class DFlash2Config(DFlashConfig):
             description="candidates of each row among which the selector chooses (published: 16; llama.cpp wants "
             "k(k + 1) at most the hidden size)",
         )
-        selector_weight: float = Field(1.0, gt=0, description="weight of the selector's loss beside that of the drafts")
+        selector_weight: float = Field(1.0, gt=0, description="weight of the selector's loss; that of the drafts has 1")
         markov_rank: Annotated[Literal[0], one_message("must be 0: the selector is what reads the token before")] = (
             Field(0, description="0: the selector is what reads the token before")
         )
@@ -112,21 +112,21 @@ class GroupedConvolution(nn.Module):
 
     @torch.no_grad()
     def start_as_identity(self) -> None:
-        """Give each row itself."""
+        """Start as the identity."""
         self.base_kernel.zero_()[:, 0] = 1.0
         self.kernel_projection.weight.zero_()
 
     def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the sublayer reads [1, N, D], and the kernels for `after`, given rows that its norm has normed."""
+        """Return the sublayer's input [1, N, D] and the kernels for `after`, from rows after its norm [1, N, D]."""
         deltas = self.kernel_projection(hidden).unflatten(-1, (2, len(self.base_kernel[0]), -1))
         return self._convolved(hidden, deltas[..., 0, :, :], 0), deltas[..., 1, :, :]
 
     def after(self, hidden: Tensor, deltas: Tensor) -> Tensor:
-        """[1, N, D] of what the sublayer gave."""
+        """Convolve the sublayer's output [1, N, D]."""
         return self._convolved(hidden, deltas, 1)
 
     def _convolved(self, hidden: Tensor, deltas: Tensor, side: int) -> Tensor:
-        """Rows stand depth by depth: row i of all blocks, then row i + 1 of all."""
+        """Convolve rows in order of depth: row i of all blocks, then row i + 1 of all."""
         rows = hidden.unflatten(-1, (-1, self._group_size))
         base = self.base_kernel[side].to(hidden.dtype).unflatten(-1, (-1, self._group_size))
         deltas, blocks = deltas.unsqueeze(-1), rows.shape[1] // self._block_size
@@ -147,7 +147,7 @@ class ConvolvedLayer(Qwen3DecoderLayer):
         self.attention_conv, self.mlp_conv = GroupedConvolution(*shape), GroupedConvolution(*shape)
 
     def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
-        """[1, N, D] to [1, N, D]."""
+        """Map rows [1, N, D] to [1, N, D]."""
         read, deltas = self.attention_conv.before(self.input_layernorm(hidden_states))
         attended, _ = self.self_attn(hidden_states=read, attention_mask=None, **attention)
         hidden_states = hidden_states + self.attention_conv.after(attended, deltas)
@@ -156,11 +156,11 @@ class ConvolvedLayer(Qwen3DecoderLayer):
 
 
 class CandidateSelector(nn.Module):
-    """A, B and H, with the published names."""
+    """The selector's parameters A, B and H, with the published names."""
 
     def __init__(self, hidden_size: int, vocabulary: int, rank: int) -> None:
         super().__init__()
-        # Whatever else is drawn stays what it is without the selector.
+        # All other random draws stay as they are without the selector.
         with torch.random.fork_rng(devices=[]):
             self.predecessor_codebook = nn.Parameter(torch.randn(vocabulary, rank) * rank**-0.5)
             self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
@@ -171,14 +171,14 @@ class CandidateSelector(nn.Module):
         return self.hidden_projection(normed.to(self.hidden_projection.weight.dtype))
 
     def edges(self, gates_nr: Tensor, before_n: Tensor, candidates_nk: Tensor) -> Tensor:
-        """[N, K] what is added to the candidates' logits after the tokens before [N], in fp32 at least."""
+        """Return the terms [N, K], fp32 at least, that the tokens before [N] add to the candidates' logits."""
         context_nr = F.embedding(before_n, self.predecessor_codebook) * gates_nr
         successors_nkr = F.embedding(candidates_nk, self.successor_codebook)
         return torch.einsum("nr,nkr->nk", context_nr, successors_nkr).to(softmax_dtype(gates_nr.dtype))
 
 
 class CandidateDrafter(DFlashDrafter):
-    """DFlash with convolutions, of whose candidates the token before chooses; a kind says how (`rows_of`)."""
+    """DFlash with convolutions, whose candidates are scored after the token before; a kind defines the scores."""
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
@@ -197,11 +197,11 @@ class CandidateDrafter(DFlashDrafter):
         super().initialize_from_target(target)
 
     def tokens_of(self, columns: Tensor) -> Tensor:
-        """The target's ids of columns of the logits."""
+        """Return the target's token ids of columns of the logits."""
         return columns if self.vocab.ids is None else self.vocab.ids[columns]
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """What `scores_after` reads of a row, given final-normed rows of whole blocks and their newest c.
+        """Return the inputs of `scores_after`, from final-normed rows of whole blocks and their newest c.
 
         Args:
             normed: [..., G, D].
@@ -213,17 +213,17 @@ class CandidateDrafter(DFlashDrafter):
         raise NotImplementedError
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """[N, K] fp32 scores of the candidates after the tokens before [N], given what `rows_of` says of N rows."""
+        """Return fp32 scores [N, K] of the candidates after the tokens before [N], given `rows_of` of N rows."""
         raise NotImplementedError
 
     def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """[N, V'] the same scores in their columns, -inf beside the candidates."""
+        """Return the same scores as logits [N, V'], -inf except at the candidates."""
         scores_nk = self.scores_after(rows, before_n)
         shape = len(scores_nk), self.vocab.head().out_features
         return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        # Laid out anew: how a product of strided rows rounds depends on where they lie.
+        # Contiguous: how a product of strided rows rounds depends on where they lie.
         blocks = self.norm(self.group_hidden(input_ids, features, position_ids)).transpose(1, 2).contiguous()
         rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
         before = self.tokens_before(input_ids).transpose(1, 2)
@@ -287,7 +287,7 @@ class DFlash2Drafter(CandidateDrafter):
 
 
 class _TopLogits(torch.autograd.Function):
-    """The K largest products of each row with the head, their columns; where the label is missing, as the last.
+    """The K largest logits of each row and their columns; a label that is not among them replaces the last.
 
     Neither direction has a tensor [N, V] or [N, K, D]; the head is frozen.
     """
@@ -296,7 +296,7 @@ class _TopLogits(torch.autograd.Function):
     def forward(
         ctx: Any, normed_nd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, labels_n: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits [N, K] in fp32 at least, columns [N, K], the label's place in them, whether it was put there [N]."""
+        """Return logits [N, K], fp32 at least, columns [N, K], the label's place, whether it replaced the last [N]."""
         vocabulary, hidden_size = weight_vd.shape
         chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_nd.device.type)
         values, columns, put_there = [], [], []
@@ -325,7 +325,7 @@ class _TopLogits(torch.autograd.Function):
 
 
 class CandidateDecoder(PathDecoder):
-    """A `StepwiseDecoder` over a block: of its candidates those that go with the token before."""
+    """A `StepwiseDecoder` over a block, with the candidates' scores after the token before as logits."""
 
     def __init__(self, block: BlockDecoder, drafter: CandidateDrafter) -> None:
         super().__init__(block, drafter.config.num_depths, drafter.device)

@@ -1,4 +1,4 @@
-"""A separate draft model: speculative sampling as it began (arXiv 2211.17192 and 2302.01318).
+"""A separate draft model: speculative sampling as first published (arXiv 2211.17192 and 2302.01318).
 
 A language model of the target's own kind, with fewer layers, that reads tokens only. It is trained on the target's
 answers like every drafter, by default towards the target's distribution (distillation raises alpha: 2310.08461), and
@@ -37,11 +37,11 @@ class DraftModel(GroupWiseDrafter):
     """The draft model q; see the module's docstring."""
 
     config_class = DraftModelConfig
-    # Saved drafters once had a parameter of no masks.
+    # Older saved drafters have an empty parameter for masks.
     _keys_to_ignore_on_load_unexpected = ["masks"]  # noqa: RUF012
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Take, with `init: target`, every so many of the target's layers, first to last, and its final norm."""
+        """Copy, with `init: target`, evenly spread layers of the target, first to last, and its final norm."""
         if not self.takes_target_layers:
             return
         source = target.base_model
@@ -51,9 +51,9 @@ class DraftModel(GroupWiseDrafter):
         self.norm.load_state_dict(source.norm.state_dict())
 
     def causal_lm(self, target: PreTrainedModel) -> PreTrainedModel:
-        """Make the draft model a model of its own, with a copy of the target's embedding and whole LM head.
+        """Build a separate language model with a copy of the target's embedding and whole LM head.
 
-        For transformers' assisted generation, and for serving engines: `save_pretrained` it beside the tokenizer.
+        For transformers' assisted generation and for serving engines: `save_pretrained` it with the tokenizer.
         """
         return as_causal_lm(self, target, tied=bool(target.config.tie_word_embeddings))
 

@@ -63,7 +63,7 @@ class DSparkConfig(DFlashConfig):
         )
         loss: Loss = "kl"
         confidence_weight: float = Field(
-            1.0, ge=0, description="weight of the confidence head's loss beside that of the drafts; 0: it has none"
+            1.0, ge=0, description="weight of the confidence head's loss; that of the drafts has 1; 0: no such head"
         )
 
 

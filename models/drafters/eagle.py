@@ -47,7 +47,7 @@ NOISE_LENGTH = 512
 class EagleLayerOptions(GroupWiseOptions):
     """Options of EAGLE's own flavour and ParallelSpec's; `loss` is the distance of the distributions."""
 
-    class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss` beside the regression's 1")
+    class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss`; the regression has 1")
     feature_noise: float = Field(
         0.1,
         ge=0,

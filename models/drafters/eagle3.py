@@ -13,7 +13,7 @@ fc([norm_1(low); norm_2(mid); norm_3(high)]), so that no layer counts for more b
 **Training.** The layer reads x_t and g_{t-1} and predicts x_{t+1}. Its output stands in for g_t when the next
 token is drafted. No loss ties that output to a feature: instead training drafts too ("training-time test"). Step j of
 group t reads e(x_{t+j}) and the output of step j-1, stands at position t+j, and sees the real tokens up to x_t and
-steps 1..j of its own group. That is group attention (`attention.py`) whose depth j is computed after depth j-1,
+steps 1..j of the same group. That is group attention (`attention.py`) whose depth j is computed after depth j-1,
 so groups, rows, labels and loss are those of `group_wise.py`.
 
 EAGLE-3.1 (arXiv 2605.09992) finds that this output grows from step to step, since nothing norms the residual path that
@@ -23,7 +23,7 @@ runs through all of them, and that attention drifts from the prompt to the draft
 (model_executor/models/llama_eagle3.py), in training and in decoding.
 
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
-loss is a mean of its own and the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
+loss is a separate mean, the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
 and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE, eagle/traineagle3/cnets.py) leaves out
 the rows where the teacher's most likely token is not in it; we keep them, the teacher renormalised over the tokens that
 are (with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by default 5. Neither is measured here.
@@ -60,7 +60,7 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 
 class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
-    """Options of both. With `draft_vocab_size` the head is trained and starts from the target's rows."""
+    """Options of EAGLE-3 and P-EAGLE. With `draft_vocab_size` the head is trained and starts from the target's rows."""
 
     feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
         None,
@@ -113,7 +113,7 @@ class Eagle3Layer(nn.Module):
                 setattr(self.self_attn, name, wide)
 
     def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, E] = [e(x_t); g_{t-1}] to [1, N, D]."""
+        """Map [e(x_t); g_{t-1}], [1, N, E], to [1, N, D]."""
         residual, wide = self.attention_input(hidden)
         attended = self.self_attn(wide, position_embeddings=position_embeddings, attention_mask=None, **attention)[0]
         if self.post_feedforward_layernorm is not None:
@@ -123,7 +123,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def attention_input(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., E] to the residual stream [..., D] and the normed input [..., E] of the projections."""
+        """Return the residual stream [..., D] and the projections' normed input [..., E], from [..., E]."""
         embedded, residual = hidden.chunk(2, dim=-1)
         normed = self.hidden_norm(residual)
         wide = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -131,7 +131,7 @@ class Eagle3Layer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, source: Any) -> None:
-        """Take over the weights of a layer of the target; both halves of the input go through its projections."""
+        """Copy the weights of a layer of the target; both halves of the input go through its projections."""
         mine, theirs = self.state_dict(), source.state_dict()
         for name, value in theirs.items():
             if name not in mine:
@@ -144,7 +144,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Shape(GroupWiseDrafter):
-    """Parameters and inputs of both; they differ in how depths follow one another."""
+    """Parameters and inputs of EAGLE-3 and P-EAGLE, which differ in how depths follow one another."""
 
     fc_norm: nn.ModuleList | None
     input_norm: nn.Module | None
@@ -185,7 +185,7 @@ class Eagle3Shape(GroupWiseDrafter):
         self.norm.load_state_dict(source.norm.state_dict())
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., E] from x_t [...] and the features [..., F] that predicted it."""
+        """Return inputs [..., E] from x_t [...] and the features [..., F] that predicted it."""
         return self.token_inputs(input_ids, self.fused(previous_features))
 
     def fused(self, features: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return self.fc(features)
 
     def token_inputs(self, input_ids: Tensor, predicted_by: Tensor) -> Tensor:
-        """[..., E] from tokens [...] and what predicted them [..., D]: g, or what stands in for it."""
+        """Return inputs [..., E] from tokens [...] and the states [..., D] that predicted them: g or outputs."""
         return torch.cat([self.attached.embedding(input_ids).to(predicted_by.dtype), predicted_by], dim=-1)
 
 
@@ -248,7 +248,7 @@ class Eagle3Drafter(Eagle3Shape):
         """Return the active rows before the final norm [N, D], computed depth after depth."""
         length = groups.shape[2]
         previous_bsf = previous_features(features, groups.position_ids)
-        # What the next depth reads with its tokens: g first, then the outputs of the depth before it.
+        # Read by the next depth with its tokens: g first, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
         attention = GroupAttention(self.config.attention, groups, keeps=True)
         outputs, places = [], []
@@ -267,7 +267,7 @@ class Eagle3Drafter(Eagle3Shape):
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
 
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """[..., E] from drafted tokens [...] and the outputs that predicted them [..., D], in place of g."""
+        """Return inputs [..., E] from draft tokens [...] and the outputs [..., D] that predicted them."""
         return self.token_inputs(input_ids, self.norm(feedback) if self.config.norm_output else feedback)
 
 

@@ -1,7 +1,7 @@
 """ParallelSpec, EAGLE flavour (arXiv 2410.05589, section 4): EAGLE's layer drafts all depths in one forward.
 
 The layer, its inputs and the loss of a row are those of `eagle.py`. The pair [e(x_t); h_{t-1}] is followed by K
-trainable [MASK] pairs, each with an embedding and a feature of its own that go through the same `fc`; [MASK]_j of
+trainable [MASK] pairs, each with its own embedding and feature, which go through the same `fc`; [MASK]_j of
 group t, at position t+j, regresses h_{t+j} and is compared with the target's distribution of x_{t+1+j}. Training is
 group-wise as for `parallel.py`; decoding is one causal forward (`ParallelDecoder`), with the target's features for
 every committed token.

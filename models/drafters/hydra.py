@@ -1,14 +1,14 @@
 """Hydra's sequentially dependent heads (arXiv 2402.05109).
 
 Head d of group t reads the target's feature h_{t-1} and the embeddings of x_t, x_{t+1}, ..., x_{t+d-1}, of which all
-but x_t are drafted ones, and predicts x_{t+d}: Medusa's heads, told what the heads before them drafted. In training
+but x_t are drafted ones, and predicts x_{t+d}: Medusa's heads, which also read the earlier heads' drafts. In training
 the tokens are the true ones. Hydra++ is `prefix_attention: true`, `num_layers: 4`, `loss: kl`: a decoder layer over all
 features up to h_{t-1} in h_{t-1}'s place, deeper heads, and the target's distribution as the label.
 
 Where we deviate:
 * `embedding_norm`: the embeddings are normalised first. Those of a pre-norm target are far smaller than its final
   features (25 times in the embedded one), so that the heads would take long to notice the drafted tokens.
-* The blocks of a deep head have weights of their own; in the authors' code (zankner/Hydra, hydra/model/hydra_heads/
+* The blocks of a deep head have separate weights; in the authors' code (zankner/Hydra, hydra/model/hydra_heads/
   mlp_head.py) all but the first are one block repeated.
 * Every head starts as the target's own LM head on h_{t-1}. There only its weights do: the first block's projection past
   SiLU, the biases of the blocks, and a bias that its LM heads have and ours have not, start at torch's random values.
@@ -16,7 +16,7 @@ Where we deviate:
 * The loss of head d is averaged over its own labels, then weighted with lambda_d / sum(lambda).
 
 Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n newly committed tokens, W tree nodes of a
-call. "State" is what the heads know of the prefix: h_{t-1}, or what prefix attention makes of it.
+call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
 """
 
 from collections.abc import Sequence
@@ -109,11 +109,11 @@ class PrefixAttention(nn.Module):
         return self._rotary(hidden, position_ids)
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Return none: the heads read the states themselves."""
+        """Return an empty tensor: the heads read the states themselves."""
         return states[..., :0]
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """[1, N, D] features to [1, N, D] states; `attention` as in `groups/attention.py`."""
+        """Map features [1, N, D] to states [1, N, D]; `attention` as in `groups/attention.py`."""
         return self.norm(self.layer(hidden, position_embeddings=rotary, **attention))
 
 
@@ -150,10 +150,10 @@ class HydraDrafter(HeadsDrafter):
                 module.pass_on()
         super().initialize_from_target(target)
 
-    # ---- training: all groups of a sequence at once ----
+    # ---- training: all groups of a sequence together ----
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return of each token t the state of group t and its embedding, side by side [P, 2D]."""
+        """Return the state of group t and the embedding of token t side by side, for each t, [P, 2D]."""
         states_pd = self.states_of(groups, features)
         return torch.cat([states_pd, self.embedded(groups.input_ids).flatten(0, 1).to(states_pd.dtype)], dim=-1)
 
@@ -163,7 +163,7 @@ class HydraDrafter(HeadsDrafter):
         return self.heads[j](torch.cat(read, dim=-1))
 
     def states_of(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return what the heads know of the prefix of group t, at t, [P, D]. Zeros where depth 0 has no row."""
+        """Return the state of group t at each t, [P, D]; zeros where depth 0 has no row."""
         previous_pd = previous_features(features, groups.position_ids).to(self.dtype).flatten(0, 1)
         if self.prefix is None:
             return previous_pd
@@ -181,7 +181,7 @@ class HydraDrafter(HeadsDrafter):
         embedded_bsd = self.embedded(input_ids)
         inputs, logits = self.states_of(Groups.full(input_ids, 1, position_ids), features).view(batch, length, -1), []
         for j in range(self.config.num_heads):
-            # After the last token there is none: groups that would read it repeat the last, and mean nothing.
+            # Groups that would read past the last token repeat it; their logits mean nothing.
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))
@@ -190,7 +190,7 @@ class HydraDrafter(HeadsDrafter):
     # ---- shared by training and decoding ----
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """[...] -> [..., D], as the heads read them."""
+        """Return the embeddings [..., D] of tokens [...], as the heads read them."""
         embedded = self.attached.embedding(input_ids).to(self.dtype)
         return self.embedding_norm(embedded) if self.config.embedding_norm else embedded
 
@@ -203,7 +203,7 @@ class HydraDrafter(HeadsDrafter):
 
 
 class HydraDecoder:
-    """A `StepwiseDecoder`. A node's row is what its head reads, the state and the embeddings along its path."""
+    """A `StepwiseDecoder`. A node's row is its head's input: the state and the embeddings along its path."""
 
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
         self.num_depths, self.columns = drafter.config.num_heads, drafter.vocab.columns
@@ -234,7 +234,7 @@ class HydraDecoder:
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
-        """fp32 logits [1, V] of the children of the newest committed token."""
+        """Return fp32 logits [1, V] of the children of the newest committed token."""
         if self._newest is None:
             raise ValueError("drafting needs a new token: call start() or observe() first")
         (newest_id, state_1d), self._newest = self._newest, None
@@ -246,7 +246,7 @@ class HydraDecoder:
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """fp32 logits [W, V] of the children of W new nodes below `parents`."""
+        """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
         embedded_wd = self._drafter.embedded(to_device(tokens, self._drafter.device))
         rows: Sequence[Tensor]

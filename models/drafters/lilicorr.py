@@ -57,7 +57,7 @@ from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
 from draftsmith.models.target_logits import LogitShape
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
-# Of the candidates' embeddings, so many numbers are there at a time; what more there is, is computed twice.
+# Most elements of candidates' embeddings in memory; blocks beyond them are computed in parts, twice.
 ELEMENTS_AT_ONCE = 1 << 27
 NUM_FEATURES = 5  # of a candidate
 ANY_TOKEN = -1
@@ -86,7 +86,7 @@ class LiLiCorrConfig(DFlashConfig):
             2,
             ge=0,
             le=MOST_DEPTHS,
-            description="taps: a row reads so many rows of its block, its own too; 0: no convolutions",
+            description="taps: number of rows of its block that a row reads, itself included; 0: no convolutions",
         )
         lattice_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             8, ge=1, description="candidates of each row (published: 8; engines want a power of two up to 16)"
@@ -136,7 +136,7 @@ class Mlp(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(inputs, inner), nn.Linear(inner, outputs)
 
     def forward(self, read: Tensor) -> Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Map [..., inputs] to [..., outputs]."""
         return self.down_proj(F.silu(self.up_proj(read)))
 
 
@@ -151,7 +151,7 @@ class LatticeLayer(nn.Module):
         self.mlp = Mlp(width, mlp_width, width)
 
     def forward(self, nodes: Tensor, bias: Tensor) -> Tensor:
-        """[A, L, H] to [A, L, H], with the bias [heads, L, L]."""
+        """Map nodes [A, L, H] to [A, L, H], with the bias [heads, L, L]."""
         attn = self.attn
         read = F.linear(self.attn_norm(nodes), attn.in_proj_weight, attn.in_proj_bias)
         q, k, v = read.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -184,7 +184,7 @@ class Lattice(nn.Module):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Draw all matrices with a spread of 1 over the root of what a number of their output reads; biases are 0."""
+        """Draw all matrices with a standard deviation of 1 / sqrt(number of inputs); biases are 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, module.in_features**-0.5)
@@ -194,20 +194,20 @@ class Lattice(nn.Module):
                 module.in_proj_bias.zero_()
 
     def forward(self, embedded: Tensor, log_q: Tensor, normed: Tensor, context: Tensor) -> Tensor:
-        """[A, G, K, K] scores, fp32 at least, of a row's candidates (the last dimension) after each of the row before.
+        """Return scores [A, G, K, K], fp32 at least, of a row's candidates (last dimension) after each one before.
 
-        Those of the first row are after the newest committed token, and the same for each.
+        The first row's are after the newest committed token, K times the same.
 
         Args:
             embedded: [A, G, K, D] of the candidates, the most likely first.
             log_q: [A, G, K] of these.
             normed: [A, G, D] final-normed rows.
-            context: [A, D] each block's newest c; zeros where there is none.
+            context: [A, D] each block's newest c; zeros without a context.
         """
         depths, top_k = log_q.shape[1:]
         rank = torch.arange(top_k, device=log_q.device, dtype=log_q.dtype)
-        said = [log_q, log_q.exp(), log_q - log_q[..., :1], rank / max(top_k - 1, 1), rank == 0]
-        features = torch.stack([each.expand_as(log_q).to(normed.dtype) for each in said], dim=-1)
+        parts = [log_q, log_q.exp(), log_q - log_q[..., :1], rank / max(top_k - 1, 1), rank == 0]
+        features = torch.stack([each.expand_as(log_q).to(normed.dtype) for each in parts], dim=-1)
         nodes = (
             self.token_proj(embedded)
             + self.pass_hidden_proj(normed).unsqueeze(-2)
@@ -222,8 +222,8 @@ class Lattice(nn.Module):
         nodes = self.output_norm(nodes).unflatten(1, (depths, top_k))
         # A projection's bias is no anchor.
         anchor = self.anchor_norm(self.context_proj(context) * (context != 0).any(-1, keepdim=True))
-        beside = anchor[:, None, None].expand_as(nodes)
-        read = F.silu(self.factor_input_proj(torch.cat([nodes, beside, nodes * beside], dim=-1)))
+        anchors = anchor[:, None, None].expand_as(nodes)
+        read = F.silu(self.factor_input_proj(torch.cat([nodes, anchors, nodes * anchors], dim=-1)))
         out, into, first = (
             F.normalize(factor, dim=-1, eps=self._eps)
             for factor in (self.out_head(read), self.in_head(read), self.anchor_out_head(anchor))
@@ -240,7 +240,7 @@ class LiLiCorrDrafter(CandidateDrafter):
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
-        # Whatever else is drawn stays what it is without the lattice.
+        # All other random draws stay as they are without the lattice.
         with torch.random.fork_rng(devices=[]):
             self.lilicorr = Lattice(self.layers_config.hidden_size, self.layers_config.rms_norm_eps, config)
 
@@ -366,7 +366,7 @@ class _TopLogProbabilities(torch.autograd.Function):
     def forward(
         ctx: Any, normed_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, top_k: int, shape: LogitShape
     ) -> tuple[Tensor, Tensor]:
-        """log q [R, K] in fp32 at least, and columns [R, K]."""
+        """Return log q [R, K] in fp32 at least, and columns [R, K]."""
         vocabulary, hidden_size = weight_vd.shape
         chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_rd.device.type)
         values, columns, means, slopes = [], [], [], []
@@ -395,7 +395,7 @@ class _TopLogProbabilities(torch.autograd.Function):
 
 @torch.no_grad()
 def _logits_at(features_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
-    """[N, K] of these columns, in fp32 at least."""
+    """Return the head's logits [N, K] of these columns, in fp32 at least."""
     (num_columns, top_k), hidden_size = columns_nk.shape, features_nd.shape[1]
     chunk = chunk_rows(top_k * hidden_size, 0, device_type=features_nd.device.type)
     logits = features_nd.new_empty(num_columns, top_k, dtype=softmax_dtype(features_nd.dtype))

@@ -50,10 +50,9 @@ class HeadOptions(DepthOptions):
 
 
 class HeadsDrafter(Drafter):
-    """Heads that each read one state of the target and no others, with LM heads of their own or the target's.
+    """Heads that each read one state of the target, with separate LM heads or the target's.
 
-    A kind says what an LM head reads of these states (`head_hidden`). LM heads of its own have V' rows each, with
-    `draft_vocab_size`.
+    A kind defines the input of an LM head (`head_hidden`). Separate ones have V' rows each, with `draft_vocab_size`.
     """
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
@@ -70,14 +69,14 @@ class HeadsDrafter(Drafter):
         """Start LM heads as the target's own.
 
         Raises:
-            UserError: That has a bias, which LM heads of our own do not have.
+            UserError: The target's LM head has a bias, which separate ones lack.
         """
         if self.config.lm_heads == "separate":
             source = target.get_output_embeddings()
             if source.bias is not None:
                 raise UserError(
-                    f"the LM head of {type(target).__name__} has a bias, so LM heads of the drafter's own cannot start "
-                    "as it: use drafter.options.lm_heads=shared"
+                    f"the LM head of {type(target).__name__} has a bias, so separate LM heads cannot start as it: "
+                    "use drafter.options.lm_heads=shared"
                 )
             self.vocab.start_own_heads()
 
@@ -90,7 +89,7 @@ class HeadsDrafter(Drafter):
             yield self.vocab.draft_head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
-        """Return what the LM head of head index j reads [M, D], of the groups of these newest tokens [M]."""
+        """Return the LM head's input [M, D] of head index j, for the groups of these newest tokens [M]."""
         raise NotImplementedError
 
 
@@ -106,7 +105,7 @@ class MedusaConfig(DrafterConfig):
 
 
 class ResidualBlocks(nn.Module):
-    """Apply x + SiLU(A x + b) `num_layers` times."""
+    """A stack of `num_layers` blocks x + SiLU(A x + b)."""
 
     def __init__(self, hidden_size: int, num_layers: int) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class MedusaDrafter(HeadsDrafter):
 
 
 class MedusaDecoder:
-    """Keeps h_{t-1} and nothing else; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
+    """Decoder that keeps only h_{t-1}; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
         self._drafter, self._logits_of, self.columns = drafter, drafter.logits_of, drafter.vocab.columns
@@ -173,10 +172,10 @@ class MedusaDecoder:
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
-        """fp32 logits [G, V] of depths 1..G after the newest committed token."""
+        """Return fp32 logits [G, V] of depths 1..G after the newest committed token."""
         if self._previous_d is None:
             raise ValueError("drafting needs a sequence: call start() first")
-        # Rows of their own: one compiled shape, wherever in the target's features they were.
+        # A copy: one compiled shape, wherever in the target's features the row was.
         return self._logits_of(self._previous_d.clone()).float()
 
 

@@ -7,7 +7,7 @@ self-distilled answers KL(original target, changed target), else cross entropy w
 alone for `warmup_steps` steps, while the LoRA rests at its start, where it changes nothing; then both learn, the LoRA
 at a quarter of the heads' learning rate.
 
-What comes out is another target. Attaching a trained Medusa-2 drafter merges the LoRA into the target's weights, so
+The result is another target. Attaching a trained Medusa-2 drafter merges the LoRA into the target's weights, so
 that the autoregressive baseline, the methods and the proof of identity are all about the changed one; the report says
 so (`target_change`).
 
@@ -49,7 +49,7 @@ ALL_LINEAR = "all-linear"
 
 
 class Medusa2Config(MedusaConfig):
-    """Adds what is found out from the target and is no option: `lora_shapes`, {layer: [inputs, outputs]}."""
+    """Adds `lora_shapes`, {layer: [inputs, outputs]}, which is read from the target and is no option."""
 
     model_type = MODEL_TYPE_PREFIX + "medusa2"
 
@@ -102,12 +102,12 @@ class Medusa2Drafter(MedusaDrafter):
         super().attach(target)
         config = self.config
         remove(target)
-        there = linear_shapes(target, ALL_LINEAR)
+        shapes = linear_shapes(target, ALL_LINEAR)
         for name, shape in config.lora_shapes.items():
-            if there.get(name) != shape:
+            if shapes.get(name) != shape:
                 raise UserError(
                     f"this drafter changes layer {name} {shape} of its target ({config.target_name_or_path}), and this "
-                    f"target has {there.get(name, 'no such layer')}: use it with that target, or train one for this"
+                    f"target has {shapes.get(name, 'no such layer')}: use it with that target, or train one for this"
                 )
         inject(target, self.lora, config.lora_shapes, config.lora_rank, config.lora_alpha)
         return self
@@ -229,15 +229,15 @@ def lora_tree(shapes: dict[str, list[int]], rank: int) -> nn.Module:
     return root
 
 
-def linear_shapes(target: PreTrainedModel, wanted: str | list[str]) -> dict[str, list[int]]:
-    """[inputs, outputs] of the wanted linear layers of a target without adapter, by name; never its LM head.
+def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str, list[int]]:
+    """Return [inputs, outputs] by name of linear layers of a target without adapter; never its LM head.
 
     Args:
         target: The model.
-        wanted: `all-linear`, or last parts of names such as `q_proj`.
+        endings: `all-linear`, or last parts of names such as `q_proj`.
 
     Raises:
-        UserError: One of them does not exist.
+        UserError: No linear layer has one of them.
     """
     prefix = f"{target.base_model_prefix}."
     found = {
@@ -245,21 +245,21 @@ def linear_shapes(target: PreTrainedModel, wanted: str | list[str]) -> dict[str,
         for name, module in target.named_modules()
         if name.startswith(prefix) and isinstance(module, nn.Linear | Conv1D)
     }
-    if wanted == ALL_LINEAR:
+    if endings == ALL_LINEAR:
         return found
-    for part in wanted:
+    for part in endings:
         if not any(name.endswith(f".{part}") for name in found):
-            there = sorted({name.rsplit(".", 1)[-1] for name in found})
+            known = sorted({name.rsplit(".", 1)[-1] for name in found})
             raise UserError(
                 f"key `drafter.options.lora_targets`: the target has no linear layer `{part}`; use some of "
-                f"{', '.join(there)}, or `{ALL_LINEAR}`"
+                f"{', '.join(known)}, or `{ALL_LINEAR}`"
             )
-    endings = tuple(f".{part}" for part in wanted)
-    return {name: shape for name, shape in found.items() if name.endswith(endings)}
+    dotted = tuple(f".{part}" for part in endings)
+    return {name: shape for name, shape in found.items() if name.endswith(dotted)}
 
 
 def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank: int, alpha: float) -> None:
-    """Let the target, which has no adapter, compute with the pairs of this tree."""
+    """Add the pairs of this tree to the target, which has no adapter."""
     names = list(names)
     config = LoraConfig(
         r=rank,
@@ -267,7 +267,7 @@ def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank:
         target_modules=names,
         fan_in_fan_out=all(isinstance(target.get_submodule(name), Conv1D) for name in names),
     )
-    # On the meta device: peft's own weights are replaced at once.
+    # On the meta device: peft's own weights are replaced below.
     inject_adapter_in_model(config, target, ADAPTER_NAME, low_cpu_mem_usage=True)
     for name, layer in adapted_layers(target).items():
         pair = lora.get_submodule(name)
@@ -275,7 +275,7 @@ def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank:
 
 
 def remove(target: PreTrainedModel) -> None:
-    """Give the target its own layers back. After a `merge`, up to rounding."""
+    """Put the target's own layers back; after a `merge`, up to rounding."""
     for name, layer in adapted_layers(target).items():
         with torch.no_grad():
             if layer.merged:
@@ -297,7 +297,7 @@ def merge(target: PreTrainedModel) -> None:
 
 
 def _count_change(layer: Any) -> None:
-    """Tell readers of a weight's version, such as `PackedLinear`, of a change that peft made through `.data`."""
+    """Increment the version of a weight that peft changed through `.data`, for readers such as `PackedLinear`."""
     torch.autograd.graph.increment_version(layer.get_base_layer().weight)
 
 
@@ -330,8 +330,8 @@ def adapted_layers(target: PreTrainedModel) -> dict[str, Any]:
         if isinstance(module, BaseTunerLayer):
             if not isinstance(module, LoraLayer) or set(module.lora_A) != {ADAPTER_NAME}:
                 raise UserError(
-                    f"target.model {target.config.name_or_path} comes with an adapter of its own, which this drafter's "
-                    "LoRA cannot be added to: merge it into the weights first (peft: merge_and_unload, save_pretrained)"
+                    f"target.model {target.config.name_or_path} already has an adapter, to which this drafter's LoRA "
+                    "cannot be added: merge it into the weights first (peft: merge_and_unload, save_pretrained)"
                 )
             layers[name] = module
     return layers

@@ -1,7 +1,7 @@
 """ParallelSpec's parallel drafter, Medusa flavour (arXiv 2410.05589, section 4).
 
 One decoder layer of the target's own kind reads the newest token and K trainable [MASK] vectors and predicts, in one
-forward, the next K+1 tokens. It is trained on all groups of a sequence at once (`base/group_wise.py`):
+forward, the next K+1 tokens. It is trained on all groups of a sequence together (`base/group_wise.py`):
 with group attention (`groups/attention.py`) over the rows that carry a label (`groups/layout.py`). It is decoded with
 plain causal attention over its own KV cache (`decoding/decoders.py`).
 
@@ -9,7 +9,7 @@ Where we decide what the paper leaves open:
 * `inputs`: `embedding` = e(x_t), the paper's by its parameters (202 M of a 7B target, 317 M of a 13B one: a layer
   alone); `hidden` = h_{t-1}, the feature that predicted x_t; `both` = a linear map of the two, each normalised.
 * The loss of depth j+1 is averaged over its own labels, then weighted with lambda_j / sum(lambda), Medusa's 0.8**j.
-* The layer starts as the target's last one (`init`), and beside features [MASK]s are scaled to an RMS of 1.
+* The layer starts as the target's last one (`init`), and next to features [MASK]s are scaled to an RMS of 1.
 
 `markov_rank` is not the paper's: with it drafts depend on the token before (`base/draft_vocab.py`).
 
@@ -93,7 +93,7 @@ class ParallelDrafter(GroupWiseDrafter):
             self.norm.load_state_dict(source.norm.state_dict())
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """[..., E] inputs of the newest tokens from x_t [...] and h_{t-1} [..., F]."""
+        """Return inputs [..., E] of the newest tokens from x_t [...] and h_{t-1} [..., F]."""
         dtype = self.masks.dtype
         if self.config.inputs == "embedding":
             return self.attached.embedding(input_ids).to(dtype)

@@ -7,7 +7,7 @@ This is the parallel drafter with the target's own layers and norm in place of o
 same group attention and decoded by the same decoder. The gradient passes through the frozen layers. What follows:
 * Depth 1 is exactly what the target predicts next, so every round commits at least two tokens (unless a
   `draft_vocab_size` leaves it out); but a draft costs a whole forward of the target, and a round two.
-* No feature is read. (Those of layer 0 are asked for, since they cost the target nothing.)
+* No feature is read. (Those of layer 0 are requested, since they cost the target nothing.)
 
 Where we deviate: the paper's single model keeps one KV cache; here the drafting side has its own, so the committed
 tokens go through the layers twice. A target's sliding window is not carried over: beyond it depth 1 is no longer exact,
@@ -58,7 +58,7 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
         self.feature_layers = (0,)
 
     def attach(self, target: PreTrainedModel) -> Self:
-        """Borrow the target's layers too: copies without memory of their own, which attend as groups do."""
+        """Borrow the target's layers too, as copies that share its weights and attend as groups do."""
         super().attach(target)
         with torch.device("meta"):
             layers = build_target_layers(self.layers_config).layers
@@ -74,11 +74,11 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
         draw_near_mean_embedding(self.masks, target)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
-        """Return what the target reads, [..., D] in its dtype."""
+        """Return the embeddings [..., D] of tokens [...], in the target's dtype."""
         return self.attached.embedding(input_ids)
 
     def mask_inputs(self) -> Tensor:
-        """Return the embeddings [T, D] in the target's dtype, whatever theirs is."""
+        """Return the embeddings [T, D] in the target's dtype."""
         return self.masks.to(next(self.attached.embedding.parameters()).dtype)
 
 

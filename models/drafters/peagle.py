@@ -47,7 +47,7 @@ class PEagleDrafter(Eagle3Shape):
         self.mask_hidden = nn.Parameter(torch.randn(1, self.fc.in_features))
 
     def mask_inputs(self) -> Tensor:
-        """Return [K, E], the same row K times."""
+        """Return the input of a mask once for each mask, [K, E]."""
         mask_id = torch.full((1,), self.config.mask_token_id, device=self.mask_hidden.device)
         return self.real_inputs(mask_id, self.mask_hidden).expand(self.config.num_masks, -1)
 

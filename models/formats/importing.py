@@ -123,7 +123,7 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     head = found.borrowed.get("lm_head")
     if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
         found = eagle.with_own_head(found)
-    _refuse_other_borrowed(found, target)
+    _check_borrowed(found, target)
     options = dict(found.options)
     if found.kind in WITHOUT_FIRST_TOKEN:
         options["first_token"] = False
@@ -196,8 +196,9 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     )
 
 
-def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
-    """
+def _check_borrowed(found: Parameters, target: PreTrainedModel) -> None:
+    """Check that borrowed parameters of the checkpoint are the target's.
+
     Raises:
         UserError: The checkpoint has another embedding or LM head than the target.
     """
@@ -210,14 +211,14 @@ def _refuse_other_borrowed(found: Parameters, target: PreTrainedModel) -> None:
             theirs[found.other_row] = sources["embed_tokens"][found.other_row].to(theirs.dtype)
         if not _is(theirs, sources[name]):
             raise UserError(
-                f"the checkpoint's {name} is not the target's, and {found.kind} drafters here have none of their own: "
+                f"the checkpoint's {name} is not the target's, and {found.kind} drafters here have no separate one: "
                 "import one that was made for this target, or, if it is a whole model, name it as the model of a "
                 "`kind: draft_model` in eval.methods"
             )
 
 
 def _is(theirs: Tensor, ours: Tensor) -> bool:
-    """Whether a tensor is the target's, up to the dtype that one of them was rounded to."""
+    """Return whether a tensor is the target's, up to the dtype that one of them was rounded to."""
     if theirs.shape != ours.shape:
         return False
     return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(theirs, ours.to(theirs.dtype))

@@ -111,7 +111,7 @@ DRAFT_MODEL_RULES = (
 
 
 def _for_llamacpp(exporter: Exporter, method: str, *refusals: Refusal) -> Exporter:
-    """An engine's layout in a GGUF file; a head of all tokens stays the target's."""
+    """Return an exporter of this layout to a GGUF file; a head of all tokens stays the target's."""
     return replace(exporter, method=method, refusals=refusals, weights_file=FILE, logits_fit=has_plain_logits)
 
 
@@ -268,7 +268,7 @@ def _turned(name: str, value: Tensor, config: Mapping[str, Any], back: bool = Fa
 
 
 def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
-    """[Dh/2] by which each frequency of RoPE is divided, if any is."""
+    """Return [Dh/2] by which each frequency of RoPE is divided, if any is."""
     kind = (layers_of.get("rope_parameters") or {}).get("rope_type", "default")
     if kind == "default":
         return None
@@ -303,7 +303,8 @@ def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
 
 
 def _package() -> Any:
-    """
+    """Import the package gguf.
+
     Raises:
         UserError: It is not installed.
     """

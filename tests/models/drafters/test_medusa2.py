@@ -196,5 +196,5 @@ def test_a_target_with_an_adapter_of_its_own_is_refused() -> None:
 
     target = tiny_target()
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), target, "default")
-    with pytest.raises(UserError, match=r"comes with an adapter of its own.*merge_and_unload"):
+    with pytest.raises(UserError, match=r"already has an adapter.*merge_and_unload"):
         Medusa2Drafter.from_target(target, {})
