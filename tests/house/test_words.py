@@ -17,7 +17,7 @@ LIMITS = {
     "core": 0,
     "recipes": 0,
     "data": 0,
-    "models": 57,
+    "models": 0,
     "train": 6,
     "eval": 10,
     "benchmarks": 0,
