@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
         has_kernels()
 
 
-# Fixtures that lie beside what they make.
+# Fixtures that live in the modules of what they make.
 pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]
 
 

@@ -322,7 +322,7 @@ MUTANTS = (
         "tests/eval/serving/test_server.py",
     ),
     Mutant(
-        "the rows of a begun training are replaced",
+        "the rows of a started training are replaced",
         "recipes/run_folder.py",
         "if (drafter / STARTED_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():",
         "if False:",
@@ -351,7 +351,7 @@ def run_tests(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
 
 
 def unknown_places(mutants: Sequence[Mutant]) -> list[str]:
-    """What of the table does not fit the tree: lines that are not there exactly once, tests that are gone."""
+    """List what does not fit the tree: lines that do not occur exactly once, tests that no longer exist."""
     wrong = []
     for each in mutants:
         file = ROOT / each.file

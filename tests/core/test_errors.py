@@ -88,7 +88,7 @@ def test_runs_dir_that_is_a_file_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     def too_late(*_: Any, **__: Any) -> None:
-        raise AssertionError("the work has begun")
+        raise AssertionError("the work has started")
 
     for loaded in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
         monkeypatch.setattr(loaded, "from_pretrained", too_late)
@@ -104,7 +104,7 @@ def test_runs_dir_that_is_a_file_is_reported_before_the_work(
 def test_unwritable_json_file_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(cli, "heading", lambda *_: pytest.fail("the work has begun"))
+    monkeypatch.setattr(cli, "heading", lambda *_: pytest.fail("the work has started"))
     (tmp_path / "file").write_text("")
     for place, sentence in (
         (tmp_path, f"option --json: {tmp_path} is a folder: name a file"),

@@ -87,7 +87,7 @@ def test_a_password_reaches_the_server_and_nothing_else(
         assert not any(secret.encode() in text for text in written)
     assert b"://***@127.0.0.1" in (recipe.parent / "provenance.json").read_bytes()
 
-    # All is settled: nobody is asked, and nobody asks for the password.
+    # All is settled: no request is sent, and nothing needs the password.
     assert distill(str(recipe), None)[0] == 0
     questions.write_text(questions.read_text() + '{"prompt": "Say more"}\n')
     code, said = distill(str(recipe), None)

@@ -1,4 +1,4 @@
-"""The commit beside every figure: the source tree's own hash, or none."""
+"""The commit with every figure: the source tree's own hash, or none."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The decoder for scripts: the loop's answers, whoever drafts."""
+"""The decoder for scripts: the loop's answers, with any drafter."""
 
 from pathlib import Path
 

@@ -37,7 +37,7 @@ from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTra
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
 PLACEHOLDERS = {"RECIPE": "mine.yaml", "FILES": "question.jsonl"}
-MODULES_ELSEWHERE = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")  # in environments of their own
+MODULES_ELSEWHERE = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")  # in separate environments
 FOREIGN = {"hf", "curl", "grep", "pip", "cp", "llama-server", "llama-bench"}
 PROGRAMS = "draftsmith|make|python|accelerate|pip"
 FENCED = re.compile(r"^( *)```bash\n(.*?)^\1```", re.DOTALL | re.MULTILINE)  # in lists too
@@ -132,7 +132,7 @@ def check_exists(file: str) -> None:
 
 
 def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
-    """What the command line makes of it, and the recipes that it names, with their overrides."""
+    """Parse the arguments, and check the recipes that they name, with their overrides."""
     group, given = get_group(app), {}
     for command in group.commands.values():
         command.callback = lambda **values: given.update(values)
@@ -150,7 +150,7 @@ def check_recipes(named: list[str], distils: bool = False) -> None:
 
 
 def check_recipe(recipe: Recipe, distils: bool = False) -> None:
-    """What the schema leaves to others: the options of the drafter, methods and the engine, the trainer's arguments."""
+    """Check what the schema does not: options of the drafter, methods and the engine, the trainer's arguments."""
     embedded = json.loads((ROOT / "models" / "embedded_target" / "config.json").read_text(encoding="utf-8"))
     of_target = embedded if recipe.target.model == "embedded" else OTHER_TARGETS
     load_drafter_class(recipe.drafter.kind).config_class.Options.model_validate(

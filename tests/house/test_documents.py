@@ -1,4 +1,4 @@
-"""Links, paths and recipes in the documents are right. Their commands have a test of their own."""
+"""Links, paths and recipes in the documents are right. Their commands have a separate test."""
 
 import json
 import re

@@ -93,7 +93,7 @@ def test_the_links_for_type_checkers_are_there() -> None:
 
 
 def test_no_test_imports_another_test() -> None:
-    """What tests share is in `tests/support`."""
+    """Helpers that tests share are in `tests/support`."""
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def made(home: Path, *variables: str) -> tuple[str, Recipe]:
-    """What make would print, and the recipe that its draftsmith commands would read."""
+    """Return what make would print, and the recipe that its draftsmith commands would read."""
     command, environment = ["make", "--dry-run", "smollm2", *variables], {"PATH": os.environ["PATH"], "HOME": str(home)}
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     commands = [shlex.split(line) for line in printed.splitlines() if re.search(r"/draftsmith \w+", line)]

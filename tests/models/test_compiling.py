@@ -11,7 +11,7 @@ from draftsmith.models.compiling import compiled
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> Any:
-    """Return a compiled function that raises this error after so many calls; nothing is compiled."""
+    """Return a compiled function that raises this error after `good_calls` calls; nothing is compiled."""
     results = iter([torch.zeros(1)] * good_calls)
 
     def call(*_: Any) -> Any:

@@ -110,7 +110,7 @@ def test_attention(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
 @KERNELS
 @EVERY_DTYPE
 def test_attention_has_the_same_bits_at_other_places(dtype: torch.dtype) -> None:
-    """Between the tokens that are seen lie others, which are not even read; and other rows are computed beside."""
+    """Between the tokens that are seen lie others, which are not even read; and the call computes other rows too."""
     query, keys, values, _ = some_attention(9, 3, 32, 7, 21, dtype)
     wanted = KERNEL.attention(query[:, :, 3:4], keys, values, None, 0.2)
     generator = torch.Generator().manual_seed(3)
@@ -142,14 +142,14 @@ def test_attention_with_scores_far_apart(dtype: torch.dtype) -> None:
 def test_attention_refuses_what_it_cannot_do() -> None:
     query, keys, values, mask = some_attention(4, 2, 64, 3, 10, torch.float32)
     mask[:, :, 1] = -1
-    for arguments, said in (
+    for arguments, sentence in (
         ((query, keys, values, mask), "a row sees nothing"),
         ((query, keys, values, mask[..., :9]), "mask must be"),
         ((query, keys, values.bfloat16(), None), "differ in dtype"),
         ((query, keys, values[..., :32], None), "differ in size"),
         ((query.expand(2, -1, -1, -1), keys, values, None), "one sequence"),
     ):
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=sentence):
             KERNEL.attention(*arguments, 1.0)
 
 
@@ -174,7 +174,13 @@ MASK = torch.zeros(2, 1, 4, 4).masked_fill(HIDDEN[:, None], torch.finfo(torch.fl
 @EVERY_DTYPE
 @pytest.mark.parametrize(
     ("case", "by_kernels"),
-    [("alike", True), ("a boolean mask", False), ("narrow values", False), ("odd heads", False), ("strided", False)],
+    [
+        ("same layout", True),
+        ("a boolean mask", False),
+        ("narrow values", False),
+        ("odd heads", False),
+        ("strided", False),
+    ],
 )
 def test_one_sequence_goes_through_the_kernels(
     case: str, by_kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -340,8 +346,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
     return make
 
 
-def check_without(caplog: pytest.LogCaptureFixture, said: str) -> None:
-    """There are no kernels, one sentence tells why, and everything goes on without them."""
+def check_without(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
+    """There are no kernels, one sentence says why, and everything works without them."""
     linear = nn.Linear(8, 8).requires_grad_(False)
     assert not has_kernels()
     pack_linears(linear)
@@ -370,7 +376,7 @@ def test_a_compiler_that_refuses(
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_library_is_built_once(fresh: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And anew for another compiler."""
+    """And again for another compiler."""
     built = []
 
     def build(with_compiler: str, library: Path) -> None:

@@ -391,7 +391,7 @@ def test_places_change_no_bit(family: str, dtype: torch.dtype) -> None:
 @EVERY_DTYPE
 @EVERY_FAMILY
 def test_a_node_has_the_bits_that_its_token_has_alone(family: str, dtype: torch.dtype) -> None:
-    """Each path of a tree, one token after the other without a mask, against all nodes at once."""
+    """Each path of a tree, one token after the other without a mask, against all nodes in one call."""
     ours = packed_target(target := random_target(family, (9, 3), 32, dtype))
     tree = random_rows(target, 25, 21, "tree")
     whole = our_outputs(ours, tree)
@@ -520,7 +520,7 @@ def test_unchanged_weights_are_not_read_again() -> None:
 
 
 def test_sessions_that_run_in_one_call_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared ones too, even if compiling is asked for."""
+    """Shared ones too, even with compiling on."""
     target = random_target()
     pack_linears(target)
 
@@ -911,7 +911,7 @@ def test_several_sequences_have_the_bits_of_each_alone(
     for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*alone), strict=True):
         if SESSION_TARGETS[name][1]:
             assert torch.equal(ours, theirs)
-        else:  # what is beside a sequence beyond its window runs as it is, too
+        else:  # rows batched with a sequence beyond its window run eagerly, too
             torch.testing.assert_close(ours, theirs, **(CLOSE if dtype == torch.float32 else ROUNDED))
 
 
@@ -1051,7 +1051,7 @@ def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype)
 
 # Baseline x86-64 has 4 lanes, AVX2 has 8, AVX-512 16, with products of bf16 or without.
 INSTRUCTION_SETS = ("x86-64", "x86-64-v3", "x86-64-v4", "native")
-# Runs in a process of its own, which loads one library: for each case the outputs of 13 rows are written to a file.
+# Runs in a separate process, which loads one library: for each case the outputs of 13 rows are written to a file.
 COMPUTE = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Attention of few rows, split over the keys: by Triton's interpreter on a CPU, and on a GPU where there is one."""
+"""Attention of few rows, split over the keys: by Triton's interpreter on a CPU, and on a GPU if available."""
 
 import json
 import os

@@ -92,7 +92,7 @@ def test_the_trees_are_the_baselines() -> None:
 
 @pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
 def test_table_2_overrides_in_the_recipe_header(name: str) -> None:
-    """The target answers, within what vLLM is given for a prompt and an answer; in a run folder of its own."""
+    """The target answers, within what vLLM is given for a prompt and an answer; in its own run folder."""
     (overrides,) = re.findall(r"^#   (name=.*)$", find_recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
     recipe = load_recipe(name, overrides.split())
     assert recipe.name == f"{name}-table2"

@@ -46,7 +46,7 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
 
 NAMES = ("../x", "a/b", "", ".hidden", "~", "a" * 81, "a\0b", "a b", "é", "a\n")
 METHOD_NAMES = ("../../x", "a/../b", "/a", "a/", "a//b", "a" * 300, "/".join(["a" * 80] * 3), "a\0b", "*bold*", "a|b")
-# What stands in a recipe beside its name, and what is said of it.
+# Content of a recipe after its name, and its error.
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"evall": {}}, "unknown key `evall`: did you mean `eval`?"),
     ({"data": {"distill": {"temprature": 1}}}, "unknown key `data.distill.temprature`: did you mean `temperature`?"),

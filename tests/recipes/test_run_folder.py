@@ -102,7 +102,7 @@ WAY_OUT = "restore the key, give the recipe another `name`, or delete that folde
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "difference"),
     [
         (
             {"eval": {"max_new_tokens": 20, "stop": [], "methods": [{"name": "a"}]}, "drafter_weights": ["34cd"]},
@@ -121,15 +121,15 @@ WAY_OUT = "restore the key, give the recipe another `name`, or delete that folde
         ({"data.max_length_tokens": 1024}, "data.max_length_tokens = 512, now it is 1024"),
     ],
 )
-def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], difference: str) -> None:
     file = tmp_path / "settings.json"
-    check_settings(file, SETTINGS, "measure again")  # nothing was begun
+    check_settings(file, SETTINGS, "measure again")  # nothing was started
     write_settings(file, SETTINGS)
     check_settings(file, SETTINGS, "measure again")
     check_settings(file, SETTINGS | {"data.max_length_tokens": 8}, "measure again", ["data.max_length_tokens"])
     with pytest.raises(UserError) as caught:
         check_settings(file, SETTINGS | changed, "measure again", ["data.max_length_tokens"])
-    assert str(caught.value) == f"{tmp_path} was started with {told}: {WAY_OUT}"
+    assert str(caught.value) == f"{tmp_path} was started with {difference}: {WAY_OUT}"
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
@@ -137,9 +137,9 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes
     file = tmp_path / "settings.json"
     file.write_bytes(content)
     with pytest.raises(
-        UserError, match=r"settings.json is damaged or of another version: delete the folder .* to train anew"
+        UserError, match=r"settings.json is damaged or of another version: delete the folder .* to train again"
     ):
-        check_settings(file, SETTINGS, "train anew")
+        check_settings(file, SETTINGS, "train again")
 
 
 def test_key_that_may_decrease_must_not_disappear(tmp_path: Path) -> None:

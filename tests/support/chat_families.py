@@ -84,7 +84,7 @@ R1 = (
     "'assistant' %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
 )
-# With tools. Qwen writes each call in a block of its own, and results in a user's turn.
+# With tools. Qwen writes each call in its own block, and results in a user's turn.
 QWEN_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You "
     "help.') + "
@@ -169,7 +169,7 @@ class Family:
     end: str = "</s>"
     bos: str = "<s>"
     special: tuple[str, ...] = ()
-    added: tuple[str, ...] = field(default=())  # tokens of their own that are not special
+    added: tuple[str, ...] = field(default=())  # added tokens that are not special
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = tiny_tokenizer(self.template, special=self.special)

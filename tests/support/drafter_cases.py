@@ -129,7 +129,7 @@ BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
 
 
 def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
-    """A draft vocabulary, where there is one, is of tokens all over the target's."""
+    """A draft vocabulary, if any, is of tokens all over the target's."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = tiny_drafter_of(kind, target, **options)
     drafter.vocab.prepare(FREQUENT)

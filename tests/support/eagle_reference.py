@@ -85,7 +85,7 @@ class LayoutReference:
         return out
 
     def eagle3_feedback(self, out: Tensor, norm_output: bool) -> Tensor:
-        """What the next step reads in place of the fused features."""
+        """Return the features that the next step reads in place of the fused ones."""
         return self.norm("norm", out) if norm_output else out
 
     def eagle3_logits(self, out: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ TOKEN, USER, URL = "hf_secretOfThisTest", "tester", "https://hub.test"
 
 
 def refused(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHTTPError:
-    """What huggingface_hub raises for this status."""
+    """Return the error that huggingface_hub raises for this status."""
     return kind(f"{status} for {URL}", response=httpx2.Response(status, request=httpx2.Request("POST", URL)))
 
 

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server in a thread: deterministic answers, and faults on demand.
 
 Its answer to a prompt is a function of the prompt's ids (completions) or of the last message (chat), so a test knows
-what every request must get, whichever server answered it and however often it was asked.
+what every request must get, whichever server answered it and however often it was sent.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def answer_ids(prompt: Any) -> list[int]:
 
 
 class BreakingHTTPServer(ThreadingHTTPServer):
-    """What the fake servers listen with: many connections at once, which may break."""
+    """Listener of the fake servers: many concurrent connections, which may break."""
 
     daemon_threads = True
     request_queue_size = 512
@@ -37,7 +37,7 @@ class BreakingHTTPServer(ThreadingHTTPServer):
 
 @dataclass
 class Fault:
-    """What a request gets instead of its answer.
+    """Fault that a request gets instead of its answer.
 
     status, headers, body: of the response; a body of bytes is sent as it is.
     delay_s: before it.
@@ -59,7 +59,7 @@ class FakeServer:
     """Serves on `url`; `stop` closes every connection, `start` comes back on the same port.
 
     Args:
-        script: Faults; not asked for the request of one token that the engine checks a server with.
+        script: Faults; not called for the request of one token that the engine checks a server with.
         token_ids: Give token ids back when asked to.
         fields: Known fields; a request with another one is refused, as strict servers do. None: all are.
     """

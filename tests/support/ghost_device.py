@@ -1,6 +1,6 @@
 """A CUDA device for machines without one: tensors that say `cuda:0` and hold their values on the CPU.
 
-What mixes devices raises, as there. What would make the host wait, or copy, is counted with the line that asked for
+What mixes devices raises, as there. What would make the host wait, or copy, is counted with the line that caused
 it. No CUDA kernel runs: speed and the kernels' own behaviour are not shown.
 """
 
@@ -150,7 +150,7 @@ class _Stream:
 
 
 class _Event:
-    """Of a device that does everything at once."""
+    """Of a device that does everything immediately."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.recorded = 0
@@ -325,7 +325,7 @@ def _seen_by(q: Tensor, causal: bool, options: Any) -> dict[str, Any]:
 
 def _spans(bounds: Tensor, longest: int) -> list[tuple[int, int]]:
     if bounds.dtype != torch.int32 or bounds.diff().max() != longest:
-        raise RuntimeError(f"the kernel was told of {longest} tokens at most in documents of {bounds.diff().tolist()}")
+        raise RuntimeError(f"the kernel got {longest} tokens at most in documents of {bounds.diff().tolist()}")
     return [(begin, end) for begin, end in pairwise(bounds.tolist()) if begin < end]
 
 

@@ -139,7 +139,7 @@ def _fill(model: nn.Module, seed: int) -> None:
 
 @contextmanager
 def _in_fp64() -> Iterator[None]:
-    """Let transformers' norms and RoPE compute in fp64."""
+    """Make transformers' norms and RoPE compute in fp64."""
 
     def normed(self: Any, hidden: Tensor) -> Tensor:
         variance = hidden.double().pow(2).mean(-1, keepdim=True)

@@ -100,7 +100,7 @@ class HalfRightDecoder:
 
 
 class HalfRightStepwiseDecoder(HalfRightDecoder):
-    """The same, a level at a time: a node knows how to go on only where the path to it is right."""
+    """The same, a level at a time: a node knows how to continue only where the path to it is right."""
 
     num_depths = DEPTHS
 

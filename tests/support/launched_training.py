@@ -49,7 +49,7 @@ def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:
 
 
 def start_each(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None) -> list[int]:
-    """Two processes told by the environment who they are, as a scheduler's tasks are; what they end with."""
+    """Two processes with ranks from the environment, as a scheduler's tasks are; what they end with."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

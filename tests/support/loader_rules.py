@@ -24,7 +24,7 @@ from support.tiny_models import VOCABULARY
 HIDDEN, MLP, KEYS, HEAD_SIZE = 32, 48, 16, 8
 LLAMA, QWEN3 = {"model_type": "llama"}, {"model_type": "qwen3", "hidden_act": "silu"}
 NO_BIAS, UNTIED, ONE_LAYER = {"attention_bias": False}, {"tie_word_embeddings": False}, {"num_hidden_layers": 1}
-# Values that a config must have, by kind (of EAGLE-3 and P-EAGLE alike) and format.
+# Values that a config must have, by kind (the same for EAGLE-3 and P-EAGLE) and format.
 CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("eagle", "vllm"): {"architectures": ["LlamaForCausalLM"], **LLAMA, **ONE_LAYER, **UNTIED},
     ("eagle", "sglang"): {"architectures": ["LlamaForCausalLMEagle"], **LLAMA, **NO_BIAS},

@@ -71,19 +71,19 @@ def requests(count: int, **sampling: Any) -> list[Request]:
     ]
 
 
-def run(engine: OpenAIEngine, asked: list[Request]) -> dict[str, Outcome]:
-    for request in asked:
+def run(engine: OpenAIEngine, batch: list[Request]) -> dict[str, Outcome]:
+    for request in batch:
         engine.submit(request)
     outcomes: dict[str, Outcome] = {}
-    while len(outcomes) < len(asked):
+    while len(outcomes) < len(batch):
         for key, outcome in engine.collect():
             assert key not in outcomes
             outcomes[key] = outcome
     return outcomes
 
 
-def right_answers(asked: list[Request]) -> dict[str, Outcome]:
-    return {request.key: Completion(answer_ids(request.prompt_ids), "stop") for request in asked}
+def right_answers(batch: list[Request]) -> dict[str, Outcome]:
+    return {request.key: Completion(answer_ids(request.prompt_ids), "stop") for request in batch}
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Where this checkout is, and real data beside it that is in no repository: tests that want it skip without it."""
+"""Where this checkout is, and real data next to it that is in no repository: tests that want it skip without it."""
 
 from pathlib import Path
 

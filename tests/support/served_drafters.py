@@ -115,9 +115,9 @@ def briefly_trained(
 
 @torch.no_grad()
 def share_first_key_norm(drafter: Drafter) -> None:
-    """What vLLM 0.32 makes of every block on a CPU, where `rms_norm` takes the first row of a weight for each layer.
+    """Copy vLLM 0.32's fault on a CPU, where `rms_norm` takes the first row of a weight for each layer.
 
-    It norms the context's keys of all layers at once (qwen3_dflash.py, _normalize_context_k).
+    It norms the context's keys of all layers in one call (qwen3_dflash.py, _normalize_context_k).
     """
     for layer in drafter.layers:
         layer.self_attn.k_norm.weight.copy_(drafter.layers[0].self_attn.k_norm.weight)

@@ -137,7 +137,7 @@ def train_until(callback: TrainerCallback, recipe: Recipe, monkeypatch: pytest.M
 
 
 def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """What the trained drafter's file holds."""
+    """Return the tensors of the trained drafter's file."""
     return load_file(RunFolder(recipe).drafter / "model.safetensors")
 
 
@@ -148,5 +148,5 @@ def same_weights(first: Recipe, second: Recipe) -> bool:
 
 
 def history_of(recipe: Recipe) -> list[dict[str, float]]:
-    """What was logged."""
+    """Return the training's log."""
     return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["history"]

@@ -6,7 +6,7 @@ from support.places import ROOT
 
 
 def source_files() -> list[str]:
-    """What is in git, or would be."""
+    """Return the files that are in git, or would be."""
     listing = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""Answers of real vLLM, here or in a process of its own: python -m support.vllm_answers ASKED.json ANSWERED.json."""
+"""Answers of real vLLM, here or in a separate process: python -m support.vllm_answers ASKED.json ANSWERED.json."""
 
 import gc
 import json
@@ -42,9 +42,9 @@ def has_triton() -> bool:
     return TRITON.is_dir()
 
 
-def answered_by_the_newer_runner(folder: Path, *asked: Any) -> tuple[list[list[int]], dict[str, Any]]:
-    """The same of vLLM's newer runner (see `interpreted_triton`); `asked` are `answered`'s arguments."""
-    (folder / "asked.json").write_text(json.dumps(asked))
+def answered_by_the_newer_runner(folder: Path, *arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """The same of vLLM's newer runner (see `interpreted_triton`); `arguments` are `answered`'s."""
+    (folder / "asked.json").write_text(json.dumps(arguments))
     path = os.pathsep.join(map(str, (INTERPRETED, INTERPRETED.parents[1], TRITON)))
     command = [sys.executable, "-m", "support.vllm_answers", str(folder / "asked.json"), str(folder / "answered.json")]
     subprocess.run(command, env=os.environ | NEWER_RUNNER | {"PYTHONPATH": path}, check=True)

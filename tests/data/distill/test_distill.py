@@ -228,13 +228,13 @@ def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
     assert report.answers_cut_short == 2
     assert not report.failed
     assert dict(report.shortened) == {"answer cut short by max_new_tokens": 2}
-    said = tokenizer("and so on")["input_ids"]
+    answer_ids = tokenizer("and so on")["input_ids"]
     cut = {d.conversation.turns[-2].content: d for d in read_distilled(tmp_path / "out") if d.shortened}
     assert set(cut) == set(CutEngine.cut_questions)
     for distilled in cut.values():
         tokens = tokenize_conversation(tokenizer, distilled.conversation, distilled.answer_ids)
-        assert tokens.input_ids[-len(said) :] == said
-        assert tokens.loss_mask[-len(said) :] == [1] * len(said)
+        assert tokens.input_ids[-len(answer_ids) :] == answer_ids
+        assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
 
 
 def test_a_cut_text_without_ids_is_dropped(source: Path, tmp_path: Path) -> None:
@@ -266,13 +266,13 @@ def test_empty_answers_are_dropped_and_if_all_are_it_is_an_error(source: Path, t
     engine.answer = lambda prompt: " "  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(7 empty answer\)"):
         run(make_recipe(source), tmp_path / "out", engine)
-    # Failures before the first answer are not stored, so there is nothing to retry: all are asked for the first time.
+    # Failures before the first answer are not stored, so there is nothing to retry: all requests are first ones.
     again = run(make_recipe(source), tmp_path / "out", HashEngine(engine.tokenizer))
     assert (again.retried, again.kept) == (0, 7)
 
 
-def test_nothing_is_asked_for_while_a_begun_training_needs_its_rows(source: Path, tmp_path: Path) -> None:
-    """A higher limit, found before any answer is paid for; without it the run goes on."""
+def test_no_request_is_sent_while_a_started_training_needs_its_rows(source: Path, tmp_path: Path) -> None:
+    """A higher limit, found before any answer is paid for; without it the run continues."""
     few, all_of_them = make_recipe(source), make_recipe(source)
     few.data.conversations.limit = 3
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
@@ -311,7 +311,7 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
 
 
 def test_thoughts_that_the_template_does_not_write(tmp_path: Path) -> None:
-    """Are told before anything is written, or left out and counted; if all are, what is wrong is said."""
+    """Are reported before anything is written, or left out and counted; if all are, the error says why."""
     talk = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hello", "thinking": "one"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
@@ -377,7 +377,7 @@ def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))
     assert not file.exists()
-    write_settings(file, distill_settings(first, None, tokenizer))  # as earlier versions did at once
+    write_settings(file, distill_settings(first, None, tokenizer))  # as earlier versions did immediately
     with pytest.raises(KeyboardInterrupt):
         run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
     with pytest.raises(UserError, match=r"started with data\.distill\.temperature = 0\.5, now it is 0\.0"):
@@ -405,7 +405,7 @@ OUTSIDE = "<|tool|>"
 
 
 def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
-    """Are told before the engine is opened, or left out and counted; with engine none in answers too."""
+    """Are reported before the engine is opened, or left out and counted; with engine none in answers too."""
     write_source(tmp_path / "a.jsonl", [["one"], [f"use {OUTSIDE} now"]])
     tokenizer = tiny_tokenizer(templates.CHATML)
     tokenizer.add_special_tokens({"extra_special_tokens": [OUTSIDE]})
@@ -428,12 +428,12 @@ def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
     given = make_recipe(tmp_path / "a.jsonl", engine="none")
     with pytest.raises(UserError, match=sentence):
         distill(given, tokenizer, run_folder(given, tmp_path / "none"), progress=False, limits=limits)
-    run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "anew", engine, limits=limits)  # the target answers otherwise
+    run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "again", engine, limits=limits)  # the target answers otherwise
     with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
         run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
 
 
-def test_no_room_for_answers_is_told_before_the_first(source: Path, tmp_path: Path) -> None:
+def test_no_room_for_answers_is_reported_before_the_first(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     recipe = make_recipe(source, max_new_tokens=60)
     with pytest.raises(
@@ -517,7 +517,7 @@ def gives(name: str) -> dict[str, Any]:
     return {"role": "tool", "content": f"{name} is blue", "tool_call_id": f"id{name}"}
 
 
-def said(text: str, role: str = "assistant") -> dict[str, Any]:
+def chat_message(text: str, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
@@ -530,7 +530,14 @@ def with_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> t
     return report, found, engine
 
 
-ASKED = [said("Blue?", "user"), calling("sky", "sea"), gives("sky"), gives("sea"), said("Yes."), said("Bye", "user")]
+ASKED = [
+    chat_message("Blue?", "user"),
+    calling("sky", "sea"),
+    gives("sky"),
+    gives("sea"),
+    chat_message("Yes."),
+    chat_message("Bye", "user"),
+]
 
 
 def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> None:
@@ -568,7 +575,11 @@ def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: 
     [
         ([CALL % "sky"], ASKED, ["user", "assistant"]),  # the other results are not there
         ([CALL % "sea" + CALL % "sky"], ASKED, ["user", "assistant"]),
-        ([CALL % "sky"], [said("Hi", "user"), said("Ho"), said("Bye", "user")], ["user", "assistant"]),
+        (
+            [CALL % "sky"],
+            [chat_message("Hi", "user"), chat_message("Ho"), chat_message("Bye", "user")],
+            ["user", "assistant"],
+        ),
         ([CALL % "sky" + CALL % "sea", CALL % "sky"], ASKED, ["user", "assistant", "tool", "tool", "assistant"]),
     ],
 )
@@ -582,7 +593,7 @@ def test_a_target_that_calls_other_tools_ends_the_conversation(
 
 
 def test_a_conversation_may_end_with_a_call(tmp_path: Path) -> None:
-    _, found, _ = with_tools(tmp_path, CALL % "sky", messages=[said("Blue?", "user"), calling("sea")])
+    _, found, _ = with_tools(tmp_path, CALL % "sky", messages=[chat_message("Blue?", "user"), calling("sea")])
     assert found.conversation.turns[1].called == ["sky"]
     assert found.shortened is None
 

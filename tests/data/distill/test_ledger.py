@@ -1,4 +1,4 @@
-"""The ledger: nothing done is lost, counted or asked for twice, whoever is killed and whenever."""
+"""The ledger: nothing done is lost, counted or requested twice, whichever process is killed and whenever."""
 
 import errno
 import json
@@ -66,7 +66,7 @@ def test_answers_of_an_unfinished_conversation_outlive_its_process(tmp_path: Pat
 def test_the_order_of_writing_does_not_show(tmp_path: Path) -> None:
     for name, order in (("one", IDS), ("other", IDS[::-1])):
         for key in order:
-            with Ledger(tmp_path / name) as ledger:  # each in a file of its own
+            with Ledger(tmp_path / name) as ledger:  # each in its own file
                 ledger.commit([], [done(key)])
     one, other = LedgerView(tmp_path / "one"), LedgerView(tmp_path / "other")
     assert len(one.files()) == len(IDS)
@@ -78,7 +78,7 @@ def test_the_order_of_writing_does_not_show(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_does_not_count(tmp_path: Path) -> None:
-    """The first bytes of a line, as a kill leaves them: the conversation is asked again, and goes to another file."""
+    """The first bytes of a line, as a kill leaves them: the conversation is claimed again, and goes to another file."""
     with Ledger(tmp_path) as ledger:
         ledger.commit([], [done(IDS[0])])
     with LedgerView(tmp_path).files()[0].open("a") as stream:
@@ -177,7 +177,7 @@ with Ledger(Path(sys.argv[1])) as ledger:
 
 
 def test_what_another_process_works_on_is_left_to_it_until_it_is_killed(tmp_path: Path) -> None:
-    """What it finished meanwhile is not asked for again."""
+    """The conversations that it finished meanwhile are not requested again."""
     command = [sys.executable, "-c", OTHER, str(tmp_path), *IDS[:3]]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None

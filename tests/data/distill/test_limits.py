@@ -1,4 +1,4 @@
-"""What a target can read, by its config; rows beyond it are told before a drafter is trained."""
+"""What a target can read, by its config; rows beyond it are reported before a drafter is trained."""
 
 from pathlib import Path
 from typing import Any

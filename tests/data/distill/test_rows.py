@@ -38,7 +38,7 @@ def written(tmp_path: Path, conversations: Any, processes: int, template: str | 
 
 @pytest.fixture
 def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked ones, which start at once."""
+    """Forked ones, which start immediately."""
     monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
@@ -85,7 +85,7 @@ def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:
 def test_conversations_are_read_no_further_than_the_work_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    """Memory is bounded: the reader is at most the chunks under way ahead of the writer."""
+    """Memory is bounded: the reader is at most the chunks in flight ahead of the writer."""
     monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 2)
     read, done, furthest = 0, 0, 0
 

@@ -89,7 +89,7 @@ def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
             build(folder)
     assert len(load(data)) == 1
     write_distilled(data, [["Hello"]])
-    assert build(data).reused  # as `draftsmith run` does, before it goes on with that training
+    assert build(data).reused  # as `draftsmith run` does, before it resumes that training
     (drafter / "training.json").touch()
     write_distilled(data, [["Hello"], ["Bye"]])
     with run_lock(tmp_path / "run", "train"), pytest.raises(UserError, match=r"run is in use by `draftsmith train`"):

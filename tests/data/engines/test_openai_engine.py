@@ -1,4 +1,4 @@
-"""What the openai engine sends, what it makes of the answers, and what becomes of requests while servers fail."""
+"""What the openai engine sends, what it makes of the answers, and how requests end while servers fail."""
 
 import gzip
 import json
@@ -122,7 +122,7 @@ def test_tools_go_as_token_ids_alone(start_server: StartServer, start_engine: St
 
 
 def test_variables_of_the_chat_template_go_with_messages(start_server: StartServer, start_engine: StartEngine) -> None:
-    """Prompts as ids were made with them; a server that renders messages has to be told."""
+    """Prompts as ids were made with them; a server that renders messages needs the variables."""
     switch = {"chat_template_kwargs": {"enable_thinking": False}}
     for api, sent in (("chat", switch["chat_template_kwargs"]), ("completions", None)):
         server = start_server()
@@ -186,7 +186,7 @@ def test_how_answers_end(
 def test_thoughts_that_a_server_gives_apart_are_counted(
     start_server: StartServer, start_engine: StartEngine, key: str
 ) -> None:
-    """An answer that was cut in its thoughts says nothing yet, and is no shorter than was asked for."""
+    """An answer that was cut in its thoughts says nothing yet, and is no shorter than requested."""
     message = {"content": "", key: "so and so on"}
     answer = {"choices": [{"finish_reason": "length", "message": message}]}
     server = start_server(lambda body, number: Fault(body=answer))
@@ -196,8 +196,8 @@ def test_thoughts_that_a_server_gives_apart_are_counted(
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thoughts_in_a_field_of_their_own(start_server: StartServer, start_engine: StartEngine, field: str) -> None:
-    """They join the text as the target's template writes them; where it does not, that is told."""
+def test_thoughts_in_their_own_field(start_server: StartServer, start_engine: StartEngine, field: str) -> None:
+    """They join the text as the target's template writes them; where it does not, an error says so."""
     message = {"role": "assistant", "content": "Hello", field: "hm"}
     answer = {"choices": [{"finish_reason": "stop", "message": message}]}
     server = start_server(lambda body, number: Fault(body=answer))
@@ -456,7 +456,7 @@ def test_a_server_that_answers_nothing_loses_no_conversation(
 
 
 def test_a_storm_of_429_costs_no_attempt(start_server: StartServer, start_engine: StartEngine) -> None:
-    """The server takes two requests at once, and is asked sixteen."""
+    """The server takes two requests in parallel, and gets sixteen."""
 
     def script(body: dict[str, Any], number: int) -> Fault:
         if server.in_flight > 2:

@@ -1,4 +1,4 @@
-"""The transformers engine: batches change no answer, a free row is filled at once, greedy is the argmax."""
+"""The transformers engine: batches change no answer, a free row is filled immediately, greedy is the argmax."""
 
 import dataclasses
 from collections import Counter
@@ -127,7 +127,7 @@ def test_a_rotation_that_other_rows_change_is_refused() -> None:
 
 def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -> None:
     free = answers_of(engine_of(tiny_llama, 4), GREEDY)
-    end_ids = sorted({free[0].token_ids[3], 1})  # type: ignore[index]  # the first row stops early, the others go on
+    end_ids = sorted({free[0].token_ids[3], 1})  # type: ignore[index]  # the first row stops early, the others continue
     stopped = answers_of(engine_of(tiny_llama, 4, end_ids), GREEDY)
     for before, after in zip(free, stopped, strict=True):
         assert before.token_ids is not None
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_alone(tiny_llama: LlamaForCausalLM) -> Non
     assert [key for _ in range(2) for key, _ in engine.collect()] == ["80+4", "3+81"]
 
 
-def test_a_full_gpu_is_told(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(tiny_llama, 3)
 
     def full(*_: Any) -> None:

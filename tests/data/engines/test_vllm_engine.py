@@ -71,21 +71,21 @@ def setting(engine: str, **options: Any) -> EngineSetting:
 
 def questions(count: int, **sampling: Any) -> list[Request]:
     drawn = GenerationSettings(**{"max_new_tokens": 96, **sampling})
-    asked = [question.turns[0] for question in load_questions("embedded")][:count]
-    assert len(asked) == count
+    batch = [question.turns[0] for question in load_questions("embedded")][:count]
+    assert len(batch) == count
     return [
         Request(
             f"q{n}", prompt_token_ids(TOKENIZER, [Turn("user", text)]), [{"role": "user", "content": text}], drawn, n
         )
-        for n, text in enumerate(asked)
+        for n, text in enumerate(batch)
     ]
 
 
-def run(engine: Engine, asked: list[Request]) -> dict[str, Outcome]:
-    for request in asked:
+def run(engine: Engine, batch: list[Request]) -> dict[str, Outcome]:
+    for request in batch:
         engine.submit(request)
     outcomes: dict[str, Outcome] = {}
-    while len(outcomes) < len(asked):
+    while len(outcomes) < len(batch):
         outcomes.update(engine.collect())
     return outcomes
 
@@ -98,13 +98,13 @@ def token_ids(outcome: Outcome) -> list[int]:
     return outcome.token_ids
 
 
-def assert_the_targets_own(target: Any, asked: list[Request], outcomes: dict[str, Outcome]) -> None:
+def assert_the_targets_own(target: Any, batch: list[Request], outcomes: dict[str, Outcome]) -> None:
     """Every token is the argmax of the target's float64 logits after what came before it, but for ties.
 
     A tie is a gap to the largest logit within four times the largest difference between float32 and float64 logits:
     two logits are compared, in either engine, and each may be off by the rounding.
     """
-    answers = [(request.prompt_ids, token_ids(outcomes[request.key])) for request in asked]
+    answers = [(request.prompt_ids, token_ids(outcomes[request.key])) for request in batch]
 
     def logits() -> list[torch.Tensor]:
         with torch.inference_mode():
@@ -124,27 +124,27 @@ def assert_the_targets_own(target: Any, asked: list[Request], outcomes: dict[str
 
 def test_greedy_answers_are_the_targets(target: Any, vllm_engine: Engine) -> None:
     assert (vllm_engine.concurrency, vllm_engine.max_length_tokens) == (20, 512)
-    asked = questions(32)
-    outcomes = run(vllm_engine, asked)
+    batch = questions(32)
+    outcomes = run(vllm_engine, batch)
     assert {outcome.finish_reason for outcome in outcomes.values() if isinstance(outcome, Completion)} == {
         "stop", "length"
     }  # fmt: skip
-    assert_the_targets_own(target, asked, outcomes)
+    assert_the_targets_own(target, batch, outcomes)
     with open_engine(setting("transformers", batch_size=8)) as reference:
-        expected = run(reference, asked)
+        expected = run(reference, batch)
     different = [key for key in expected if expected[key] != outcomes[key]]
-    print(f"{len(different)} of {len(asked)} answers differ from those of the transformers engine (ties: above)")
-    assert_the_targets_own(target, asked, expected)
+    print(f"{len(different)} of {len(batch)} answers differ from those of the transformers engine (ties: above)")
+    assert_the_targets_own(target, batch, expected)
     assert len(different) <= 2
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_served_endpoint_says_the_same(target: Any, server_url: str, api: str) -> None:
-    asked = questions(32)
+    batch = questions(32)
     options = {"base_urls": [server_url], "api": api, "concurrency_per_server": 16}
     with open_engine(setting("openai", **options)) as engine:
         assert (engine.concurrency, engine.max_length_tokens) == (16, 512)
-        assert_the_targets_own(target, asked, run(engine, asked))
+        assert_the_targets_own(target, batch, run(engine, batch))
 
 
 def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine) -> None:

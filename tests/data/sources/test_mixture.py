@@ -63,7 +63,7 @@ def test_duplicates_are_the_same_but_for_case_and_white_space(tmp_path: Path) ->
 
 
 def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
-    """Are several conversations where the answers are used, each with an id of its own; else one."""
+    """Are several conversations where the answers are used, each with its own id; else one."""
     lines = [record(question) for question in ("a", "b")]
     lines += [{"conversations": [lines[0]["conversations"][0], {"from": "gpt", "value": text}]} for text in "xyx"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -16,8 +16,8 @@ LINE = b'{"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}\n
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The addresses that were asked for; each gives one line, whose hash is the right one."""
+def fetched_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requested addresses; each gives one line, whose hash is the right one."""
     addresses: list[str] = []
 
     def open_address(address: str, timeout: float) -> io.BytesIO:
@@ -30,14 +30,16 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return addresses
 
 
-def test_fetched_once(asked: list[str], tmp_path: Path) -> None:
+def test_fetched_once(fetched_addresses: list[str], tmp_path: Path) -> None:
     assert [question.turns for question in load_questions("spec_bench")] == [("One.", "Two.")]
     assert questions_file("spec_bench") == tmp_path / "spec_bench" / "question.jsonl"
-    assert asked == [spec_bench.URL]
+    assert fetched_addresses == [spec_bench.URL]
     assert [entry.name for entry in (tmp_path / "spec_bench").iterdir()] == ["question.jsonl"]
 
 
-def test_what_cannot_be_fetched_is_told(asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fetch_is_reported(
+    fetched_addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(address: str, timeout: float) -> Any:
         raise urllib.error.URLError("Name or service not known")
 

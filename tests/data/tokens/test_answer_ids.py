@@ -27,14 +27,14 @@ def spelled(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in text]
 
 
-def said(tokenizer: PreTrainedTokenizerFast, family: str, text: str, end: bool = True) -> list[int]:
+def expected_ids(tokenizer: PreTrainedTokenizerFast, family: str, text: str, end: bool = True) -> list[int]:
     """The text spelled, with the template's lead before it and the end token."""
     ids = spelled(tokenizer, template_answer_lead(tokenizer) + text)
     return [*ids, tokenizer.convert_tokens_to_ids(FAMILIES[family].end)] if end else ids
 
 
 def talk_ids(tokenizer: PreTrainedTokenizerFast, family: str) -> list[list[int] | None]:
-    return [said(tokenizer, family, turn.content) for turn in TALK.turns if turn.role == "assistant"]
+    return [expected_ids(tokenizer, family, turn.content) for turn in TALK.turns if turn.role == "assistant"]
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Qwen3"])
@@ -48,10 +48,10 @@ def test_the_runs_are_the_ids(family: str) -> None:
     first_prompt = prompt_token_ids(tokenizer, TALK.turns[:1])
     if family not in ("R1", "Qwen3, no thoughts"):  # their prompts end with what the history does not have
         assert tokenized.input_ids[: len(first_prompt)] == first_prompt
-    # The last answer follows what the target was asked with, and nothing follows it.
+    # The last answer follows the target's prompt, and nothing follows it.
     alone = tokenize_conversation(tokenizer, TALK, [None, None, ids[2]])
     prompt = prompt_token_ids(tokenizer, TALK.turns[:-1])
-    assert alone.input_ids == prompt + said(tokenizer, family, "you are")
+    assert alone.input_ids == prompt + expected_ids(tokenizer, family, "you are")
     texts = {"".join(tokenizer.decode(tokens.input_ids).split()) for tokens in (tokenized, alone)}
     assert len(texts) == 1  # but for the space that Llama 2's template puts after an answer
 
@@ -59,12 +59,12 @@ def test_the_runs_are_the_ids(family: str) -> None:
 @pytest.mark.parametrize("family", ["ChatML", "Llama 2", "Gemma 2", "Mistral v0.1"])
 def test_an_answer_that_was_cut_short_has_no_end_token(family: str) -> None:
     tokenizer = FAMILIES[family].tokenizer()
-    cut = said(tokenizer, family, "you are", end=False)
+    cut = expected_ids(tokenizer, family, "you are", end=False)
     ids = talk_ids(tokenizer, family)
     last = tokenize_conversation(tokenizer, TALK, [*ids[:2], cut])
     assert last.answers() == [*ids[:2], cut]
     assert last.input_ids[-len(cut) :] == cut  # nothing follows it
-    cut = said(tokenizer, family, "Say hi.", end=False)
+    cut = expected_ids(tokenizer, family, "Say hi.", end=False)
     middle = tokenize_conversation(tokenizer, TALK, [ids[0], cut, ids[2]])
     assert middle.answers() == [ids[0], cut, ids[2]]
     # In the history the template's end token follows it, without loss.

@@ -54,7 +54,7 @@ def test_one_that_writes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_any_thread_and_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server tokenises in a thread; those beside it end as ever."""
+    """The server tokenises in a thread; other requests end as ever."""
     monkeypatch.setattr(bounded, "WITHIN_S", 0.3)
     good, bad = tiny_tokenizer(templates.CHATML), tiny_tokenizer(ENDLESS)
     expected = prompt_token_ids(good, HELLO)

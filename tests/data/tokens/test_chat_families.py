@@ -117,7 +117,7 @@ def test_families_without_system_turns_refuse_them(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_answer_follows_the_prompt_that_asked_for_it(family: str) -> None:
-    """Train = decode: the last answer follows exactly the ids that the target is asked with."""
+    """Train = decode: the last answer follows exactly the ids that prompt the target."""
     tokenizer = FAMILIES[family].tokenizer()
     tokenized = tokenize_conversation(tokenizer, Conversation("golden", TALK))
     prompt = prompt_token_ids(tokenizer, TALK[:-1])
@@ -151,7 +151,7 @@ def test_thoughts_that_a_template_never_writes_are_refused() -> None:
 
 
 def test_a_system_prompt_that_a_later_turn_needs_is_not_forgotten() -> None:
-    """Mistral v0.3 writes none into a conversation that ends with an answer, yet the target is asked with it."""
+    """Mistral v0.3 writes none into a conversation that ends with an answer, yet the target's prompt has it."""
     tokenizer = FAMILIES["Mistral v0.3"].tokenizer()
     messages = [{"role": turn.role, "content": turn.content} for turn in (SYSTEM, *TALK)]
     assert "You are a helper." not in tokenizer.apply_chat_template(messages, tokenize=False)

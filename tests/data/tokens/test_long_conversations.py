@@ -72,7 +72,7 @@ def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
 def cut_by_trying_every_end(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
 ) -> tuple[TokenizedConversation, int] | None:
-    """The rule. Each answer is found by renderings of its own, and each piece tokenised after all that precedes it."""
+    """The rule. Each answer is found by its own renderings, and each piece tokenised after all that precedes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "AT_EACH_END", 10**6)
         patch.setattr(chat_tokens, "LOOK_BACK_CHARACTERS", 10**9)

@@ -1,4 +1,4 @@
-"""Of greedy answers that differ, a numerical tie is told from a bug."""
+"""Of greedy answers that differ, a numerical tie is distinguished from a bug."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,8 +22,8 @@ PROMPT = [5, 9, 33, 12]
 TOKENS = 20
 
 
-class Asked:
-    """What `find_divergences` needs of a bench: one question of two turns."""
+class FakeBench:
+    """The parts of a bench that `find_divergences` needs: one question of two turns."""
 
     def __init__(self, target: Any, session: TargetSession) -> None:
         self.target, self.session = target, session
@@ -41,9 +41,9 @@ def target() -> Any:
 
 
 @pytest.fixture
-def asked(target: Any) -> Iterator[Asked]:
+def bench(target: Any) -> Iterator[FakeBench]:
     with TargetSession(target, 64) as session:
-        yield Asked(target, session)
+        yield FakeBench(target, session)
 
 
 def greedy_answer(target: Any) -> list[int]:
@@ -67,7 +67,7 @@ def recorded(expected: list[list[int]], found: list[list[int]]) -> QuestionRecor
     return record
 
 
-def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:
+def test_a_tie_and_a_bug_in_records(target: Any, bench: FakeBench) -> None:
     """In the second turn, whose prompt has the first answer; turns after it are other conversations."""
     answer = greedy_answer(target)
     position = 11
@@ -75,7 +75,7 @@ def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:
     tie = [*answer[:position], twin, *answer[position + 1 :]]
     bug = [*answer[:position], (answer[position] + 1) % twin, *answer[position + 1 :]]
     records = [recorded([answer, answer], [answer, tie]), replace(recorded([answer], [bug]), run=1)]
-    at_tie, at_bug = found = find_divergences(asked, records, [])  # type: ignore[arg-type]
+    at_tie, at_bug = found = find_divergences(bench, records, [])  # type: ignore[arg-type]
     assert (at_tie.run, at_tie.turn, at_tie.arm, at_tie.position, at_tie.found) == (0, 1, "chain@0", position, twin)
     assert at_tie.gap == 0.0
     assert at_tie.is_tie
@@ -83,15 +83,15 @@ def test_a_tie_and_a_bug_in_records(target: Any, asked: Asked) -> None:
     assert at_bug.gap == pytest.approx(float(logits.max() - logits[bug[position]]), abs=1e-5)
     assert at_bug.gap > 100 * at_bug.noise
     assert not at_bug.is_tie
-    assert asked.prompts == [("answer 0",), ()]
-    assert find_divergences(asked, records, found) == found  # type: ignore[arg-type]
-    assert len(asked.prompts) == 2, "what is known is not looked at again"
+    assert bench.prompts == [("answer 0",), ()]
+    assert find_divergences(bench, records, found) == found  # type: ignore[arg-type]
+    assert len(bench.prompts) == 2, "what is known is not looked at again"
     row = summarize(records, found)[-1]
     assert (row["greedy_identical"], row["different_answers"], row["numerical_ties"]) == (False, 2, 1)
 
 
 def test_noise_is_at_least_the_spacing_of_the_dtype(target: Any) -> None:
-    """A logit of bf16 has 8 bits: that two computations round it alike says nothing about its neighbours."""
+    """A logit of bf16 has 8 bits: two computations that round it equally say nothing about its neighbours."""
     target = target.bfloat16()
     answer = greedy_answer(target)
     wrong = [*answer[:-1], (answer[-1] + 1) % 61]

@@ -1,4 +1,4 @@
-"""Records come back as they were written, and no speedup is told of times that cannot be compared."""
+"""Records come back as they were written, and no speedup is reported of times that cannot be compared."""
 
 import copy
 import json

@@ -100,7 +100,7 @@ def methods() -> list[Arm]:
 
 
 def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> None:
-    """Drafters of different kinds side by side: each is handed the features that it asked for, every time."""
+    """Drafters of different kinds side by side: each gets the features that it requires, every time."""
     widths: dict[str, set[int]] = {"deep": set(), "plain": set()}
 
     class Watching(FixedDecoder):
@@ -149,7 +149,7 @@ def test_the_whole_harness(
         assert sum(turn.round_s) == pytest.approx(turn.draft_s + turn.verify_s + turn.choose_s + turn.commit_s)
         assert sum(turn.round_s) + turn.prefill_s <= turn.wall_time_s
         assert turn.first_token_s <= turn.prefill_s
-    # Which method goes first rotates. Interrupted in the third question, only that is asked again, and sampled alike.
+    # Which method goes first rotates. Interrupted in the third question, only that is repeated, with the same sample.
     lines = log.file.read_text().splitlines(keepends=True)
     log.file.write_text("".join(lines[:2]) + lines[2][:40])
     log = RecordLog(log.file)
@@ -166,7 +166,7 @@ def test_the_whole_harness(
 
 
 def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
-    """Asked in another order, by methods in another order, and alone: every method samples the same answer."""
+    """Answered in another order, by methods in another order, and alone: every method samples the same answer."""
     bench.run(methods, RecordLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
     wanted = {(r.run, r.question_id): r.answers for r in RecordLog(tmp_path / "all.jsonl")}
     assert wanted[0, 1]["chain@1"].ids != wanted[1, 1]["chain@1"].ids
@@ -182,7 +182,7 @@ def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, methods
 
 
 def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
-    """Every method alike; the conversation goes on with the text before the stop string."""
+    """The same for every method; the conversation continues with the text before the stop string."""
     free = RecordLog(tmp_path / "free.jsonl")
     bench.run(methods, free, runs=1, warmup_questions=0)
     text = next(iter(free)).answers["autoregressive@0"].turns[0].text

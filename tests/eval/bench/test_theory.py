@@ -49,7 +49,7 @@ class Fixed:
 def metered(
     tree: DraftTree, path: list[int], sampling: Sampling, kept: int | None = None, rounds: int = 1, p: Tensor = P
 ) -> OverlapMeter:
-    """Rounds in which this path was accepted, and so many of its tokens and the target's own kept; by default all."""
+    """Rounds that accept this path and commit `kept` of its tokens and the target's own; by default all."""
     meter = OverlapMeter(Fixed(tree), sampling)
     meter.start([0], NONE)
     meter.observe([0], NONE)

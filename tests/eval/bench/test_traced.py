@@ -1,4 +1,4 @@
-"""Answers round by round in words: the pieces put together are the answer, and what was drafted is told apart."""
+"""Answers round by round in words: the pieces put together are the answer, and drafted tokens are marked."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A training step beside its parts, at tiny sizes."""
+"""A training step and its parts, at tiny sizes."""
 
 from pathlib import Path
 

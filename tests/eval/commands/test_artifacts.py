@@ -25,7 +25,7 @@ def test_defaults_are_written_out() -> None:
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_whether_it_was_compiled_is_written_out(monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
-    """What the recipe leaves open depends on the machine: records of one are not continued on the other."""
+    """A default that depends on the machine is recorded: records of one are not continued on the other."""
     monkeypatch.setattr(artifacts, "compiles", lambda _: compiles)
     assert measurement_settings(Recipe(name="x"))["eval"]["compile"] is compiles
 

@@ -1,4 +1,4 @@
-"""Several recipes in one table: one baseline, one process, data made once. And finished runs beside each other."""
+"""Several recipes in one table: one baseline, one process, data made once. And finished runs against each other."""
 
 import json
 import re
@@ -160,7 +160,7 @@ def run_in(
 
 
 def test_ratios_by_hand(tmp_path: Path) -> None:
-    """The second run asked in another order, which pairing has to undo."""
+    """The second run answered in another order, which pairing has to undo."""
     first = run_in(tmp_path / "a", [1.0, 0.5, 0.8, 1.2, 0.7])
     second = run_in(tmp_path / "b", [0.5, 0.25, 0.4, 0.6, 0.35], order=-1)
     reference, other = compare_runs([first, second])
@@ -174,7 +174,7 @@ def test_ratios_by_hand(tmp_path: Path) -> None:
 
 
 def test_each_task_counts_alike(tmp_path: Path) -> None:
-    """Four of MT-bench's questions, alike in both runs, and two of QA, twice as fast in the second.
+    """Four of MT-bench's questions, equal in both runs, and two of QA, twice as fast in the second.
 
     By task 2 and 4 against 2 and 2 make 1.5; pooled 12 s in 5 s against 12 in 6 make 1.2.
     """

@@ -224,12 +224,12 @@ def test_loss_on_everything_and_an_end_token_that_is_the_pad_token(tmp_path: Pat
     assert "carry loss, also those of user turns" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
     shutil.rmtree(tmp_path / "runs")
     case.distilled(with_mask(case.rows(), lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 1)))
-    said = "3 end with a token that carries no loss (</s> is also the pad token, and must carry loss here)"
-    assert said in case.examine()[1]["tokens/end tokens"]["sentence"]
+    sentence = "3 end with a token that carries no loss (</s> is also the pad token, and must carry loss here)"
+    assert sentence in case.examine()[1]["tokens/end tokens"]["sentence"]
 
 
 def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
-    """-100, as labels have it, is no token: it is told, and neither the preview nor the parity check stumbles."""
+    """-100, as labels have it, is no token: it is reported, and neither the preview nor the parity check stumbles."""
     case = clinic(tmp_path)
     row = case.rows()[0]
     case.distilled([TokenizedConversation([*row.input_ids, -100, -100], [*row.loss_mask, 0, 0])])
@@ -240,7 +240,7 @@ def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
 
 
 def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
-    """Skipping was asked for; a third of the conversations is cut; the tokenizer knows tokens that no row has."""
+    """Skipping is on; a third of the conversations is cut; the tokenizer knows tokens that no row has."""
     case = clinic(
         tmp_path,
         source=[TALK[1], TALK[2], TWO_ROUNDS, turns("Say", ""), "{not json"],
@@ -277,7 +277,7 @@ def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told by the checkup, and by distilling before anything is read or written."""
+    """Reported by the checkup, and by distilling before anything is read or written."""
     monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
     case = clinic(tmp_path)
     code, findings, _ = case.examine("data.distill.engine=vllm")
@@ -292,7 +292,7 @@ def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_are_shown_as_they_would_be_trained(tmp_path: Path) -> None:
-    """Thoughts that leave the history in rows of their own, and without loss where the recipe masks them."""
+    """Thoughts that leave the history in separate rows, and without loss where the recipe masks them."""
     texts = ["<think>\none\n</think>\n\nHello", "<think>\ntwo\n</think>\n\nBye"]
     talk = [part for text in texts for part in turns("Say hi", text)["messages"]]
     case = clinic(tmp_path, source=[{"messages": talk}])
@@ -334,8 +334,8 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     cut_short = "answer cut short by max_new_tokens"
     with Ledger(data) as ledger:
         ledger.claim(["0", "1", "2", "3", "4", "5"])
-        said: dict[str, Any] = {"messages": []}
-        kept = [Finished("0", SHORTENED, cut_short, said), *(Finished(key, DONE, None, said) for key in "12")]
+        record: dict[str, Any] = {"messages": []}
+        kept = [Finished("0", SHORTENED, cut_short, record), *(Finished(key, DONE, None, record) for key in "12")]
         ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
     code, findings, printed = case.examine()
     assert code == 0
@@ -365,7 +365,7 @@ def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("has_kernels", "dtype", "said"),
+    ("has_kernels", "dtype", "sentence"),
     [
         (True, "float32", "ok: float32; in bfloat16 a step reads half as many bytes"),
         (False, "bfloat16", "warning: without the kernels that a C++ compiler would build"),
@@ -373,14 +373,14 @@ def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_the_dtype_that_a_cpu_is_fast_in(
-    has_kernels: bool, dtype: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_kernels: bool, dtype: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "has_kernels", lambda: has_kernels)
     monkeypatch.setattr(doctor, "LARGE_BYTES", 1000)
     code, findings, _ = clinic(tmp_path).examine(f"target.dtype={dtype}")
     assert code == 0
     finding = findings["target/dtype"]
-    assert f"{finding['severity']}: {finding['sentence']}".startswith(said)
+    assert f"{finding['severity']}: {finding['sentence']}".startswith(sentence)
 
 
 def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("to", "overrides", "severity", "said"),
+    ("to", "overrides", "severity", "sentence"),
     [
         ("vllm", ["drafter.kind=parallel"], "defect", "4 distinct masks, as this drafter has: train with drafter."),
         ("vllm", ["drafter.kind=eagle", "drafter.options.fc_bias=true"], "defect", "drafter.options.fc_bias=false"),
@@ -404,10 +404,10 @@ def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pyte
         ("vllm", ["drafter.kind=medusa"], "ok", "`draftsmith export --to vllm` can write it"),
     ],
 )
-def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str], severity: str, said: str) -> None:
+def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str], severity: str, sentence: str) -> None:
     code, findings, _ = clinic(tmp_path).examine("--serve", to, "drafter.options={}", *overrides)
     finding = findings["served/export"]
-    assert (finding["severity"], said in finding["sentence"]) == (severity, True)
+    assert (finding["severity"], sentence in finding["sentence"]) == (severity, True)
     assert code == (severity == "defect")
 
 

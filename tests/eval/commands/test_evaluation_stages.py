@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Stages:
-    """What the stages said. `card`: after the proof, when nothing was measured yet."""
+    """Results of the stages. `card`: after the proof, when nothing was measured yet."""
 
     recipe: Recipe
     tuned: Tuned

@@ -36,7 +36,7 @@ def run(finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return finished
 
 
-def told(result: Result) -> str:
+def error_line(result: Result) -> str:
     """The one sentence of a command that ended as it should; empty if it had nothing to complain about."""
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (0, 1, 2)
@@ -64,7 +64,7 @@ NOTHING_WRONG = {("provenance.json", "distill")}  # with a stage that nobody kno
 def test_a_damaged_file_is_named(run: FinishedRun, name: str, command: str, content: bytes) -> None:
     file = run.root / name
     file.write_bytes(content)
-    sentence = told(run.call(command))
+    sentence = error_line(run.call(command))
     if b"x" in content and (name, command) in NOTHING_WRONG:
         assert not sentence
     else:
@@ -76,13 +76,13 @@ def test_a_broken_tuned_tree_is_named(run: FinishedRun, tree: Any) -> None:
     file = run.root / "drafter" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_tree": tree}))
     for command in ("eval", "prove"):
-        assert f"{file}: key `tuned_tree` holds no valid tree" in told(run.call(command))
+        assert f"{file}: key `tuned_tree` holds no valid tree" in error_line(run.call(command))
 
 
 def test_truncated_weights_are_named(run: FinishedRun) -> None:
     for file in (run.root / "drafter" / "model.safetensors", run.folder / "target" / "model.safetensors"):
         file.write_bytes(file.read_bytes()[:-100])
-        assert str(file.parent) in told(run.call("prove"))
+        assert str(file.parent) in error_line(run.call("prove"))
         run.restore()
 
 
@@ -90,18 +90,18 @@ def test_truncated_weights_are_named(run: FinishedRun) -> None:
 
 # Commands with their options, and what is removed first so that they have something to do.
 WORK: dict[str, tuple[str, list[str], list[str]]] = {
-    "distil anew": ("distill", [], ["data"]),
-    "train anew": ("train", [], ["drafter"]),
+    "distil again": ("distill", [], ["data"]),
+    "train again": ("train", [], ["drafter"]),
     "train offline": ("train", ["data.features.source=offline"], ["drafter"]),
     "resume": ("train", [], ["drafter/training.json"]),
-    "measure anew": ("eval", [], ["eval"]),
-    "features anew": ("features", [], ["features"]),
+    "measure again": ("eval", [], ["eval"]),
+    "features again": ("features", [], ["features"]),
 }
 # By the beginning of a file's path in the run: what reads it.
 COMMANDS = {
     "drafter/checkpoints": ["resume"],
     "drafter": ["train", "eval", "prove", "tune", "report"],
-    "data": ["distill", "train anew", "doctor", "plan", "run"],
+    "data": ["distill", "train again", "doctor", "plan", "run"],
     "eval": ["eval", "report", "prove"],
     "features": ["features", "train offline"],
     "": ["distill", "train", "features", "eval", "report", "run"],
@@ -118,12 +118,12 @@ BYTES: list[Callable[[bytes, random.Random], bytes]] = [
 
 
 def tried(run: FinishedRun, name: str) -> str:
-    """What is wrong with how a command ended, one of `WORK` or any other."""
+    """Run a command, one of `WORK` or any other; return the problem in how it ended, or an empty string."""
     command, options, unwanted = WORK.get(name, (name, [], []))
     for place in unwanted:
         shutil.rmtree(run.root / place) if (run.root / place).is_dir() else (run.root / place).unlink(missing_ok=True)
     try:
-        told(run.call(command, *options))
+        error_line(run.call(command, *options))
     except BaseException as error:  # a hang too
         return f"{name}: {type(error).__name__} {error}"[:600]
     return ""
@@ -183,10 +183,10 @@ FUZZED: dict[str, tuple[int, Callable[[FinishedRun], list[Path]], Callable[[str]
     ),
     "conversations and questions": (
         8, lambda run: [run.folder / name for name in ("chats.jsonl", "questions.jsonl")],
-        lambda place: ["distil anew", "doctor"] if "chats" in place else ["measure anew"],
+        lambda place: ["distil again", "doctor"] if "chats" in place else ["measure again"],
     ),
     "targets": (
-        8, lambda run: sorted((run.folder / "target").iterdir()), lambda _: ["plan", "doctor", "train anew", "prove"],
+        8, lambda run: sorted((run.folder / "target").iterdir()), lambda _: ["plan", "doctor", "train again", "prove"],
     ),
 }  # fmt: skip
 
@@ -195,7 +195,7 @@ FUZZED: dict[str, tuple[int, Callable[[FinishedRun], list[Path]], Callable[[str]
 @pytest.mark.parametrize("name", FUZZED)
 def test_anything_at_all(run: FinishedRun, name: str) -> None:
     count, files_of, commands = FUZZED[name]
-    odd = [value for value in ODD if name != "targets" or value != 10**30]  # so many layers take for ever to build
+    odd = [value for value in ODD if name != "targets" or value != 10**30]  # 10**30 layers take for ever to build
     rng, files, wrong = random.Random(SEED), files_of(run), []
     for _ in range(count * TIMES):
         run.restore()

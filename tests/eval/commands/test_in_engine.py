@@ -76,7 +76,7 @@ def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
         assert row["speedup"] > 0
     assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
     assert "Greedy, with drafter, 1 at once: 3 of 3 answers are the same with the drafter." in found["notes"]
-    # The conversation went on with the answer that came.
+    # The conversation continued with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts
 

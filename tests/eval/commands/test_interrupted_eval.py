@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a measurement in one sentence; it goes on where it stopped, with the same answers."""
+"""SIGTERM and Ctrl-C end a measurement in one sentence; it resumes where it stopped, with the same answers."""
 
 import os
 import signal

@@ -312,7 +312,7 @@ def test_the_server_says_once_that_nothing_learns_any_more(again: Recipe, caplog
 
 
 def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> None:
-    """The command: who is told, what is said, and with which drafter it begins."""
+    """The command: its arguments, its output, and the drafter that it starts with."""
     begun: list[Any] = []
     monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
     workers: list[Any] = []
@@ -405,7 +405,7 @@ def test_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> Non
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> None:
-    """What a killed process left half done is nothing that anybody reads."""
+    """Nothing reads the unfinished files of a killed process."""
     learned = Learned(again)
     for wait_s in (6.0, 9.0):
         process = start_learning(learned, 0.1)

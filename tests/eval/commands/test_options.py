@@ -21,7 +21,7 @@ TRAIN = ["train", "quickstart"]
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` says something and finds something, at once."""
+    """`train` prints something and returns something, immediately."""
 
     def run_train(recipe: Recipe) -> dict[str, Any]:
         heading("2 train", recipe.name)
@@ -109,7 +109,7 @@ def test_every_command_tells_its_figures(finished: FinishedRun, command: str) ->
 
 
 def test_every_command_is_tried() -> None:
-    """Compare by its files, export and import beside what they write; the last three talk."""
+    """Compare by its files, export and import next to the files they write; the last three talk."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve"}
 

@@ -28,7 +28,7 @@ def examine(recipe: str, folder: Path, *overrides: str) -> tuple[int, dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_a_drafter_learns_one_answer(kind: str, tmp_path: Path) -> None:
-    """All depths at once, and a step a depth: 96 tokens, 95 after the prefill's, in 16 rounds of at most 6."""
+    """All depths in one pass, and a step a depth: 96 tokens, 95 after the prefill's, in 16 rounds of at most 6."""
     code, findings = examine(f"embedded-{kind}", tmp_path)
     entry, figures = findings["overfit"], findings["overfit"]["figures"]
     assert (code, entry["severity"]) == (0, "ok")

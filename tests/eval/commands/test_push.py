@@ -1,4 +1,4 @@
-"""`draftsmith push`: what goes up is the run's drafter and nothing of this machine; whatever breaks, it goes on."""
+"""`draftsmith push`: what goes up is the run's drafter and nothing of this machine; whatever breaks, it resumes."""
 
 import json
 import shlex
@@ -34,7 +34,7 @@ def staged(run: FinishedRun) -> dict[str, bytes]:
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
-def said(result: Result) -> str:
+def error_line(result: Result) -> str:
     """The one sentence of a command that failed."""
     assert result.exit_code == 2, (result.output, result.exception)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -70,7 +70,7 @@ def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: FakeHub) -> 
 
 
 def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
-    """Their hashes are noted anew, so that the folder is a drafter; the run's own stays as it is."""
+    """Their hashes are noted again, so that the folder is a drafter; the run's own stays as it is."""
     pushed(run.call("push", "--dry-run", "--dtype", "bfloat16"))
     assert not hub.calls
     halved, whole = (load_file(run.root / name / "model.safetensors") for name in ("hub", "drafter"))
@@ -84,9 +84,9 @@ def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
 def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: FakeHub) -> None:
     card = run.root / "drafter" / "README.md"
     card.write_text(f"# Mine\nTrained in {run.root}/drafter.\n")
-    assert "README.md names a folder of this machine" in said(run.call("push"))
+    assert "README.md names a folder of this machine" in error_line(run.call("push"))
     card.write_text(f"# Mine\n{TOKEN}\n")
-    assert "README.md names your token" in said(run.call("push"))
+    assert "README.md names your token" in error_line(run.call("push"))
     assert not hub.repos
     card.write_text("# Mine\n")
     pushed(run.call("push"))
@@ -109,7 +109,7 @@ def test_the_card_says_what_was_measured(run: FinishedRun, hub: FakeHub) -> None
 
 
 def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
-    """From the card beside its weights, without a link that leads nowhere; on the Hub the link leads there."""
+    """From the card next to its weights, without a link that leads nowhere; on the Hub the link leads there."""
     front = "license: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]"
     (run.folder / "target" / "README.md").write_text(f"---\n{front}\n---\n# It\n")
     result = pushed(run.call("push", "--dry-run"))
@@ -127,7 +127,7 @@ def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: FakeH
     card = ModelCard.load(run.root / "hub" / "README.md")
     assert card.data.to_dict()["base_model"] == "org/T-8B"
     assert 'TargetRecipe(model="org/T-8B")' in card.text
-    assert "--base-model: 8B is no Hub id: give owner/name" in said(run.call("push", "--base-model", "8B"))
+    assert "--base-model: 8B is no Hub id: give owner/name" in error_line(run.call("push", "--base-model", "8B"))
 
 
 def test_one_commit_with_all_files_and_nothing_of_others_deleted(run: FinishedRun, hub: FakeHub) -> None:
@@ -157,7 +157,7 @@ def test_what_breaks_is_one_sentence_and_the_same_command_goes_on(
     run: FinishedRun, hub: FakeHub, call: str, fault: Exception, sentence: str
 ) -> None:
     hub.faults[call] = fault
-    assert sentence in said(run.call("push"))
+    assert sentence in error_line(run.call("push"))
     assert all(repo.at(None) == {} for repo in hub.repos.values())
     hub.faults.clear()
     pushed(run.call("push"))
@@ -170,8 +170,8 @@ def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: F
     for command in ("distill", "train"):
         pushed(run.call(command, *servable))
     root = run.root.parent / "pard"
-    assert "did you mean `sglang`?" in said(run.call("push", "--exports", "vllm,sglan", *servable))
-    assert "cannot go `--to sglang`" in said(run.call("push", "--exports", "sglang", *servable))
+    assert "did you mean `sglang`?" in error_line(run.call("push", "--exports", "vllm,sglan", *servable))
+    assert "cannot go `--to sglang`" in error_line(run.call("push", "--exports", "sglang", *servable))
     assert not hub.repos
     pushed(run.call("push", "--exports", "vllm", *servable))
     files = hub.files(REPO)
@@ -186,7 +186,7 @@ def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: F
     assert json.loads(files["export/vllm/export.json"])["command"] == line
     noted = json.loads((export / "export.json").read_text())
     (export / "export.json").write_text(json.dumps(noted | {"drafter_sha256": {"model.safetensors": "0"}}))
-    assert "was made from other weights: delete it" in said(run.call("push", *servable))
+    assert "was made from other weights: delete it" in error_line(run.call("push", *servable))
     shutil.rmtree(export)
     pushed(run.call("push", *servable))
     assert not [name for name in hub.files(REPO) if name.startswith("export/")]
@@ -203,36 +203,38 @@ def test_a_revision_is_a_branch(run: FinishedRun, hub: FakeHub) -> None:
 def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     """Another model in it, or open where it should be private: it stays as it is."""
     hub.read_only.add("others")
-    assert "may not do that in others/x (HTTP 403)" in said(run.call("push", "--repo", "others/x"))
-    assert "a b is no valid repository name: give name or user/name" in said(run.call("push", "--repo", "a b"))
+    assert "may not do that in others/x (HTTP 403)" in error_line(run.call("push", "--repo", "others/x"))
+    assert "a b is no valid repository name: give name or user/name" in error_line(run.call("push", "--repo", "a b"))
     pushed(run.call("push", "--repo", "mine"))
     repo = hub.repos[f"{USER}/mine"]
     repo.private = False
-    assert "tester/mine is public: push with --public" in said(run.call("push", "--repo", "mine"))
+    assert "tester/mine is public: push with --public" in error_line(run.call("push", "--repo", "mine"))
     repo.private = True
-    assert "tester/mine is private: leave out --public" in said(run.call("push", "--repo", "mine", "--public"))
+    assert "tester/mine is private: leave out --public" in error_line(run.call("push", "--repo", "mine", "--public"))
     repo.commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
-    assert "holds no drafter of draftsmith (config.json, model.safetensors)" in said(run.call("push", "--repo", "mine"))
+    assert "holds no drafter of draftsmith (config.json, model.safetensors)" in error_line(
+        run.call("push", "--repo", "mine")
+    )
     repo.commit({"data.csv": b"1,2"})
-    assert "holds no drafter of draftsmith (data.csv)" in said(run.call("push", "--repo", "mine"))
+    assert "holds no drafter of draftsmith (data.csv)" in error_line(run.call("push", "--repo", "mine"))
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
 
 
 def test_only_what_was_trained_is_pushed(run: FinishedRun, hub: FakeHub) -> None:
     drafter = run.root / "drafter"
-    assert "was trained with parallel, not eagle" in said(run.call("push", "drafter={kind: eagle}"))
-    assert "was trained with" in said(run.call("push", "target.model=embedded"))
+    assert "was trained with parallel, not eagle" in error_line(run.call("push", "drafter={kind: eagle}"))
+    assert "was trained with" in error_line(run.call("push", "target.model=embedded"))
     (drafter / "model.safetensors").write_bytes((drafter / "model.safetensors").read_bytes()[:-1] + b"x")
-    assert "are not those that training wrote" in said(run.call("push"))
+    assert "are not those that training wrote" in error_line(run.call("push"))
     shutil.rmtree(drafter)
-    assert "holds no trained drafter" in said(run.call("push"))
+    assert "holds no trained drafter" in error_line(run.call("push"))
     assert not hub.calls
 
 
 def test_runs_of_earlier_versions_and_damaged_ones(run: FinishedRun, hub: FakeHub) -> None:
     result = run.root / "eval" / "result.json"
     result.write_text('{"figures": ')
-    assert "result.json is damaged or of another version: run `draftsmith report` again" in said(run.call("push"))
+    assert "result.json is damaged or of another version: run `draftsmith report` again" in error_line(run.call("push"))
     shutil.rmtree(run.root / "eval")
     pushed(run.call("push"))
     assert hub.files(REPO) == staged(run)

@@ -37,7 +37,7 @@ def test_expected_tau_by_hand() -> None:
 
 
 def test_the_fastest_is_so_in_the_mean_over_tasks() -> None:
-    """Twice as fast on one task and alike on the other: 1.5 times, where pooled 25 tokens a second over 15 are 1.67."""
+    """Twice as fast on one task and equal on the other: 1.5 times, where pooled 25 tokens a second over 15 are 1.67."""
     first, other = {"qa": [10.0, 1.0], "rag": [20.0, 1.0]}, {"qa": [10.0, 1.0], "rag": [40.0, 1.0]}
     speed, gain = speed_and_gain(other, first)
     assert (speed, gain) == (25.0, 1.5)

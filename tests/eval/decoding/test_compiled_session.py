@@ -80,7 +80,7 @@ def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
 
 @pytest.mark.parametrize("static", [True, False])
 def test_features_of_each_method(static: bool) -> None:
-    """Whoever reads fewer layers than another gets its own, in its order; new layers make a new graph."""
+    """A reader of fewer layers than another gets its own, in its order; new layers make a new graph."""
     target, of_layers = tiny_target(), ((-1,), (1, -1), (-1,))
     steps: list[list[Any]] = []
     for compiler in (None, Compiler("eager", is_static=static)):
@@ -125,7 +125,7 @@ def test_two_sessions_on_a_cpu_do_not_share_a_graph() -> None:
 @pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(static: bool) -> None:
-    """What makes greedy answers identical in half precision too."""
+    """So greedy answers are identical in half precision too."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **{**SIZES, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
@@ -212,7 +212,7 @@ def test_compiled_drafters_write_into_memory_that_stays(kind: str) -> None:
 def test_a_target_that_cannot_be_compiled_runs_as_it_is(
     static: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default; a recipe that asks for compilation is told that it is not to be had."""
+    """By default; a recipe with compilation gets an error that there is none."""
     target = tiny_target()
     with TargetSession(target, 40) as plain:
         wanted = generate(plain, Autoregressive(), [5, 9, 33], GREEDY, 20).ids
@@ -232,18 +232,18 @@ def test_a_target_that_cannot_be_compiled_runs_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "compiler", "expected"),
+    ("requested", "device", "compiler", "expected"),
     [(None, "cuda", "c++", True), (None, "cpu", "c++", True), (None, "cpu", None, False), (None, "mps", "c++", False)]
-    + [(asked, device, "c++", asked) for asked in (True, False) for device in ("cpu", "cuda")],
+    + [(requested, device, "c++", requested) for requested in (True, False) for device in ("cpu", "cuda")],
 )
 def test_compiles_by_default_where_a_compiler_is(
-    monkeypatch: pytest.MonkeyPatch, asked: bool | None, device: str, compiler: str | None, expected: bool
+    monkeypatch: pytest.MonkeyPatch, requested: bool | None, device: str, compiler: str | None, expected: bool
 ) -> None:
     monkeypatch.delenv(compiling.SWITCH, raising=False)
     monkeypatch.setattr(measured_methods, "target_device", lambda _: torch.device(device))
     monkeypatch.setattr(compiling, "cpp_compiler", lambda: compiler)
-    recipe = load_recipe("quickstart", [] if asked is None else [f"eval.compile={str(asked).lower()}"])
+    recipe = load_recipe("quickstart", [] if requested is None else [f"eval.compile={str(requested).lower()}"])
     assert measured_methods.compiles(recipe) is expected
-    if asked is None and device == "cpu":
-        with open_session(tiny_target(), 40, asked) as session:
+    if requested is None and device == "cpu":
+        with open_session(tiny_target(), 40, requested) as session:
             assert (session.compiled is not None) is expected

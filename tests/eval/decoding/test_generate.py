@@ -80,7 +80,7 @@ def test_never_always_sometimes(session: TargetSession) -> None:
 
 
 def test_the_limit_cuts_the_last_round(session: TargetSession) -> None:
-    """1 + 5 + 2: the last tree is cut to the one drafted token that can be kept beside the target's own."""
+    """1 + 5 + 2: the last tree is cut to the one drafted token that can be committed with the target's own."""
     answer = answer_of(session, 24)
     out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 8)
     assert out.ids == answer[:8]

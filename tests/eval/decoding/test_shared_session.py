@@ -38,7 +38,7 @@ def alone(target: Any, prompt: list[int], trees: list[tuple[DraftTree, list[int]
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_each_is_what_it_is_alone(name: str) -> None:
-    """In turns, together and in other orders; one begins when the others are under way, in a place that was used."""
+    """In turns, together and in other orders; one starts while the others are running, in a place that was used."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]

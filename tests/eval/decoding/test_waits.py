@@ -53,7 +53,7 @@ def waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampli
 
 
 def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, int]:
-    """And how often the drafter is asked in a round."""
+    """And how often the drafter is called in a round."""
     with ghost_device():
         target = tiny_target(num_hidden_layers=4)
         drafter = tiny_drafter_of(kind, target)

@@ -93,7 +93,7 @@ def test_what_would_not_be_verified_is_not_drafted_below(monkeypatch: pytest.Mon
 
 
 def test_of_equally_likely_nodes_the_parent_stays() -> None:
-    """Three first tokens, all alike, and then one that is certain: every node is as likely as its parent."""
+    """Three first tokens, all equally likely, and then one that is certain: every node is as likely as its parent."""
     certain = torch.tensor([0.0, -torch.inf, -torch.inf])
     table = dict.fromkeys(every_path(3, range(1, 3)), certain) | {(): torch.zeros(3)}
     for nodes in range(1, 11):

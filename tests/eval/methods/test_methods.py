@@ -37,16 +37,16 @@ def target() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def wanted(target: PreTrainedModel) -> list[int]:
+def expected_ids(target: PreTrainedModel) -> list[int]:
     with TargetSession(target, 64) as session:
         return generate(session, Autoregressive(), PROMPT, GREEDY, NEW_TOKENS).ids
 
 
 @pytest.fixture(scope="module")
-def tokens_folder(tmp_path_factory: pytest.TempPathFactory, wanted: list[int]) -> Path:
+def tokens_folder(tmp_path_factory: pytest.TempPathFactory, expected_ids: list[int]) -> Path:
     """Half of the answer, and something else: what an n-gram drafter finds there is sometimes right."""
     folder = tmp_path_factory.mktemp("run") / "data" / "tokens"
-    rows = {"input_ids": [wanted[:20], [5, 6, 7, 5, 6, 8]], "loss_mask": [[1] * 20, [0, 1, 1, 1, 1, 1]]}
+    rows = {"input_ids": [expected_ids[:20], [5, 6, 7, 5, 6, 8]], "loss_mask": [[1] * 20, [0, 1, 1, 1, 1, 1]]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(folder))
     return folder
 
@@ -74,12 +74,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "keys"), CASES)
 def test_greedy_identity(
-    kind: str, keys: dict[str, Any], target: PreTrainedModel, tokens_folder: Path, wanted: list[int]
+    kind: str, keys: dict[str, Any], target: PreTrainedModel, tokens_folder: Path, expected_ids: list[int]
 ) -> None:
     method = make_method(setting(target, tokens_folder, kind, **keys))
     for _second_use_of_the_same_method in range(2):
         out = answer(target, method)
-        assert out.ids == wanted
+        assert out.ids == expected_ids
         assert out.rounds < NEW_TOKENS - 1, "no draft was ever accepted, so nothing was tested"
 
 
@@ -210,8 +210,8 @@ class TestLookahead:
 
         def accepted_tokens() -> list[int]:
             tree = method.propose()
-            wanted = {20: 1, 1: 4, 4: 7}
-            verdict = verify_greedy(tree, [wanted.get(token, 0) for token in tree.tokens])
+            next_ids = {20: 1, 1: 4, 4: 7}
+            verdict = verify_greedy(tree, [next_ids.get(token, 0) for token in tree.tokens])
             return [tree.tokens[node] for node in verdict.path[1:]]
 
         assert accepted_tokens() == accepted
@@ -247,15 +247,15 @@ class TestDraftModel:
             check(decoder.expand([depth], [depth - 1]), [*range(1, depth + 1)])
 
     def test_the_target_as_its_own_draft_model_is_always_right(
-        self, target: PreTrainedModel, wanted: list[int]
+        self, target: PreTrainedModel, expected_ids: list[int]
     ) -> None:
         decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
         method = build_tree_drafter(MethodConfig(name="x"), decoder, GREEDY)
         out = answer(target, method)
-        assert out.ids == wanted
+        assert out.ids == expected_ids
         assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 every round, and what is left of 39
 
-    def test_smaller_and_larger_vocabularies(self, target: PreTrainedModel, wanted: list[int]) -> None:
+    def test_smaller_and_larger_vocabularies(self, target: PreTrainedModel, expected_ids: list[int]) -> None:
         for size in (VOCABULARY - 7, VOCABULARY + 7):
             draft = tiny_target(vocab_size=size).double()
             decoder = DraftModelDecoder(draft, 3, 64, VOCABULARY)

@@ -46,7 +46,7 @@ def test_the_most_likely_tokens_of_every_model_are_merged() -> None:
     tree = merged([first, second], [2, 1], samples=3).propose()
     assert sorted(paths_in(tree)) == [(0,), (0, 2), (1,), (1, 0), (1, 2), (2,), (2, 2)]
     assert (tree.tokens[0], tree.q, tree.draws) == (7, None, None)
-    # Each model reads its own nodes only, whoever else drafted them.
+    # Each model reads its own nodes only, whichever others drafted them.
     assert (first.widths, second.widths) == ([2], [2])
 
 

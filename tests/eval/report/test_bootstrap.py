@@ -31,7 +31,7 @@ def test_error_equals_the_delta_method() -> None:
     assert influence[0].tolist() == pytest.approx([20 / 60 - 1 / 2, 40 / 60 - 1 / 2])
     by_task = sums_of([20.0, 40.0, 60.0, 60.0], [1.0] * 4, ("rag", "rag", "qa", "qa"))
     _, influence = bootstrap._log_and_influence(tau, by_task, np.ones((1, 4)))
-    # rag's tau is 3 of a mean of 4.5, so that its derivatives count 3 / (2 * 4.5); qa's questions are alike.
+    # rag's tau is 3 of a mean of 4.5, so that its derivatives count 3 / (2 * 4.5); qa's questions are equal.
     assert influence[0].tolist() == pytest.approx([-1 / 6 / 3, 1 / 6 / 3, 0, 0])
 
 

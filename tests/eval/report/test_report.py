@@ -169,22 +169,22 @@ def test_fastest_trained_drafter_is_named_if_another_method_won() -> None:
 def test_lossless_verdict() -> None:
     """chain and tree, 10 answers each; the baseline's own count nowhere. Other differences than ties decide."""
 
-    def said(rows: list[dict[str, Any]], proof: dict[str, Any] | None = None) -> tuple[str, str, str]:
+    def sentences(rows: list[dict[str, Any]], proof: dict[str, Any] | None = None) -> tuple[str, str, str]:
         found = lossless(rows, proof, answers=10)
         return found.word, found.tone, found.sentence
 
     everything = "All 20 greedy answers are the target's, token for token."
-    assert said(SUMMARY) == ("Lossless", "good", everything)
-    assert "the changed target's" in said([each | {"target_change": "LoRA"} for each in SUMMARY])[2]
-    word, tone, sentence = said([*SUMMARY, TIES])
+    assert sentences(SUMMARY) == ("Lossless", "good", everything)
+    assert "the changed target's" in sentences([each | {"target_change": "LoRA"} for each in SUMMARY])[2]
+    word, tone, sentence = sentences([*SUMMARY, TIES])
     assert (word, tone) == ("Lossless, but for rounding", "good")
     assert sentence.startswith("27 of 30 greedy answers are the target's, token for token. The other 3 part")
     wrong = ("NOT LOSSLESS", "bad", "Greedy answers of bad differ from the target's.")
-    assert said([*SUMMARY, TIES, BUG], {"holds": True}) == wrong
+    assert sentences([*SUMMARY, TIES, BUG], {"holds": True}) == wrong
     hot = [row("x", "overall", 1.0)]
-    assert said(hot)[:2] == ("Lossless by construction", "unknown")
-    assert said(hot, {"holds": True})[:2] == ("Lossless", "good")
-    assert said(SUMMARY, {"holds": False})[0] == "NOT PROVED"
+    assert sentences(hot)[:2] == ("Lossless by construction", "unknown")
+    assert sentences(hot, {"holds": True})[:2] == ("Lossless", "good")
+    assert sentences(SUMMARY, {"holds": False})[0] == "NOT PROVED"
 
 
 def test_baseline_sentences() -> None:

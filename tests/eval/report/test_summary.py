@@ -1,4 +1,4 @@
-"""Figures under names of their own: categories that count once, the baseline's speed by hand, what documents quote."""
+"""Figures under separate names: categories that count once, the baseline's speed by hand, what documents quote."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ EIGHT = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "st
 
 
 def test_no_category_is_counted_twice() -> None:
-    """writing and math are mt_bench where there are other tasks too, and then a table of their own."""
+    """writing and math are mt_bench where there are other tasks too, and then a separate table."""
     summary = summarize(records_of({"chain": 1.0}))
     assert shown_categories(summary) == ["translation", "rag", "mt_bench"]
     assert parts_of_mt_bench(summary) == ["writing", "math"]
@@ -43,7 +43,7 @@ def test_no_category_is_counted_twice() -> None:
 
 
 def test_tasks_come_from_the_question_file() -> None:
-    """Records of a file that is not Spec-Bench's own say so: each of its categories is a task, and counts alike."""
+    """Records of a file that is not Spec-Bench's own say so: each of its categories is a task, and counts equally."""
     records = records_of({"chain": 1.0})
     for record in records:
         record.task = record.category
@@ -55,7 +55,7 @@ def test_tasks_come_from_the_question_file() -> None:
 
 
 def read_in(*seconds: float | None) -> list[QuestionRecord]:
-    """Questions after which 2,000,000 bytes were read in so many seconds, or nothing."""
+    """Questions after which 2,000,000 bytes were read in these seconds, or nothing."""
     records = [made_up(0, 2.0, 4.0) for _ in seconds]
     for record, read_s in zip(records, seconds, strict=True):
         if read_s is not None:
@@ -168,7 +168,7 @@ def test_tasks_have_equal_weight() -> None:
     """MT-bench keeps 36 tokens in 8 rounds, and has 10 s for 5 s: 4.5 and 2; QA 1 and 1: means of 2.75 and 1.5.
 
     Both runs are pooled within a task: the mean of their speedups, 5/3 and 5/2, is not 2. One question of a task has no
-    interval; with two of each, all alike, it has no width.
+    interval; with two of each, all equal, it has no width.
     """
     records = [
         replace(question, run=run)

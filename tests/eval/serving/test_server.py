@@ -118,14 +118,14 @@ def test_fifty_at_once_are_the_targets_own_answers(served: Served, greedy: dict[
 
 
 def test_who_becomes_alone_is_drafted_for(served: Served, greedy: dict[str, list[int]]) -> None:
-    """Beside another a token a round; with a drafter that reads all of the answer so far once that one has ended."""
+    """A token a round while another answer runs; then with a drafter that reads all of the answer so far."""
     begun, first, second = threading.Event(), list[Any](), list[Any]()
 
-    def job(question: str, tokens: int, told: list[Any]) -> Job:
+    def job(question: str, tokens: int, pieces: list[Any]) -> Job:
         ids = prompt_token_ids(served.worker.tokenizer, [Turn("user", question)])
 
         def put(piece: Any) -> None:
-            told.append(piece)
+            pieces.append(piece)
             begun.set()
 
         return Job(ids, tokens, Sampling(), 0, (), put)
@@ -140,7 +140,7 @@ def test_who_becomes_alone_is_drafted_for(served: Served, greedy: dict[str, list
     assert first[-1].record.ids == greedy[QUESTIONS[0]]
     assert second[-1].record.ids == greedy[QUESTIONS[1]][:6]
     depths = first[-1].record.draft_depths
-    assert 0 in depths[:-1]  # beside the other
+    assert 0 in depths[:-1]  # with the other
     assert depths[0] > 0 or depths[-2] > 0  # and not
 
 
@@ -244,11 +244,11 @@ ATTACKS: list[tuple[Any, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "said"), ATTACKS, ids=range(len(ATTACKS)))
-def test_bad_requests(served: Served, body: Any, status: int, said: str) -> None:
+@pytest.mark.parametrize(("body", "status", "message"), ATTACKS, ids=range(len(ATTACKS)))
+def test_bad_requests(served: Served, body: Any, status: int, message: str) -> None:
     response = served.post(body)
     assert response.status_code == status
-    assert said in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 def test_what_clients_send_and_do_not_mean(served: Served, greedy: dict[str, list[int]]) -> None:
@@ -339,7 +339,7 @@ def test_the_page_runs_its_own_script_alone(served: Served) -> None:
 
 
 def test_a_long_text_keeps_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tokenised beside the event loop; what cannot fit is not tokenised at all."""
+    """It is tokenised outside the event loop; what cannot fit is not tokenised at all."""
     held, begun = threading.Event(), threading.Event()
 
     def slowly(*_: Any) -> list[int]:
@@ -448,23 +448,23 @@ def test_huge_max_tokens_end_with_the_room(served: Served) -> None:
 
 
 def test_connections_are_bounded_and_slow_ones_hold_nobody_up(recipe: Recipe) -> None:
-    """With a server of its own: connections of other tests that are kept alive would count."""
+    """With its own server: connections of other tests that are kept alive would count."""
     served = Served(recipe)
     host, port = served.root.removeprefix("http://").split(":")
     with ExitStack() as open_ones:
         open_ones.callback(served.stop)
 
-        def opened(count: int, said: bytes) -> list[socket.socket]:
+        def opened(count: int, data: bytes) -> list[socket.socket]:
             found = [open_ones.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
             for each in found:
                 each.settimeout(20)
-                each.sendall(said)
+                each.sendall(data)
             return found
 
         opened(60, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert served.ask(QUESTIONS[0]).choices[0].message.content
         more = opened(40, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        # Which ones are refused, not that so many are, depends on whether all were accepted before the first was read.
+        # Which ones are refused, not their number, depends on whether all were accepted before the first was read.
         assert sum(b"503" in each.recv(64) for each in more) >= 60 + 40 - 80
 
 

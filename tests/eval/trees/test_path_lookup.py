@@ -21,7 +21,7 @@ from draftsmith.recipes.schema import MethodConfig
 PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]
 
 
-def found_by_force(ids: list[int], path: list[int]) -> tuple[int, int] | None:
+def find_by_brute_force(ids: list[int], path: list[int]) -> tuple[int, int] | None:
     """The token after the latest occurrence within `ids` of the longest of the last n-grams of both."""
     whole = [*ids, *path]
     for length in range(min(MAX_NGRAM, len(whole)), 0, -1):
@@ -39,8 +39,8 @@ def test_the_latest_of_the_longest(seed: int) -> None:
     lookup.start(ids[:10])
     lookup.observe(ids[10:55])
     for path in ([], ids[55:57], [chance.randrange(9) for _ in range(12)]):
-        # The sequence's own end has nothing behind it yet, in `found_by_force` neither.
-        assert lookup.find(path) == found_by_force(ids[:55], path)
+        # The sequence's own end has nothing behind it yet, in `find_by_brute_force` neither.
+        assert lookup.find(path) == find_by_brute_force(ids[:55], path)
     lookup.start([3])
     assert lookup.find([]) is None
 
@@ -99,7 +99,7 @@ def test_the_best_paths_of_both(seed: int) -> None:
 
 @pytest.mark.parametrize(("kind", "options"), [("parallel", {}), ("eagle", {}), ("parallel", {"draft_vocab_size": 32})])
 def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, int]) -> None:
-    """On a target that comes to repeat itself, with a drafter that knows nothing; in a batch too."""
+    """On a target that starts to repeat itself, with a drafter that knows nothing; in a batch too."""
     target = tiny_target(initializer_range=0.02).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
 

@@ -68,7 +68,7 @@ def test_what_it_covers_is_said(size: int, coverage: float, sentence: str) -> No
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_borrowed_head_is_rows_of_the_targets(bias: bool, tmp_path: Path) -> None:
-    """Frozen, no parameter of the drafter, in no checkpoint; gathered anew where it is loaded, and it moves along."""
+    """Frozen, no parameter of the drafter, in no checkpoint; gathered again where it is loaded, and it moves along."""
     target = tiny_target()
     if bias:
         target.lm_head = nn.Linear(32, VOCABULARY).requires_grad_(False)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.target.features import target_features
 
-# Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels at once.
+# Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels.
 LEVELS = [([7, 11, 30], [0, 0, 0]), ([8, 9, 12], [1, 1, 3]), ([20], [5]), ([21, 22], [7, 2])]
 PARENTS = [-1, *(parent for _, parents in LEVELS for parent in parents)]
 TOKENS = [-1, *(token for tokens, _ in LEVELS for token in tokens)]

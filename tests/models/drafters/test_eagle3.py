@@ -23,7 +23,7 @@ def test_it_starts_from_the_targets_last_layer() -> None:
     assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)
 
 
-def test_it_drafts_deeper_than_it_was_trained_if_asked() -> None:
+def test_it_drafts_deeper_than_it_was_trained_on_request() -> None:
     for options, drafted in (({}, 3), ({"draft_depth": 7}, 7)):
         drafter = tiny_drafter_of("eagle3", tiny_target(num_hidden_layers=TARGET_LAYERS), ttt_steps=3, **options)
         assert (drafter.decoder(LENGTH).num_depths, drafter.config.num_depths) == (drafted, 3)

@@ -58,7 +58,7 @@ def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> Non
     assert all(torch.equal(loaded[name], value) for name, value in drafter.state_dict().items())
 
 
-# Kinds with decoder layers of their own, and whose they are for a target that has none that fit.
+# Kinds with their own decoder layers, and whose they are for a target that has none that fit.
 OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
     (kind, layers)
     for kind in ("draft_model", "eagle", "eagle3", "eagle_parallel", "hydra", "parallel", "peagle")
@@ -399,7 +399,7 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     ("kind", "options", "backend"), [*((*case, "folded") for case in CASES), ("parallel", {}, "dense")]
 )
 def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
-    """Documents in rows of their own or packed into rows: the same labels, loss, gradients and sums of each depth.
+    """Documents in separate rows or packed into rows: the same labels, loss, gradients and sums of each depth.
 
     Documents end and begin in the middle of answers, so that a label, a feature or a key from next door would count.
     """

@@ -69,7 +69,7 @@ def test_after_a_token_that_is_no_candidate() -> None:
 
 
 def test_blocks_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients are those of all at once."""
+    """Loss and gradients are those of all in one pass."""
     drafter = lattice_drafter().double()
     batch = random_batch(tiny_target().double(), drafter=drafter)
     found = []

@@ -1,4 +1,4 @@
-"""Folders of earlier versions load: their config keys and parameters, written out, beside tensors of random values."""
+"""Folders of earlier versions load: their config keys and parameters, written out, with tensors of random values."""
 
 import json
 from pathlib import Path

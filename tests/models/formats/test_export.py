@@ -205,20 +205,20 @@ def test_a_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "sentence"),
     [
         (lambda tensors: tensors.pop("midlayer.hidden_norm.weight"), "layers.0.hidden_norm.weight differ"),
         (lambda tensors: tensors.update({"midlayer.extra": tensors["fc.weight"]}), "layers.0.extra differ"),
         (lambda tensors: tensors["fc.weight"].add_(1e-6), "read back, fc.weight differ"),
     ],
 )
-def test_a_wrong_tensor_is_found(harm: Any, said: str, tmp_path: Path) -> None:
+def test_a_wrong_tensor_is_found(harm: Any, sentence: str, tmp_path: Path) -> None:
     drafter = drafter_of("eagle3", "llama", {})
     _, tensors = exported(drafter, "vllm", tmp_path)
     harm(tensors)
     tensors = {name: value.clone().contiguous() for name, value in tensors.items()}
     save_file(tensors, tmp_path / "theirs" / "model.safetensors")
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=sentence):
         check_written(tmp_path / "theirs", drafter, EXPORTERS["eagle3", "vllm"])
 
 
@@ -291,7 +291,7 @@ def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "to", "said"),
+    ("kind", "to", "sentence"),
     [
         ("dflash", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `dflash` needs vLLM 0.20 or later"),
         ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `parallel_drafting` needs vLLM 0.16 or later"),
@@ -299,8 +299,8 @@ def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
         ("dflash", "sglang", "for SGLang 0.5.23"),
     ],
 )
-def test_which_versions_a_command_is_for(kind: str, to: str, said: str) -> None:
-    assert version_sentence(kind, to) == said
+def test_which_versions_a_command_is_for(kind: str, to: str, sentence: str) -> None:
+    assert version_sentence(kind, to) == sentence
 
 
 def test_a_server_loads_the_target_as_the_recipe_does() -> None:

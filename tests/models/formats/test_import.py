@@ -315,7 +315,9 @@ def test_the_targets_own_embedding_may_be_there_and_no_other(tmp_path: Path) -> 
     import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
     tensors["embed_tokens.weight"][3, 3] += 1.0
     torch.save(tensors, tmp_path / "theirs" / "pytorch_model.bin")
-    with pytest.raises(UserError, match="embed_tokens is not the target's, and eagle drafters here have none"):
+    with pytest.raises(
+        UserError, match="embed_tokens is not the target's, and eagle drafters here have no separate one"
+    ):
         import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -337,7 +339,7 @@ def test_a_block_may_have_the_targets_rows_of_a_draft_vocabulary_and_no_others(t
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
     tensors["lm_head.weight"][3, 3] += 1.0
     save_file(tensors, theirs / "model.safetensors")
-    with pytest.raises(UserError, match="lm_head is not the target's, and dspark drafters here have none"):
+    with pytest.raises(UserError, match="lm_head is not the target's, and dspark drafters here have no separate one"):
         import_drafter(str(theirs), TARGET, tmp_path / "other")
 
 
@@ -345,7 +347,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
 @pytest.mark.parametrize(
-    ("layout", "change", "said"),
+    ("layout", "change", "sentence"),
     [
         (
             "vllm",
@@ -373,14 +375,14 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("hydra", lambda c, t: c.pop("grounded_heads"), "grounded_heads: False"),
     ],
 )
-def test_what_does_not_fit_is_named(layout: str, change: Change, said: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(layout: str, change: Change, sentence: str, tmp_path: Path) -> None:
     config, tensors = published(tmp_path / "theirs", layout)
     config = dict(config)
     change(config, tensors)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
     file = tmp_path / "theirs" / LAYOUTS[layout][2]
     save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=sentence):
         import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
     assert [entry.name for entry in tmp_path.iterdir()] == ["theirs"]
 
@@ -390,7 +392,7 @@ def assumed(folder: Path) -> list[str]:
     return found
 
 
-def test_guessed_layers_are_told(tmp_path: Path) -> None:
+def test_guessed_layers_are_reported(tmp_path: Path) -> None:
     """As readers guess them, 2, L/2 and L-3; what the config names is not a guess."""
     deep = tiny_target(num_hidden_layers=8)
     config, _ = published(tmp_path / "theirs", "vllm")
@@ -400,19 +402,19 @@ def test_guessed_layers_are_told(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(silent))
     made = import_drafter(str(tmp_path / "theirs"), deep, tmp_path / "guessed")
     assert load_drafter(tmp_path / "guessed", deep).feature_layers == (2, 4, 5)
-    (said,) = assumed(tmp_path / "guessed")
-    assert made.assumed == [said]
-    assert "names no eagle_aux_hidden_state_layer_ids: [2, 4, 5] were guessed" in said
+    (sentence,) = assumed(tmp_path / "guessed")
+    assert made.assumed == [sentence]
+    assert "names no eagle_aux_hidden_state_layer_ids: [2, 4, 5] were guessed" in sentence
 
 
 def test_layers_that_are_named_twice(tmp_path: Path) -> None:
     config, _ = published(tmp_path / "theirs", "vllm")
-    for ids, said in (([-1, 1, 2], 0), ([0, 1, 2], 1)):
+    for ids, count in (([-1, 1, 2], 0), ([0, 1, 2], 1)):
         both = {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
         (tmp_path / "theirs" / "config.json").write_text(json.dumps(both))
-        made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / f"ours-{said}")
-        assert len(made.assumed) == said
-        assert load_drafter(tmp_path / f"ours-{said}", TARGET).feature_layers == (0, 2, 3)
+        made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / f"ours-{count}")
+        assert len(made.assumed) == count
+        assert load_drafter(tmp_path / f"ours-{count}", TARGET).feature_layers == (0, 2, 3)
 
 
 @pytest.mark.parametrize("layout", ["vllm", "specforge", "eagle", "peagle", "dflash", "dspark", "speculators"])
@@ -433,8 +435,8 @@ def test_a_drafters_own_rope(layout: str, theta: float | None, tmp_path: Path) -
     angles = 4 * (theta or 10_000.0) ** (-torch.arange(0, 8, 2) / 8)
     cos, _ = drafter.rotary_of(hidden, positions)
     torch.testing.assert_close(cos[0, 4, :4], angles.cos())
-    said = "names no rope_theta: 10,000 was taken" if theta is None else r"another RoPE (500,000) than .* (30,000"
-    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), made.assumed[0])
+    sentence = "names no rope_theta: 10,000 was taken" if theta is None else r"another RoPE (500,000) than .* (30,000"
+    assert re.search(sentence.replace("(", r"\(").replace(")", r"\)"), made.assumed[0])
     export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
     back = read_checkpoint(tmp_path / "back")
     assert back.config["rope_theta"] == wanted["rope_theta"]
@@ -444,8 +446,11 @@ def test_a_drafters_own_rope(layout: str, theta: float | None, tmp_path: Path) -
 def test_rope_as_an_option() -> None:
     drafter = tiny_drafter_of("eagle3", TARGET, rope={"rope_theta": 500_000})
     assert drafter.layers_config.rope_parameters == {"rope_type": "default", "rope_theta": 500_000.0}
-    for rope, said in (({}, "must have a positive rope_theta"), ({"rope_theta": 1, "rope_type": "x"}, "rope_type x")):
-        with pytest.raises(UserError, match=rf"drafter\.options\.rope.*{said}"):
+    for rope, sentence in (
+        ({}, "must have a positive rope_theta"),
+        ({"rope_theta": 1, "rope_type": "x"}, "rope_type x"),
+    ):
+        with pytest.raises(UserError, match=rf"drafter\.options\.rope.*{sentence}"):
             tiny_drafter_of("eagle3", TARGET, rope=rope)
 
 

@@ -1,6 +1,6 @@
 """Exports in real vLLM: each kind loads, changes no greedy token, and is accepted by position as in our decoder.
 
-Kinds that need vLLM's newer runner have its kernels run by Triton's interpreter, in a process of their own.
+Kinds that need vLLM's newer runner have its kernels run by Triton's interpreter, in a separate process.
 The drafters are trained for a moment on the very answers that they are measured on: enough that every depth is accepted
 now and then.
 """
@@ -81,7 +81,7 @@ def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> No
 
 
 def printed_command(drafter: Drafter, folder: Path) -> list[str]:
-    """What `draftsmith export --to vllm` says last, of a run with this drafter."""
+    """Return the last lines of `draftsmith export --to vllm`, of a run with this drafter."""
     recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, drafter={"kind": "eagle3"})
     run = RunFolder(recipe)
     drafter.save_pretrained(run.drafter)
@@ -106,7 +106,7 @@ def counted(metrics: str, name: str) -> list[int]:
 
 
 def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
-    """Over HTTP, all questions at once: plain vLLM's answers, our decoder's acceptance. And streamed."""
+    """Over HTTP, all questions in parallel: plain vLLM's answers, our decoder's acceptance. And streamed."""
     kind, _, options = SERVED["eagle3"]
     drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
     server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))

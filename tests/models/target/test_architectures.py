@@ -26,7 +26,7 @@ def test_what_the_page_says(model_type: str) -> None:
 
 
 def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's logits are compared with a forward of its own, not with what was read off its config."""
+    """The target's logits are compared with its own forward, not with what was read off its config."""
     monkeypatch.setattr("draftsmith.models.target_logits.logit_shape", lambda target: targets_shape)
     from draftsmith.models.target_logits import LogitShape
 

@@ -1,4 +1,4 @@
-"""Features of any layers of the target are its own hidden states, and no layer runs that nobody asked for."""
+"""Features of any layers of the target are its own hidden states, and no layer runs that nobody needs."""
 
 import pytest
 import torch

@@ -87,7 +87,7 @@ def test_the_same_model(recipe: TargetRecipe) -> None:
 
 
 def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
-    """What vLLM and others load: no trace of a quantization."""
+    """vLLM and others load it: no trace of a quantization."""
     folder = converted_folder(recipe)
     assert '"quantization_config"' not in (folder / "config.json").read_text()
     AutoModelForCausalLM.from_pretrained(folder)

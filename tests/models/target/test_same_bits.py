@@ -21,7 +21,7 @@ def test_a_token_has_the_same_logits_from_a_step_and_from_a_tree(dtype: torch.dt
     ).to(dtype)
     use_grouped_sdpa(target)
     pack_linears(target)
-    # A root, and for each token of the path so many wrong ones before it, and one behind it.
+    # A root, and for each token of the path some wrong ones before it, and one behind it.
     tokens, parents, path = [PATH[0]], [-1], [0]
     for wrong, token in zip((7, 2, 4), PATH[1:], strict=True):
         above = path[-1]

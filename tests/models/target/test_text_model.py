@@ -64,7 +64,7 @@ def saved(folder: Path, model: PreTrainedModel) -> TargetRecipe:
 
 @pytest.mark.parametrize("name", wrappers())
 def test_the_text_of_a_wrapper(name: str, tmp_path: Path) -> None:
-    """It has the wrapper's logits, and everything that a target is asked for; vision is not in it."""
+    """It has the wrapper's logits, and everything that a target needs; vision is not in it."""
     torch.manual_seed(0)
     wrapper = AutoModelForImageTextToText.from_config(wrappers()[name]).eval()
     recipe = saved(tmp_path, wrapper)
@@ -127,7 +127,7 @@ def test_rope_of_layer_types(model_type: str, values: dict[str, Any], theta: flo
 
 
 def test_a_drafter_of_nested_rope_that_was_recorded_as_it_was() -> None:
-    """Earlier versions trained such drafters with RoPE's usual base, and these go on as they were trained."""
+    """Earlier versions trained such drafters with RoPE's usual base, and these keep the base they were trained with."""
     config = AutoConfig.for_model("olmo3", **TEXT).to_dict()
     assert isinstance(config["rope_parameters"]["full_attention"], dict)
     assert layers_config(of_kind("llama", config), 1).rope_parameters["rope_theta"] == 10_000
@@ -218,7 +218,7 @@ def test_others_keep_the_attention_that_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "way_out"),
+    ("message", "way_out"),
     [
         ("Please pass the argument `trust_remote_code=True`", r"set target\.trust_remote_code=true if you trust it"),
         (
@@ -235,9 +235,9 @@ def test_others_keep_the_attention_that_was_asked_for(tmp_path: Path) -> None:
         ("anything else", "give a folder with a transformers checkpoint"),
     ],
 )
-def test_the_way_out_fits_the_cause(said: str, way_out: str) -> None:
+def test_the_way_out_fits_the_cause(message: str, way_out: str) -> None:
     def load() -> None:
-        raise ValueError(said)
+        raise ValueError(message)
 
     with pytest.raises(UserError, match=way_out):
         read_pretrained("target.model", "x/y", load)

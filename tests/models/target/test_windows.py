@@ -30,7 +30,7 @@ from draftsmith.models.target.windows import (
 WINDOW = 6
 MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# All layers alike, mixed ones, soft caps, sinks, chunks.
+# All layers of one kind, mixed ones, soft caps, sinks, chunks.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
@@ -80,7 +80,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def check_trees(session: Any, target: Any, prompt: list[int]) -> None:
-    """Every node of every tree has the logits of its own path without a tree."""
+    """Every node of every tree has the logits that its path has without a tree."""
     said = list(prompt)
     assert_same(session.prefill(prompt).logits[0], plain(target, said)[-1])
     for tree, path in TREES:

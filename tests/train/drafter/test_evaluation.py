@@ -143,7 +143,7 @@ def test_evaluations_are_logged_and_reported(target_folder: Path) -> None:
 
 
 def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
-    """Noise is drawn in every step: a random number taken by an evaluation would show. Without one the end is told."""
+    """Noise is drawn in every step: a random number taken by an evaluation would show. `never` evaluates at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 1}
     drafter = {"kind": "eagle_parallel", "options": {"num_masks": 2}}
     recipes = [

@@ -34,7 +34,7 @@ def test_every_document_is_in_one_row_and_rows_are_full() -> None:
 
 
 def test_a_packed_row() -> None:
-    """Position ids start anew; a first token that carries loss loses it, since nothing predicts it."""
+    """Position ids start again; a first token that carries loss loses it, since nothing predicts it."""
     packed = pack_documents(
         [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {"input_ids": [8, 9], "loss_mask": [1, 1]}]
     )

@@ -68,7 +68,7 @@ def knows_every_token(decoder: Any) -> None:
 def test_a_stepwise_drafter(
     kind: str, change: Callable[[Any], None], options: dict[str, Any], place: str | None
 ) -> None:
-    """What is right passes, with a reduced vocabulary too; what is wrong is found where it goes wrong."""
+    """A right decoder passes, with a reduced vocabulary too; a wrong one is found where it goes wrong."""
     found = difference(kind, options, change)
     if place is None:
         assert found.size < TOLERANCE

@@ -110,7 +110,7 @@ def test_ctrl_c_in_any_step(
 def test_damaged_checkpoint_is_skipped(
     whole: list[Recipe], broken: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one before is taken, and the user is told. The Trainer itself would go on with a new optimiser."""
+    """The one before is taken, with a warning. The Trainer itself would continue with a new optimiser."""
     train_until(InterruptAt(5), broken, monkeypatch)
     checkpoints = RunFolder(broken).drafter / "checkpoints"
     (checkpoints / "checkpoint-4" / "optimizer.pt").unlink()

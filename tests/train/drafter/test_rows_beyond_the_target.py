@@ -1,4 +1,4 @@
-"""Rows that the target cannot read are told in one sentence, before it is loaded."""
+"""Rows that the target cannot read are reported in one sentence, before it is loaded."""
 
 import json
 from collections.abc import Callable

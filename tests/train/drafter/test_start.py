@@ -133,7 +133,7 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
     target, _ = load_target(tiny_run(tmp_path).target)
 
     def built(kind: str, tokens: list[int], size: int | None = None, **options: Any) -> Any:
-        """A drafter of so many tokens, prepared with answers of these, the first of which are the most frequent."""
+        """A drafter of `size` tokens, prepared with answers of these, the first of which are the most frequent."""
         options["draft_vocab_size"] = size or len(tokens)
         drafter = load_drafter_class(kind).from_target(target, options)
         answers = [token for place, token in enumerate(tokens) for _ in range(len(tokens) - place)]
@@ -188,7 +188,7 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
 
 
 def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
-    """A drafter with a head of its own, for which the source has no rows, takes neither the tokens nor W2."""
+    """A drafter with its own head, for which the source has no rows, takes neither the tokens nor W2."""
     target, _ = load_target(tiny_run(tmp_path).target)
     options = {"draft_vocab_size": 8, "markov_rank": 3}
     source, own = (load_drafter_class(kind).from_target(target, options) for kind in ("parallel", "peagle"))

@@ -1,4 +1,4 @@
-"""Rows kept out of training decide which weights are kept and when it ends, exactly as well when a run goes on."""
+"""Held-out rows decide which weights are kept and when it ends, exactly as well when a run resumes."""
 
 import json
 from pathlib import Path

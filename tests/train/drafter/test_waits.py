@@ -31,7 +31,7 @@ CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *OPTION
 
 
 def step_batch(documents: int) -> dict[str, Tensor]:
-    """Two rows of 96 tokens in so many documents each."""
+    """Two rows of 96 tokens in `documents` documents each."""
     generator, packed = torch.Generator().manual_seed(3), []
     for _ in range(2):
         parts = []

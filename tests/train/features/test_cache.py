@@ -49,7 +49,7 @@ def write_cache(folder: Path) -> tuple[FeatureIndex, Tensor]:
 
 @pytest.mark.usefixtures("small_shards")
 def test_shards_by_hand() -> None:
-    """5 tokens to a shard: 3 + 1, 4 + 1, 5; and a row that is longer than a shard has one of its own."""
+    """5 tokens to a shard: 3 + 1, 4 + 1, 5; and a row that is longer than a shard has its own."""
     shards = make_index().shards
     assert [(shard.first_row, shard.offsets) for shard in shards] == [(0, [0, 3, 4]), (2, [0, 4, 5]), (4, [0, 5])]
     assert [shard.file for shard in shards] == [f"features-0000{number}.safetensors" for number in range(3)]

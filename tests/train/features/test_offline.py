@@ -1,4 +1,4 @@
-"""Features on disk: their size is accepted before the first byte, a killed run goes on, training is that of online."""
+"""Features on disk: their size is accepted before the first byte, a killed run resumes, training is that of online."""
 
 import json
 import shutil

@@ -26,7 +26,7 @@ def test_fitted_line_by_hand() -> None:
 
 
 def test_expected_tau_of_accuracies() -> None:
-    """1 + 0.8 + 0.8 x 0.5 = 2.2; EAGLE's single depth goes on: 1 + 0.8 + 0.64 + 0.512."""
+    """1 + 0.8 + 0.8 x 0.5 = 2.2; EAGLE's single depth repeats: 1 + 0.8 + 0.64 + 0.512."""
     assert script.expected_chain_tau([0.8, 0.5], 2) == pytest.approx(2.2)
     assert script.expected_chain_tau([0.8, 0.5, 0.9], 2) == pytest.approx(2.2)
     assert script.expected_chain_tau([0.8], 3) == pytest.approx(2.952)

@@ -99,7 +99,7 @@ def traced_peak_bytes(trainer: DrafterTrainer) -> int:
     ("kind", "options", "train"),
     [
         ("eagle3", {}, {}),  # with a teacher
-        ("medusa2", {"warmup_steps": 0}, {}),  # its most expensive step at once
+        ("medusa2", {"warmup_steps": 0}, {}),  # its most expensive step from the start
         ("parallel", {"markov_rank": 64}, {}),
         ("parallel", {"loss": "lk_lambda", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
         ("parallel", {"num_layers": 2}, {"bf16": True}),
@@ -119,7 +119,7 @@ def test_drafters_are_planned_as_they_are_trained(
 
 @pytest.mark.slow
 def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path) -> None:
-    """No layers of the target; all batches of a step at once. The CPU also holds the batch after them."""
+    """No layers of the target; all batches of a step together. The CPU also holds the batch after them."""
     accumulation = 3
     config, row, offline = llama_config(num_hidden_layers=8), training_row(96, 64), {"features": {"source": "offline"}}
     recipe = recipe_of(

@@ -1,4 +1,4 @@
-"""The frozen target beside a launch: which process reads it, and what each then holds."""
+"""The frozen target of a launch: which process reads it, and what each then holds."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The page in a real browser, where there is one: no overflow, no error, contrast as painted, sorting; screenshots.
+"""The page in a real browser, if installed: no overflow, no error, contrast as painted, sorting; screenshots.
 
 `DRAFTSMITH_SCREENSHOTS=FOLDER` writes screenshots and a PDF into that folder too.
 """
@@ -64,7 +64,7 @@ const found = { width: innerWidth, scrollWidth: document.documentElement.scrollW
   background: getComputedStyle(document.body).backgroundColor };
 parent.postMessage(JSON.stringify(found), "*");
 </script>"""
-# A window is 500 pixels wide at least; a frame is as narrow as it is told to be.
+# A window is 500 pixels wide at least; a frame is as narrow as its style.
 FRAME = """<!doctype html><pre id="found"></pre><script>
 addEventListener("message", (event) => document.getElementById("found").textContent = event.data);
 </script><iframe src="measured.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>"""

@@ -15,7 +15,7 @@ from draftsmith.eval.report.summary import acceptance_by_depth, summarize
 from draftsmith.models.base.registry import Training
 from draftsmith.recipes.schema import Recipe
 
-# ---- methods beside each other ----
+# ---- methods next to each other ----
 
 
 def test_methods_are_sorted_on_one_scale_with_the_baseline() -> None:
