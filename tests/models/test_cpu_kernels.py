@@ -355,7 +355,7 @@ def check_without(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
     with torch.no_grad():
         assert not can_attend(torch.zeros(1, 1, 1, 64), None)
     (told,) = (record.getMessage() for record in caplog.records if "uses torch's own" in record.getMessage())
-    assert said in told
+    assert sentence in told
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
