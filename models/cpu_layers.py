@@ -83,12 +83,15 @@ class CpuLayers:
     def set_fusion(
         self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, adds_last: bool
     ) -> None:
-        """Enable `forward_fused`, if all tensors are in the layers' dtype and the linear layer is packed.
+        """Move the rows' inputs (norms, concatenation, linear layer) into the layers' one call, `forward_fused`.
+
+        Without effect if a tensor is of another dtype, the linear layer is not packed, or the first layer reads two
+        inputs.
 
         Args:
-            linear: Its input is parts of width D: the embedding, if there is one, and the features.
+            linear: Projects the parts, the token's embedding if there is one and its features, each D wide, to D.
             norms: The norm of each part.
-            adds_last: Whether the last fused row is added to the rows after it.
+            adds_last: Add the last fused row to the masks' rows after it (`mask_residual`).
         """
         is_known = embedding is None or type(embedding) is nn.Embedding
         modules = [linear, *norms, *([] if embedding is None else [embedding])]

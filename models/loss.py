@@ -455,7 +455,11 @@ class _Rows:
             self._teacher_bias_v = None if head.bias is None else head.bias[columns].to(dtype)
 
     def _teacher_logits(self, rows: slice, out_cv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the teacher's logits of some rows, or of their tokens and each row's place among them, in `out_cv`."""
+        """Write the teacher's logits of these rows into `out_cv`.
+
+        On a CPU neighbours that read the same features [P, D] are computed once; the second result then maps each row
+        to its logits, and is None elsewhere.
+        """
         assert self.teacher is not None
         assert self._teacher_vd is not None
         token_c, place_c = self.teacher.token_n[rows], None

