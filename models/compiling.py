@@ -37,6 +37,11 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
+def padded_rows(rows: int) -> int:
+    """Return the next power of two: few shapes, and at most twice the rows, which cost little."""
+    return 1 << (rows - 1).bit_length()
+
+
 def allow_many_shapes() -> None:
     """Raise torch's limit of compilations of one function, beyond which it silently runs uncompiled."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)

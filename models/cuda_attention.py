@@ -24,6 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftsmith.models.compiling import padded_rows
+
 SPLIT_SDPA = "split_sdpa"
 MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attention has enough blocks
 SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
@@ -135,8 +137,8 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     (_, heads, nodes, head_size), (kv_heads, columns) = query.shape, key.shape[1:3]
     group, splits = heads // kv_heads, -(-columns // SPLIT)
     rows = nodes * group
-    block_d = max(LEAST_HEAD_SIZE, _power_of_two(head_size))
-    block_m = min(64, max(16, _power_of_two(rows)))
+    block_d = max(LEAST_HEAD_SIZE, padded_rows(head_size))
+    block_m = min(64, max(16, padded_rows(rows)))
     partial = torch.empty(kv_heads, splits, rows, head_size, dtype=torch.float32, device=query.device)
     largest, total = torch.empty(2, kv_heads, splits, rows, dtype=torch.float32, device=query.device)
     result = query.new_empty(1, nodes, heads, head_size)
@@ -148,7 +150,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         BLOCK_M=block_m, BLOCK_C=COLUMNS, SPLIT_C=SPLIT, HAS_MASK=mask is not None, **shared,
     )  # fmt: skip
     merge_splits[(kv_heads, rows)](
-        partial, largest, total, result, nodes, splits, BLOCK_SPLITS=_power_of_two(splits), **shared
+        partial, largest, total, result, nodes, splits, BLOCK_SPLITS=padded_rows(splits), **shared
     )
     return result
 
@@ -156,11 +158,6 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 @split_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least this number."""
-    return 1 << (number - 1).bit_length()
 
 
 def can_split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

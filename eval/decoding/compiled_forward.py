@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.models.compiling import BACKEND, compiled
+from draftsmith.models.compiling import BACKEND, compiled, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.cached_model import CachedModel
 
@@ -54,7 +54,7 @@ class CompiledForward:
             return max(2, num_rows) if num_rows <= MOST_ROWS else 0
         known = next((size for size in self.sizes if size >= num_rows), 0)
         if not known and self._grows:
-            known = 1 << (num_rows - 1).bit_length()
+            known = padded_rows(num_rows)
             self.sizes = sorted([*self.sizes, known])
         return known
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draftsmith.models.compiling import compiled
+from draftsmith.models.compiling import compiled, padded_rows
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
 from draftsmith.models.decoding.kv_cache import KVCache, aligned, open_mask
@@ -262,8 +262,3 @@ class StaticLayers:
         results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
         # Results are kept over the next call, which on CUDA may reuse their memory.
         return tuple(result.clone() for result in results) if self._copies else results
-
-
-def padded_rows(rows: int) -> int:
-    """Return the next power of two: few shapes, and at most twice the rows, which cost little."""
-    return 1 << (rows - 1).bit_length()

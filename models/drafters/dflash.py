@@ -48,8 +48,8 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
-from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, hidden_from, padded_rows
+from draftsmith.models.compiling import BACKEND, compiled, padded_rows
+from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, hidden_from
 from draftsmith.models.decoding.decoders import CachedDecoder, DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features

@@ -29,8 +29,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import Attention, DepthWeights, Layers
-from draftsmith.models.compiling import BACKEND, compiled
-from draftsmith.models.decoding.cached_attention import padded_rows
+from draftsmith.models.compiling import BACKEND, compiled, padded_rows
 from draftsmith.models.decoding.decoders import CachedDecoder, depths_below
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
