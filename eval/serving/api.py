@@ -66,7 +66,9 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     @app.exception_handler(Exception)
     async def failed(_: Request, problem: Exception) -> Response:
         logger.error("a request failed", exc_info=problem)
-        return error(500, "the request failed")
+        said = error(500, "the request failed")
+        said.headers["Connection"] = "close"  # the server closes it after an exception; a client must not reuse it
+        return said
 
     def known(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

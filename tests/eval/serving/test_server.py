@@ -325,6 +325,7 @@ def test_every_error_has_openais_form(served: Served, monkeypatch: pytest.Monkey
     monkeypatch.setattr("draftsmith.eval.serving.api.usage", lambda _: 1 / 0)
     said = served.post({**ASKED, "max_tokens": 2})
     assert said.json()["error"] == {"message": "the request failed", "type": "server_error", "code": 500}
+    assert said.headers["connection"] == "close"  # a request sent on it next could be lost
 
 
 def test_the_page_runs_its_own_script_alone(served: Served) -> None:
