@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx2
 from huggingface_hub import constants, errors
 
 from draftsmith.errors import UserError, os_error_message, reason
@@ -12,6 +11,8 @@ from draftsmith.errors import UserError, os_error_message, reason
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 # Messages of hf_xet, which is written in Rust and raises errors without specific types.
 _XET_STATUS, _XET_NETWORK = re.compile(r"HTTP status \w+ error \((\d{3})\b"), "error sending request"
+# By name, as huggingface_hub 1 uses httpx and later versions httpx2.
+_TRANSPORT_ERRORS = {"httpx.TransportError", "httpx2.TransportError"}
 AGAIN = "run the same command again to continue"
 # With `{repo}`, `{hub}` for its address and `{tokens}` for the page of tokens.
 BY_TYPE = (
@@ -76,9 +77,13 @@ def _sentence(error: BaseException, repo: str) -> str | None:
             status = error.response.status_code
         elif match := _XET_STATUS.search(str(error)):
             status = int(match[1])
-        elif isinstance(error, httpx2.TransportError) or _XET_NETWORK in str(error):
+        elif _XET_NETWORK in str(error) or not _TRANSPORT_ERRORS.isdisjoint(map(_full_name, type(error).__mro__)):
             sentence = NO_CONNECTION
         if status is not None and (sentence := BY_STATUS.get(min(status, 500))) is None:
             return f"the Hub refuses (HTTP {status}: {reason(error)})"
     hub, kind = constants.ENDPOINT, type(error).__name__
     return sentence and sentence.format(repo=repo, hub=hub, tokens=f"{hub}/settings/tokens", status=status, type=kind)
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"

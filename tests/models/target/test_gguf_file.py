@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS,
+        vocab_size=262, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -52,9 +52,9 @@ def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama")
     letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
     letters += [chr(256 + number) for number in range(256 - len(letters))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<s>", "</s>", "<unk>", "<pad>", *letters, "ab"])
-    writer.add_token_types([3] * 4 + [1] * 257)
-    writer.add_token_merges(["a b"])
+    writer.add_token_list(["<s>", "</s>", "<unk>", "<pad>", *letters, "ab", "cd"])
+    writer.add_token_types([3] * 4 + [1] * 258)
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 takes an array of one for its text
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
