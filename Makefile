@@ -69,7 +69,7 @@ help:
 	@echo "make reference    the README's pictures and its table of engines"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
-	@echo "make gpu          on a machine with one: the tests that need a GPU, then what a training step and a draft tree cost, into docs/results/"
+	@echo "make gpu          on a machine with one: is everything right there, and what does it cost? runs/gpu/summary.md (six minutes)"
 	@echo "make release      wheel and sdist of the version that the git tag says, checked, into dist/; uploads nothing"
 	@echo "make setup        only make the environment in $(VENV)"
 
@@ -207,12 +207,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/training_step.py offline --lengths 128 256 512 1024 --json docs/results/machinery/offline_features.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
+# Six minutes; SET="--budget 600", or the steps that are to run.
 gpu: $(READY)
-	$(BIN)/python -m pytest -m cuda
-	$(BIN)/python benchmarks/training_step.py attention --lengths 512 1024 2048 --json docs/results/machinery/gpu_attention.json
-	$(BIN)/python benchmarks/training_step.py bound --shape 8b --lengths 2048 --json docs/results/machinery/gpu_step_bound.json
-	$(BIN)/python benchmarks/step_price.py --shape 1b --rows 1 4 8 16 32 48 64 --json docs/results/step/step_price_gpu_1b.json
-	$(BIN)/python benchmarks/step_price.py --shape 8b --rows 1 4 8 16 32 48 64 --json docs/results/step/step_price_gpu_8b.json
+	$(BIN)/python -m benchmarks.gpu $(SET)
 
 # Each is built by itself in an environment of its own: the wheel from the sdist, as others build it.
 release: $(READY)

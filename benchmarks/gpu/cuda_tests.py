@@ -1,0 +1,53 @@
+"""The tests that need CUDA, by the words of pytest's `-k`; their tracebacks are in the step's log."""
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from gpu.step import Step, run_step
+
+ROOT = Path(__file__).parents[2]
+FILES = ("tests/models/groups/test_attention.py", "tests/models/test_cuda_attention.py")
+WORKERS = 4  # flex compiles every case for seconds
+
+
+def main(step: Step) -> None:
+    words = step.part_name or ""
+    missing = [name for name in ("pytest", "xdist") if importlib.util.find_spec(name) is None]
+    if "pytest" in missing:
+        step.add("not_run", "pytest is not installed")
+        return
+    report = step.folder / f"{step.name}.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "cuda", "-k", words]
+    command += ["--tb=long", f"--junitxml={report}", *FILES]
+    if "flex" in words.split() and "not" not in words.split() and "xdist" not in missing:
+        command += ["-n", str(WORKERS)]
+    ran = subprocess.run(command, cwd=ROOT, check=False)
+    step.add("exit", ran.returncode)
+    if report.is_file():
+        for key, value in counts(report).items():
+            step.add(key, value)
+    if ran.returncode not in (0, 5):  # 5: no test was selected
+        raise RuntimeError(f"pytest ended with exit code {ran.returncode}: see {step.name}.log")
+
+
+def counts(report: Path) -> dict[str, Any]:
+    """Count the results of a JUnit report, and return the message of each failure by the name of its test."""
+    results: Counter[str] = Counter()
+    failures = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        children = {child.tag: child for child in case}
+        bad = children.get("failure", children.get("error"))
+        results["failed" if bad is not None else "skipped" if "skipped" in children else "passed"] += 1
+        if bad is not None:
+            failures[str(case.get("name"))] = str(bad.get("message"))[:300]
+    return {**results, "failures": failures}
+
+
+if __name__ == "__main__":
+    run_step(main)
