@@ -3,12 +3,14 @@
 Compiled code is cached in `$DRAFTSMITH_CACHE`, so that a second process loads it in seconds.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from draftsmith.errors import UserError
@@ -21,6 +23,8 @@ MOST_SHAPES = 64  # of one function, in one process
 FIRST_CALLS = 3  # on CUDA: warm up, record a graph, replay it
 SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for it
 
+logger = logging.getLogger(__name__)
+
 
 def compiles_by_default(device: torch.device) -> bool:
     """Return True if decoding is compiled here by default: small operations take longer to call than to compute.
@@ -28,13 +32,6 @@ def compiles_by_default(device: torch.device) -> bool:
     It takes a C++ compiler, which inductor and Triton need; and `$DRAFTSMITH_COMPILE` is not 0.
     """
     return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
-
-
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function. Compiled code is stored with its code: without guards another closure would run it."""
-    assert isinstance(function, FunctionType)
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def padded_rows(rows: int) -> int:
@@ -48,63 +45,168 @@ def allow_many_shapes() -> None:
 
 
 def compiled(
-    function: Callable[..., Any],
-    device: torch.device,
-    what: str,
-    backend: str = BACKEND,
-    dynamic: Sequence[tuple[int, int, int]] | None = None,
+    function: Callable[..., Any], what: str, dynamic: Sequence[tuple[int, int, int]], backend: str = BACKEND
 ) -> Callable[..., Any]:
-    """Compile a function; `what` names it to the user.
-
-    On CUDA its results are in memory that the next call of any compiled function may reuse: copy what is kept longer.
+    """Compile a function for the CPU as one graph for all sizes; `what` names it to the user.
 
     Args:
-        dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least: one graph serves all
-            of them, and nothing else about a call is looked at. None: compiled again for every shape of its tensors.
+        dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least. Nothing else about a
+            call is looked at.
 
     Raises (when it is called):
         UserError: It cannot be compiled.
     """
-    allow_many_shapes()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
-    on_cuda = device.type == "cuda"
-    if dynamic is None:
-        mode = "reduce-overhead" if on_cuda and backend == BACKEND else None
-        fast = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, mode=mode)
-    else:
-        # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
-        unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
-        options = None if unguarded is None else {"guard_filter_fn": unguarded}
-        fast = torch.compile(_with_own_code(function), fullgraph=True, backend=backend, options=options)
-    num_calls = 0
-
-    def first_call(inputs: tuple[Any, ...]) -> Any:
-        """Compile and call: a minute, or seconds with a warm cache."""
-        for number, dimension, most in dynamic or ():
-            torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
-        with progress_bar(1, f"compile {what}", "graph", shown=backend == BACKEND) as progress:
-            results = fast(*inputs)
-            progress.update()
-        return results
+    # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
+    unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+    options = None if unguarded is None else {"guard_filter_fn": unguarded}
+    fast = _compile(function, backend, options=options)
+    is_known = False
 
     def call(*inputs: Any) -> Any:
-        nonlocal num_calls
-        if on_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
+        nonlocal is_known
         try:
-            results = fast(*inputs) if num_calls else first_call(inputs)
-        except torch.OutOfMemoryError:
-            raise
-        # Dynamo's and inductor's errors come at any call of a new shape. Triton's launcher, a missing C compiler and
-        # CUDA while it records a graph raise RuntimeError, in one of the first calls.
-        except (TorchDynamoException, RuntimeError) as error:
-            if not isinstance(error, TorchDynamoException) and not (on_cuda and num_calls < FIRST_CALLS):
-                raise
-            raise UserError(
-                f"{what} cannot be compiled on this machine ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:200]}): use eval.compile=false"
-            ) from error
-        num_calls += 1
+            if is_known:
+                return fast(*inputs)
+            for number, dimension, most in dynamic:
+                torch._dynamo.mark_dynamic(inputs[number], dimension, min=2, max=most)
+            results = _first_call(lambda: fast(*inputs), what, backend)
+        except TorchDynamoException as error:
+            raise _cannot_compile(what, error) from error
+        is_known = True
         return results
 
     return call
+
+
+class StaticCall:
+    """A function of tensors that stay in their places: compiled for their shapes, and on CUDA recorded as a CUDA graph.
+
+    Whoever calls writes into `inputs` first. The results are in memory that the next call overwrites: copy what is
+    kept longer. The function must give the same if it is called twice.
+
+    The graph is ours and not that of torch's mode "reduce-overhead", which looks at the guards of every layer before
+    it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. That mode is what
+    remains where recording fails.
+
+    Args:
+        function: Takes `inputs`.
+        inputs: On one device.
+        what: Its name to the user.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Tensor], what: str, backend: str = BACKEND
+    ) -> None:
+        self.inputs, self.device = tuple(inputs), inputs[0].device
+        self._function, self._what, self._backend = function, what, backend
+        self._num_calls, self._works = 0, True
+        self._fast: Callable[[], Any] = self._compile
+
+    def __call__(self) -> Any:
+        """Return the function's results.
+
+        Raises:
+            UserError: It cannot be compiled.
+        """
+        try:
+            results = self._fast()
+        except torch.OutOfMemoryError:
+            raise
+        # Dynamo's and inductor's errors. On CUDA Triton's launcher, a missing C compiler and a replay raise
+        # RuntimeError, in one of the first calls.
+        except (TorchDynamoException, RuntimeError) as error:
+            is_first = self.device.type == "cuda" and self._num_calls < FIRST_CALLS
+            if not isinstance(error, TorchDynamoException) and not is_first:
+                raise
+            raise _cannot_compile(self._what, error) from error
+        self._num_calls += 1
+        return results
+
+    def results(self) -> Any:
+        """Return the function's results, or None if it cannot be compiled, with a warning the first time."""
+        if not self._works:
+            return None
+        try:
+            return self()
+        except UserError as error:
+            logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
+            self._works = False
+            return None
+
+    def _compile(self) -> Any:
+        """Compile, and on CUDA record a graph; return the results of the first call."""
+        fast = _compile(self._function, self._backend, dynamic=False)
+        results = _first_call(lambda: fast(*self.inputs), self._what, self._backend)
+        self._fast = lambda: fast(*self.inputs)
+        if self.device.type == "cuda":
+            try:
+                replay, recorded = record_graph(self._fast, self.device)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                logger.warning(
+                    "no CUDA graph of our own of %s (%s: %s); running with torch's",
+                    self._what,
+                    type(error).__name__,
+                    " ".join(str(error).split())[:200],
+                )
+                self._fast = self._with_torchs_graphs()
+                return self._fast()
+
+            def replayed() -> Any:
+                replay()
+                return recorded
+
+            self._fast = replayed
+            return replayed()
+        return results
+
+    def _with_torchs_graphs(self) -> Callable[[], Any]:
+        fast = _compile(self._function, self._backend, dynamic=False, mode="reduce-overhead")
+
+        def call() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return fast(*self.inputs)
+
+        return call
+
+
+def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Record a CUDA graph of a call; return what replays it, and the results' memory, which a replay fills."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # cuBLAS and Triton prepare themselves in the first calls of a stream
+            call()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, of a server, may allocate meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = call()
+    return graph.replay, results
+
+
+def _compile(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
+    """Compile a copy of a function: compiled code is stored with its code, which several closures share."""
+    assert isinstance(function, FunctionType)
+    allow_many_shapes()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
+    code = function.__code__.replace()
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    fast: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend, **options)
+    return fast
+
+
+def _first_call(call: Callable[[], Any], what: str, backend: str) -> Any:
+    """Compile and call: a minute, or seconds with a warm cache."""
+    with progress_bar(1, f"compile {what}", "graph", shown=backend == BACKEND) as progress:
+        results = call()
+        progress.update()
+    return results
+
+
+def _cannot_compile(what: str, error: Exception) -> UserError:
+    return UserError(
+        f"{what} cannot be compiled on this machine ({type(error).__name__}: "
+        f"{' '.join(str(error).split())[:200]}): use eval.compile=false"
+    )

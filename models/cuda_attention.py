@@ -3,7 +3,9 @@
 transformers' `sdpa` repeats keys and values for every query head whenever there is a mask, and torch's kernel then has
 one block a query head: 9 blocks on a GPU of 132 multiprocessors for SmolLM2, which was 70 % of a step's kernel time
 (docs/measured/gpu.md). Here the query heads that share a key-value head are rows of one block, nothing is repeated, and
-every `SPLIT` columns are a separate block; a second kernel merges the splits by their log-sum-exp.
+every `SPLIT` columns are a separate block; a second kernel merges the splits by their log-sum-exp. Keys and values of
+`COLUMNS` columns that the mask closes to all rows of a block are not read: a CUDA graph is recorded once, over all of a
+cache's capacity, and costs what the columns in use cost.
 
 Shapes: H query heads, Hkv key-value heads, N rows, C columns of the cache, D head size. In a kernel: M = N H / Hkv rows
 of one key-value head, row m being node m // group and query head m % group of the group.
@@ -31,6 +33,7 @@ MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attent
 SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
 LEAST_HEAD_SIZE, MOST_HEAD_SIZE = 16, 256
 FAR_BELOW = -3.0e38  # of a column beyond the cache: weight 0 next to any other, and finite, so that no NaN comes of it
+CLOSED = -6.0e4  # what a mask adds to a hidden column is below this, in float16 too
 TOLERANCE = 2e-2  # of the first check against torch, in bf16
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ def _kernels() -> tuple[Any, Any]:
         scale, nodes, columns, splits,
         GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_C: tl.constexpr, SPLIT_C: tl.constexpr, HAS_MASK: tl.constexpr, FAR: tl.constexpr,
+        HIDDEN: tl.constexpr,
     ):  # fmt: skip
         """Write sum(p v), max(s) and sum(p) of one split of the columns, of one key-value head and block of rows."""
         kv_head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -77,21 +81,23 @@ def _kernels() -> tuple[Any, Any]:
         for start in range(0, SPLIT_C, BLOCK_C):
             column = split * SPLIT_C + start + tl.arange(0, BLOCK_C)
             is_column = column < columns
-            here = is_column[:, None] & is_d[None, :]
-            k = tl.load(k_ptr + kv_head * k_head + column[:, None] * k_column + d[None, :], mask=here, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            bias = tl.where(is_row[:, None] & is_column[None, :], 0.0, FAR)
             if HAS_MASK:
                 seen = is_row[:, None] & is_column[None, :]
-                bias = tl.load(mask_ptr + node[:, None] * mask_row + column[None, :], mask=seen, other=0.0)
-                s += bias.to(tl.float32)
-            s = tl.where(is_column[None, :], tl.maximum(s, FAR), FAR)
-            new_largest = tl.maximum(largest, tl.max(s, 1))
-            p = tl.exp(s - new_largest[:, None])
-            shrink = tl.exp(largest - new_largest)
-            v = tl.load(v_ptr + kv_head * v_head + column[:, None] * v_column + d[None, :], mask=here, other=0.0)
-            out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            total = total * shrink + tl.sum(p, 1)
-            largest = new_largest
+                bias = tl.load(mask_ptr + node[:, None] * mask_row + column[None, :], mask=seen, other=FAR)
+                bias = bias.to(tl.float32)
+            if tl.max(tl.max(bias, 1), 0) > HIDDEN:
+                here = is_column[:, None] & is_d[None, :]
+                k = tl.load(k_ptr + kv_head * k_head + column[:, None] * k_column + d[None, :], mask=here, other=0.0)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + bias
+                s = tl.where(is_column[None, :], tl.maximum(s, FAR), FAR)
+                new_largest = tl.maximum(largest, tl.max(s, 1))
+                p = tl.exp(s - new_largest[:, None])
+                shrink = tl.exp(largest - new_largest)
+                v = tl.load(v_ptr + kv_head * v_head + column[:, None] * v_column + d[None, :], mask=here, other=0.0)
+                out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+                total = total * shrink + tl.sum(p, 1)
+                largest = new_largest
         place = (kv_head * splits + split) * nodes * GROUP + row
         tl.store(out_ptr + place[:, None] * D + d[None, :], out, mask=is_row[:, None] & is_d[None, :])
         tl.store(max_ptr + place, largest, mask=is_row)
@@ -147,7 +153,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         query, key, value, key if mask is None else mask, partial, largest, total,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         0 if mask is None else mask.stride(2), scale, nodes, columns, splits,
-        BLOCK_M=block_m, BLOCK_C=COLUMNS, SPLIT_C=SPLIT, HAS_MASK=mask is not None, **shared,
+        BLOCK_M=block_m, BLOCK_C=COLUMNS, SPLIT_C=SPLIT, HAS_MASK=mask is not None, HIDDEN=CLOSED, **shared,
     )  # fmt: skip
     merge_splits[(kv_heads, rows)](
         partial, largest, total, result, nodes, splits, BLOCK_SPLITS=padded_rows(splits), **shared

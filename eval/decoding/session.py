@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError, reason
-from draftsmith.eval.decoding.compiled_forward import CompiledForward, Compiler
+from draftsmith.eval.decoding.compiled_forward import BITS, CompiledForward, Compiler
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import has_kernels
@@ -56,18 +56,21 @@ class TargetStep:
     features: Tensor
 
 
-def open_session(target: Any, max_length_tokens: int, compiles: bool | None, sequences: int = 1) -> TargetSession:
+def open_session(
+    target: Any, max_length_tokens: int, compiles: bool | None, sequences: int = 1, same_size: bool | None = None
+) -> TargetSession:
     """Open the session that `eval.compile` asks for.
 
     Args:
         compiles: True: a target that cannot be compiled is an error; None: it is compiled where the machine has what
             that takes, and runs as it is, after a warning, if it cannot be.
+        same_size: As in `Compiler`.
 
     Raises:
         UserError: As `TargetSession`.
     """
     is_compiled = compiles or (compiles is None and compiles_by_default(target.device))
-    compiler = Compiler(must=bool(compiles)) if is_compiled else None
+    compiler = Compiler(must=bool(compiles), same_size=same_size) if is_compiled else None
     session = TargetSession(target, max_length_tokens, sequences=sequences, compiler=compiler)
     if target.device.type == "cpu" and has_kernels() and not session.runs_in_one_call:
         logger.warning(
@@ -251,13 +254,12 @@ class TargetSession:
         cache, first, compiled = self.cache, trees[0][1], self.compiled if size else None
         if self.sequences == 1 and not slides and self.model.is_one_call(len(first)):
             return self.model.run_in_one_call(first.tokens, positions, cache.length, parents=first.parents)
+        if compiled is not None and (results := self._run_compiled(compiled, trees, positions)) is not None:
+            return results
         end = max(cache.lengths[number] + len(tree) for number, tree in trees)
         columns = cache.columns_of_first(end)
-        if compiled is not None and compiled.is_static:
-            columns = cache.capacity
         ids, positions_n = to_device([[token for _, tree in trees for token in tree.tokens], positions], self.device)
-        places = [self._places(number, cache.lengths[number], len(tree)) for number, tree in trees]
-        where = places[0] if len(places) == 1 else torch.cat(places)  # type: ignore[arg-type]
+        where = self._places_of(trees)
         # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
         # transformers makes a mask itself, and `CpuTarget` does not.
         mask: Masks | None = None
@@ -265,21 +267,38 @@ class TargetSession:
             mask = self._mask(trees, columns)
             if slides:
                 mask = self._windows.masks(mask, positions_n, self._key_positions(trees, positions_n, columns))
-        if compiled is not None and isinstance(mask, Tensor):
-            try:
-                return compiled.run(ids, positions_n, where, columns, mask)
-            except UserError as error:
-                if compiled.must:
-                    raise
-                logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
-                self.compiled = None
-                self.model.tap.forget()
         return self.model.run(ids, positions_n, where, columns, mask)
+
+    def _run_compiled(
+        self, compiled: CompiledForward, trees: Sequence[tuple[int, DraftTree]], positions: list[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run as `_run` does; return None where the target cannot be compiled, and need not be."""
+        cache, first = self.cache, trees[0][1]
+        try:
+            if compiled.is_static and self.sequences == 1 and len(first) <= BITS:
+                return compiled.run_tree(first.tokens, positions, first.shape.ancestor_bits, cache.length)
+            end = max(cache.lengths[number] + len(tree) for number, tree in trees)
+            columns = cache.capacity if compiled.is_static else cache.columns_of_first(end)
+            tokens = [token for _, tree in trees for token in tree.tokens]
+            ids, positions_n = to_device([tokens, positions], self.device)
+            return compiled.run(ids, positions_n, self._places_of(trees), columns, self._mask(trees, columns))
+        except UserError as error:
+            if compiled.must:
+                raise
+            logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
+            self.compiled = None
+            self.model.tap.forget()
+            return None
 
     @torch.inference_mode()
     def commit(self, path: list[int], sequence: int | None = None) -> None:
         """Keep the accepted nodes (root first) of a sequence's last tree."""
         self.cache.keep(path, self.current if sequence is None else sequence)
+
+    def _places_of(self, trees: Sequence[tuple[int, DraftTree]]) -> int | Tensor:
+        """Return where the nodes of these trees are written, see `KVCache.write_at`."""
+        places = [self._places(number, self.cache.lengths[number], len(tree)) for number, tree in trees]
+        return places[0] if len(places) == 1 else torch.cat(places)  # type: ignore[arg-type]
 
     def _places(self, number: int, start: int, count: int) -> int | Tensor:
         """Return where `count` tokens of a sequence from `start` on are written, see `KVCache.write_at`."""

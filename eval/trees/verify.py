@@ -108,6 +108,14 @@ class TreeShape:
             rows[node][node] = 1
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(nodes, nodes)
 
+    @cached_property
+    def ancestor_bits(self) -> tuple[int, ...]:
+        """[N], of at most 64 nodes: bit v of node u's number, in two's complement, is 1 at u and at u's ancestors."""
+        bits = [1]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            bits.append(bits[parent] | 1 << node)
+        return tuple(number - (1 << 64) if number >> 63 else number for number in bits)
+
     def path_to(self, node: int) -> list[int]:
         """Return the nodes from the root to `node`, both included."""
         path = [node]

@@ -4,22 +4,17 @@ Shapes: R rows of a forward, k of them kept, W tree nodes of one call, M nodes s
 hidden, V' columns of the logits, S capacity, L layers, Dh head size.
 """
 
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draftsmith.models.compiling import compiled, padded_rows
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
+from draftsmith.models.cuda_attention import can_split, has_split_attention, split_attention
 from draftsmith.models.decoding.kv_cache import KVCache, aligned, open_mask
 from draftsmith.models.target.features import FINAL_FEATURES
-
-LONGEST_STATIC_ROWS = 32  # of a compiled forward
-Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
@@ -64,6 +59,7 @@ class CachedAttention(KVCache):
         one = torch.empty(cache_shape(config, 1, 1)[2:], device=device, dtype=dtype)
         self.allocate(config.num_hidden_layers, one, one)
         self._repeats = config.num_attention_heads // one.shape[1]
+        self._splits = device.type == "cuda" and has_split_attention(device, dtype)
         self._mask: Tensor | None = None
         self._window, self._first = window, 0  # the first column that the current step sees
         self._open = False  # whether a step without a mask sees everything
@@ -75,13 +71,17 @@ class CachedAttention(KVCache):
         for part in (self.keys, self.values):
             torch._dynamo.mark_static_address(part)
 
-    def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
-        """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
+    def begin_static_step(self, places: Tensor, hidden: Tensor) -> None:
+        """Prepare a step that writes R rows at `places` and attends to the whole capacity.
 
         For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
+
+        Args:
+            hidden: [R, capacity] bool, the columns that a row does not see; each sees one.
         """
         self.write_at(places, self.capacity)
-        self._mask, self._first = mask, 0
+        mask = torch.zeros(hidden.shape, dtype=self.keys.dtype, device=hidden.device)
+        self._mask, self._first = mask.masked_fill(hidden, float("-inf")), 0
 
     def end_static_step(self) -> None:
         """Go back to steps of any shape."""
@@ -190,6 +190,8 @@ class CachedAttention(KVCache):
         mask = None if self._mask is None else self._mask[None, None]
         if mask is not None and can_attend(q_bhrd, mask):
             return torch.ops.draftsmith.attention(q_bhrd, keys, values, mask, scale)
+        if self._splits and can_split(q_bhrd, keys, values, mask):
+            return split_attention(q_bhrd, keys, values, mask, scale)
         if self._repeats == 1:
             return F.scaled_dot_product_attention(q_bhrd, keys, values, self._mask, scale=scale).transpose(1, 2)
         # Key heads as the batch and the query heads that share one as its heads: no key is copied.
@@ -197,68 +199,3 @@ class CachedAttention(KVCache):
         keys, values = (part[0].unsqueeze(1).expand(-1, self._repeats, -1, -1) for part in (keys, values))
         out = F.scaled_dot_product_attention(q_grouped, keys, values, self._mask, scale=scale)
         return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
-
-
-class StaticLayers:
-    """Layers and logits, compiled: rows padded to a few numbers, attention over the whole cache.
-
-    Padding stands after the rows that are wanted: causal order hides it from them, and the next forward overwrites it.
-
-    Args:
-        drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
-        cache: With room for `LONGEST_STATIC_ROWS` after the rows that are ever wanted.
-        backend: Of `torch.compile`.
-    """
-
-    def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:
-        self._cache, self._dtype = cache, drafter.dtype
-        cache.hold_still()
-        self._columns = torch.arange(cache.capacity, device=drafter.device)
-        self._copies = drafter.device.type == "cuda"
-
-        def run(
-            inputs: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor, kept: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            cache.begin_static_step(places, mask)
-            hidden = drafter.run_layers(inputs, (cos, sin), cached_attention=cache)[0].index_select(0, kept)
-            cache.end_static_step()
-            return hidden, drafter.logits_of(hidden).float()
-
-        self._run = compiled(run, drafter.device, f"drafter {type(drafter).__name__}", backend)
-
-    def causal(self, inputs_re: Tensor, first_kept: int, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
-        begin, rows = self._cache.length, len(inputs_re)
-        places = self._columns[begin : begin + padded_rows(rows)]
-        kept = self._columns[first_kept:rows]
-        return self._forward(inputs_re, places, places, self._columns > places[:, None], kept, rotate)
-
-    def tree(self, inputs_we: Tensor, positions: Tensor, seen: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
-        """Run new nodes of a draft tree; hidden [W, D] and fp32 logits [W, V']; seen [W, M] as in `CachedAttention`."""
-        (nodes, known), size = seen.shape, padded_rows(len(inputs_we))
-        begin = self._cache.length + known - nodes
-        places = self._columns[begin : begin + size]
-        hidden = (self._columns >= self._cache.length).expand(size, -1).clone()
-        hidden[:nodes, self._cache.length : self._cache.length + known] = ~seen.to(hidden.device)
-        positions = F.pad(positions, (0, size - nodes))
-        kept = self._columns[:size]
-        hidden_wd, logits_wv = self._forward(inputs_we, places, positions, hidden, kept, rotate)
-        return hidden_wd[:nodes], logits_wv[:nodes]
-
-    def _forward(
-        self,
-        inputs_re: Tensor,
-        places: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        kept: Tensor,
-        rotate: Rotate,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the compiled layers. hidden: [R, S], columns that a row may not see."""
-        inputs = F.pad(inputs_re, (0, 0, 0, len(places) - len(inputs_re)))[None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        # Copies, not views: compiled code may depend on where in a larger tensor an input starts.
-        rotary = [part.clone() for part in rotate(inputs, positions)]
-        results = self._run(inputs, *rotary, places.clone(), mask, kept.clone())
-        # Results are kept over the next call, which on CUDA may reuse their memory.
-        return tuple(result.clone() for result in results) if self._copies else results

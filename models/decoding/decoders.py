@@ -19,13 +19,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from draftsmith.models.compiling import BACKEND
+from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
-from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, CachedAttention, StaticLayers
-from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.decoding.cached_attention import CachedAttention, hidden_from
+from draftsmith.models.decoding.kv_cache import to_device, write_numbers
 
 LONGEST_TREE_NODES = 256
+STATIC_TOKENS = 16  # new tokens of a compiled forward; more, as in a prompt, are read without compilation
+FEWEST_STATIC_NODES = 8  # of a level in a compiled forward
 
 
 class TokenColumns:
@@ -138,6 +140,10 @@ class Compilable(Protocol):
 class CachedDecoder:
     """Base of the kinds' decoders: one sequence at a time, its pending tokens, its cache and its positions.
 
+    Compiled, a draft is one `StaticCall` whatever its context: new tokens fill the first of `STATIC_TOKENS` rows, and
+    rows attend to the whole cache, of which a mask hides what they do not see. The other rows' keys and values go to
+    the cache's last column, which no row sees.
+
     Args:
         drafter: Has `layers_config`, `reads_first_token`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as
             `GroupWiseDrafter` has.
@@ -150,17 +156,89 @@ class CachedDecoder:
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
         self._extra_rows, self._window = extra_rows, window
         self._cache = self._make_cache(max_length_tokens + extra_rows)
-        self._static: StaticLayers | None = None
+        self._static: StaticCall | None = None
+        self._backend: str | None = None  # of compilation
+        self._masks_ke: Tensor | None = None  # rows after those of the new tokens
         few_rows = getattr(drafter, "few_rows", None)
         self._few_rows: CpuLayers | None = None if few_rows is None else few_rows()
+        self._has_residual = False  # whether masks read the newest token too
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._position_offset = 0
         self._rotary_table: tuple[Tensor, Tensor] | None = None
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the forwards of a round, before the first sequence; prompts are read as before."""
-        self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
-        self._static = StaticLayers(self._drafter, self._cache, backend)
+        """Compile the forwards of a round, before the first sequence; prompts are read as before.
+
+        Where RoPE's angles depend on the length they are not in a table, and nothing is compiled.
+        """
+        if has_static_rope(self._drafter.layers_config):
+            self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
+            self._cache.hold_still()
+            self._rotary_table, self._backend = self._make_rotary_table(), backend
+
+    _static_rows = 1  # of the cache, that compiled forwards may write after the rows that are wanted
+
+    def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
+        assert self._backend is not None
+        return StaticCall(function, inputs, f"drafter {type(self._drafter).__name__}", self._backend)
+
+    def _run_static(self, ids: Tensor, features: Tensor) -> Any:
+        """Run the compiled forward of new tokens; return None if there is none for so many, or it fails.
+
+        Args:
+            ids: At most `STATIC_TOKENS`.
+            features: [n, F] of the n new rows.
+        """
+        if self._backend is None or max(len(ids), len(features)) > STATIC_TOKENS:
+            return None
+        if self._static is None:
+            inputs = torch.zeros(STATIC_TOKENS, dtype=torch.int64, device=self._device)
+            rows = features.new_zeros(STATIC_TOKENS, features.shape[-1])
+            self._static = self._static_call(self._static_forward(), inputs, rows, inputs[:2].clone())
+        held_ids, held_features, place = self._static.inputs
+        held_ids[: len(ids)].copy_(ids)
+        held_features[: len(features)].copy_(features)
+        write_numbers(place, [self._cache.length, len(features)])
+        return self._static.results()
+
+    def _static_forward(self) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        """Return a function of ids, features and (length, number of new tokens), which is compiled.
+
+        Its results are the hidden states [1+K, D] and fp32 logits [1+K, V'] of the newest token and the masks.
+        """
+        drafter, cache, masks_ke, window = self._drafter, self._cache, self._masks_ke, self._window
+        real_inputs, run_rows, has_residual = self._real_inputs, self._static_rows_of, self._has_residual
+        columns = torch.arange(cache.capacity, device=self._device)
+
+        def run(ids: Tensor, features: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+            begin, count = place.unbind()
+            newest = place[1:] - 1
+            inputs = real_inputs(ids, features)
+            places = torch.where(columns[: len(ids)] < count, begin + columns[: len(ids)], columns[-1])
+            if masks_ke is not None:
+                masks = masks_ke + inputs.index_select(0, newest) if has_residual else masks_ke
+                inputs, num_masks = torch.cat([inputs, masks]), len(masks)
+                places = torch.cat([places, begin + count + columns[:num_masks]])
+                newest = torch.cat([newest, len(ids) + columns[:num_masks]])
+            hidden = run_rows(inputs, places, places, hidden_from(columns, places, True, window))
+            kept = hidden.index_select(0, newest)
+            return kept, drafter.logits_of(kept).float()
+
+        return run
+
+    def _static_rows_of(self, inputs_re: Tensor, places: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Run rows of a compiled forward; hidden states [R, D], given the columns [R, S] that they do not see."""
+        assert self._rotary_table is not None
+        cos, sin = (part.index_select(1, positions) for part in self._rotary_table)
+        self._cache.begin_static_step(places, hidden)
+        states: Tensor = self._drafter.run_layers(inputs_re[None], (cos, sin), cached_attention=self._cache)[0]
+        self._cache.end_static_step()
+        return states
+
+    def _real_inputs(self, ids: Tensor, features: Tensor) -> Tensor:
+        """Return the inputs [n, E] of new tokens."""
+        inputs: Tensor = self._drafter.real_inputs(ids, features)
+        return inputs
 
     def _make_cache(self, capacity: int) -> CachedAttention:
         config, dtype = self._drafter.layers_config, self._drafter.dtype
@@ -180,7 +258,12 @@ class CachedDecoder:
         self._cache.length, self._position_offset = 0, position_offset
         if self._few_rows is not None:
             self._few_rows.refresh()
-        self._rotary_table = self._make_rotary_table()
+        table = self._make_rotary_table()
+        if self._backend is None or self._rotary_table is None or table is None:
+            self._rotary_table = table
+            return
+        for held, part in zip(self._rotary_table, table, strict=True):  # a compiled forward reads them where they are
+            held.copy_(part)
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         """Queue final tokens [n] with the features [n, F] that predicted them."""
@@ -203,8 +286,6 @@ class CachedDecoder:
 
     def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
         """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
-        if self._static is not None and len(inputs_re) <= LONGEST_STATIC_ROWS:
-            return self._static.causal(inputs_re, first_kept, self._rotary_of)
         begin, num_rows = self._cache.length, len(inputs_re)
         if self._few_rows is not None and num_rows <= MOST_ROWS and self._window is None:
             self._cache.begin_call(num_rows)
@@ -251,21 +332,22 @@ class ParallelDecoder(CachedDecoder):
     def __init__(self, drafter: Any, max_length_tokens: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
         self.columns = drafter.vocab.columns
-        self._masks_ke, self._mask_residual = drafter.mask_inputs().detach(), drafter.mask_residual
+        self._masks_ke, self._has_residual = drafter.mask_inputs().detach(), drafter.mask_residual
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward of n+K rows."""
         ids, features = self._take_pending()
         layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
-        is_fused = layers is not None and layers.has_fusion and self._static is None
-        if layers is not None and is_fused and rows <= MOST_ROWS and features.dtype == self._masks_ke.dtype:
+        if (results := self._run_static(ids, features)) is not None:
+            _, logits_gv = results
+        elif layers is not None and layers.has_fusion and rows <= MOST_ROWS and features.dtype == self._masks_ke.dtype:
             inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
             rotary = self._rotary_of(inputs, slice(begin, begin + rows))
             logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
         else:
-            real_ne = self._drafter.real_inputs(ids, features)
-            masks_ke = self._masks_ke + real_ne[-1:] if self._mask_residual else self._masks_ke
+            real_ne = self._real_inputs(ids, features)
+            masks_ke = self._masks_ke + real_ne[-1:] if self._has_residual else self._masks_ke
             _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values are stored after `length`: the next round overwrites them.
         self._cache.length += len(ids)
@@ -389,10 +471,12 @@ class GrowingTree:
         self.depths = []
 
     def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Add W nodes below `parents`.
+        """Add W nodes as `grow` does; return tokens, parents and depths [W] on the device."""
+        depths = self.grow(parents)
+        return tuple(to_device([tokens, parents, depths], self._device))
 
-        Returns:
-            On the device: tokens, parents and depths [W].
+    def grow(self, parents: list[int]) -> list[int]:
+        """Add W nodes below `parents`; return their depths.
 
         Raises:
             ValueError: A parent does not exist, or the tree grows too large.
@@ -405,7 +489,7 @@ class GrowingTree:
         depths = [self.depths[parent] + 1 for parent in parents]
         self.depths += depths
         self.parents += [parent - 1 for parent in parents]
-        return tuple(to_device([tokens, parents, depths], self._device))
+        return depths
 
     def seen_by_last(self, count: int) -> Tensor:
         """Return [W, M] bool on the device, which nodes after node 0 each of the last W sees, itself too."""
@@ -430,32 +514,95 @@ class TreeDecoder(CachedDecoder):
         self.num_depths, self.columns = num_depths, drafter.vocab.columns
         self._tree = GrowingTree(self._device)
         self._feedback_md = torch.empty(0)
+        self._levels: dict[int, StaticCall] = {}  # by the number of nodes
+        self._held: list[Tensor] = []  # of all nodes, for compiled levels: outputs, ancestors and depths
+
+    _static_rows = LONGEST_TREE_NODES
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V'] of the children of the newest committed token."""
         ids, features = self._take_pending()
-        newest_1d, logits_1v = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
+        results = self._run_static(ids, features)
+        if results is None:
+            results = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
+        newest_1d, logits_1v = results
         self._cache.length += len(ids)
         self._feedback_md = newest_1d
+        if self._backend is not None:
+            if not self._held:
+                self._hold_nodes(newest_1d)
+            self._held[0][:1].copy_(newest_1d)
         self._tree.begin()
         return logits_1v
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
-        ids, parents_w, depths = self._tree.add(tokens, parents)
+        first, nodes = len(self._tree.depths), len(tokens)
+        depths = self._tree.grow(parents)
+        if (logits := self._static_level(tokens, parents, first)) is not None:
+            return logits
+        ids, parents_w, depths_w = to_device([tokens, parents, depths], self._device)
         above = self._feedback_md.index_select(0, parents_w)
         inputs_we = self._drafter.drafted_inputs(ids, above)
-        places, nodes = depths + (self._cache.length - 1), len(tokens)
-        if self._static is not None and nodes <= LONGEST_STATIC_ROWS:
-            seen = self._tree.seen_by_last(nodes)
-            hidden_wd, logits_wv = self._static.tree(inputs_we, places, seen, self._rotary_of)
+        places = depths_w + (self._cache.length - 1)
+        if self._few_rows is not None and nodes <= MOST_ROWS:
+            self._cache.begin_call(nodes, self._tree.parents)
         else:
-            if self._few_rows is not None and nodes <= MOST_ROWS:
-                self._cache.begin_call(nodes, self._tree.parents)
-            else:
-                self._cache.begin_tree_step(self._tree.seen_by_last(nodes))
-            hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
+            self._cache.begin_tree_step(self._tree.seen_by_last(nodes))
+        hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
         self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv
+
+    def _hold_nodes(self, like_1d: Tensor) -> None:
+        """Make the memory of all nodes. The last is none, so that it is nobody's ancestor."""
+        nodes = 2 * LONGEST_TREE_NODES + 1
+        outputs, depths = like_1d.new_zeros(nodes, like_1d.shape[-1]), torch.zeros(nodes, device=self._device)
+        self._held = [outputs, torch.zeros(nodes, nodes, dtype=torch.uint8, device=self._device), depths.long()]
+        for part in self._held:
+            torch._dynamo.mark_static_address(part)
+
+    def _static_level(self, tokens: list[int], parents: list[int], first: int) -> Tensor | None:
+        """Run new nodes from number `first` on, compiled; fp32 logits [W, V'], or None if that fails."""
+        if self._backend is None:
+            return None
+        size = max(FEWEST_STATIC_NODES, padded_rows(len(tokens)))
+        if size not in self._levels:
+            numbers = torch.zeros(3, size, dtype=torch.int64, device=self._device)
+            self._levels[size] = self._static_call(self._level_forward(), numbers)
+        call, blank = self._levels[size], [0] * (size - len(tokens))
+        state = [first, self._cache.length, *[0] * (size - 2)]
+        write_numbers(call.inputs[0], [[*tokens, *blank], [*parents, *blank], state])
+        logits: Tensor | None = call.results()
+        if logits is None:
+            self._feedback_md, self._backend = self._held[0][:first], None
+            return None
+        return logits[: len(tokens)]
+
+    def _level_forward(self) -> Callable[[Tensor], Tensor]:
+        """Return a function of tokens, parents and (first node, length), [3, W], which is compiled."""
+        drafter, run_rows = self._drafter, self._static_rows_of
+        outputs, ancestors, depths = self._held
+        columns = torch.arange(self._cache.capacity, device=self._device)
+
+        def run(numbers: Tensor) -> Tensor:
+            tokens, parents, state = numbers.unbind()
+            first, length = state[0], state[1]
+            node_w = first + columns[: len(tokens)]
+            is_itself = columns[None, : len(ancestors)] == node_w[:, None]
+            seen = ancestors.index_select(0, parents).masked_fill(is_itself, 1)
+            depth_w = depths.index_select(0, parents) + 1
+            # Node 0 is the newest committed token; what is beyond the nodes is seen by none.
+            node_s = columns - (length - 1)
+            of_node = seen.index_select(1, node_s.clamp(0, len(ancestors) - 1))
+            hidden = (node_s > 0) & (of_node == 0)
+            inputs_we = drafter.drafted_inputs(tokens, outputs.index_select(0, parents))
+            states = run_rows(inputs_we, length - 1 + node_w, length - 1 + depth_w, hidden)
+            outputs.index_copy_(0, node_w, states)
+            ancestors.index_copy_(0, node_w, seen)
+            depths.index_copy_(0, node_w, depth_w)
+            logits: Tensor = drafter.logits_of(states)
+            return logits.float()
+
+        return run

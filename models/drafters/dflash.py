@@ -36,6 +36,7 @@ P prompt, n features that are new, R = block_size rows, V columns of the logits.
 """
 
 import copy
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -48,8 +49,7 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
-from draftsmith.models.compiling import BACKEND, compiled, padded_rows
-from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, hidden_from
+from draftsmith.models.decoding.cached_attention import hidden_from
 from draftsmith.models.decoding.decoders import CachedDecoder, DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features
@@ -292,28 +292,34 @@ class BlockDecoder(CachedDecoder):
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
         self._first_row = drafter.first_depth - 1
         self._to_keys_values = ContextLayers(drafter.layers)
-        self._run: Any = None
 
-    def compile(self, backend: str = BACKEND) -> None:
-        """Compile the forward of a round, before the first sequence; prompts are read without compilation."""
-        # Padding follows the new features; the block overwrites it as far as it reaches.
-        self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
-        self._cache.hold_still()
-        self._columns = torch.arange(self._cache.capacity, device=self._device)
-        drafter, cache, first_row, to_keys_values = self._drafter, self._cache, self._first_row, self._to_keys_values
+    def _static_forward(self) -> Callable[[Tensor, Tensor, Tensor], Any]:
+        """Return the forward of a round that is compiled; its results are `block_outputs`."""
+        drafter, cache, causal, window, masks_kd = (
+            self._drafter,
+            self._cache,
+            self._causal,
+            self._window,
+            self._masks_kd,
+        )
+        first_row, to_keys_values, run_rows = self._first_row, self._to_keys_values, self._static_rows_of
+        columns, table = torch.arange(cache.capacity, device=self._device), self._rotary_table
+        assert table is not None
+        cos, sin = table
 
-        def run(features: Tensor, block: Tensor, cos: Tensor, sin: Tensor, places: Tensor, mask: Tensor) -> Any:
-            new = len(features)
-            context = drafter.context_of(features).unsqueeze(0)
-            cache.store_at(places[:new], to_keys_values(context, (cos[:, :new], sin[:, :new])))
-            cache.begin_static_step(places[new:], mask)
-            hidden = drafter.run_layers(block, (cos[:, new:], sin[:, new:]), cached_attention=cache)
-            cache.end_static_step()
-            # The block starts where the features end; without features, the padding's row gives the zeros.
-            newest = (places[new : new + 1] - places[:1] - 1).clamp(min=0)
-            return drafter.block_outputs(hidden[0, first_row:], context[0].index_select(0, newest)[0])
+        def run(ids: Tensor, features: Tensor, place: Tensor) -> Any:
+            begin, count = place.unbind()
+            context, rows = drafter.context_of(features), columns[: len(features)]
+            places = torch.where(rows < count, begin + rows, columns[-1])
+            rotary = cos.index_select(1, places), sin.index_select(1, places)
+            cache.store_at(places, to_keys_values(context[None], rotary))
+            block = drafter.block_inputs(ids[:1], masks_kd)[0]
+            places = begin + count + columns[: len(block)]
+            hidden = run_rows(block, places, places, hidden_from(columns, places, causal, window))
+            newest = context.index_select(0, (place[1:] - 1).clamp(min=0))[0]
+            return drafter.block_outputs(hidden[first_row:], torch.where(count > 0, newest, 0.0))
 
-        self._run = compiled(run, self._device, f"drafter {type(drafter).__name__}", backend)
+        return run
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._pending = [(prompt_ids, features[:-1])]
@@ -328,9 +334,11 @@ class BlockDecoder(CachedDecoder):
     def outputs(self) -> tuple[Tensor, ...]:
         """Run the next block and return `block_outputs` of its rows."""
         ids, features = self._take_pending()
+        outputs: tuple[Tensor, ...] | None = self._run_static(ids[-1:], features)
+        if outputs is not None:
+            self._cache.length += len(features)
+            return outputs
         block = self._drafter.block_inputs(ids[-1:], self._masks_kd)
-        if self._run is not None and len(features) <= LONGEST_STATIC_ROWS:
-            return self._static_outputs(features, block)
         new, rows, begin = len(features), block.shape[1], self._cache.length
         cos, sin = self._rotary_of(block, slice(begin, begin + new + rows))
         if new:
@@ -342,19 +350,6 @@ class BlockDecoder(CachedDecoder):
         self._cache.begin_step(rows, self._causal)
         rotary = cos[:, new:], sin[:, new:]
         return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :], newest)
-
-    def _static_outputs(self, features: Tensor, block: Tensor) -> tuple[Tensor, ...]:
-        new, rows, begin = len(features), block.shape[1], self._cache.length
-        padded = padded_rows(max(new, 1))
-        self._cache.length = end = begin + new
-        places = torch.cat([self._columns[begin : begin + padded], self._columns[end : end + rows]])
-        hidden = hidden_from(self._columns, places[padded:], self._causal, self._window)
-        mask = torch.zeros(hidden.shape, dtype=block.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        # Copies, not views: compiled code may depend on where in a larger tensor an input begins.
-        rotary = [part.clone() for part in self._rotary_of(block, places)]
-        outputs = self._run(F.pad(features, (0, 0, 0, padded - new)), block, *rotary, places, mask)
-        # Copied on CUDA, where the next call may reuse the memory.
-        return tuple(part.clone() for part in outputs) if self._device.type == "cuda" else outputs
 
 
 DRAFTER = DFlashDrafter

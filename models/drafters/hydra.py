@@ -19,7 +19,7 @@ Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n n
 call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import Attention, DepthWeights, Layers
-from draftsmith.models.compiling import BACKEND, compiled, padded_rows
-from draftsmith.models.decoding.decoders import CachedDecoder, depths_below
-from draftsmith.models.decoding.kv_cache import to_device
+from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
+from draftsmith.models.decoding.decoders import FEWEST_STATIC_NODES, LONGEST_TREE_NODES, CachedDecoder, depths_below
+from draftsmith.models.decoding.kv_cache import to_device, write_numbers
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
@@ -211,12 +211,17 @@ class HydraDecoder:
         self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]
         self._rows: list[Tensor] = []  # of node i, [(depth + 2) * D]
         self._depths: list[int] = []
-        self._logits_of, self._is_compiled = drafter.logits_of, False
+        self._backend: str | None = None  # of compilation
+        self._levels: dict[tuple[int, int], StaticCall] = {}  # by depth and number of nodes
+        self._held_rows = torch.empty(0)  # of all nodes, for compiled levels
 
     def compile(self, backend: str = BACKEND) -> None:
-        """Compile the heads, and the layer over the prefix."""
-        self._logits_of = compiled(self._drafter.logits_of, self._drafter.device, "Hydra", backend)
-        self._is_compiled = True
+        """Compile the heads, a call for each level, and the layer over the prefix."""
+        drafter, self._backend = self._drafter, backend
+        width = (self.num_depths + 1) * drafter.config.target_config["hidden_size"]
+        shape = 2 * LONGEST_TREE_NODES, width
+        self._held_rows = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
+        torch._dynamo.mark_static_address(self._held_rows)
         if self._attended is not None:
             self._attended.compile(backend)
 
@@ -239,32 +244,79 @@ class HydraDecoder:
         (newest_id, state_1d), self._newest = self._newest, None
         if self._attended is not None:
             state_1d = self._attended.newest_state()
+        self._depths = []
+        if self._backend is not None:
+            self._held_rows[:1, : state_1d.shape[-1]].copy_(state_1d)
+            if (logits := self._static_level(newest_id, [0], 0)) is not None:
+                self._depths = [0]
+                return logits
         row = torch.cat([state_1d.to(self._drafter.dtype), self._drafter.embedded(newest_id)], dim=-1)
         self._rows, self._depths = [row[0]], [0]
-        return self._logits(row, 0)
+        return self._drafter.logits_of(row, 0).float()
 
     @torch.inference_mode()
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
+        is_level = len(set(depths)) == 1  # as trees are grown
+        if self._backend is not None and not is_level:
+            each = zip(tokens, parents, strict=True)
+            return torch.cat([self.expand([token], [parent]).clone() for token, parent in each])
+        if self._backend is not None and (logits := self._static_level(tokens, parents, depths[0])) is not None:
+            self._depths += depths
+            return logits
         embedded_wd = self._drafter.embedded(to_device(tokens, self._drafter.device))
         rows: Sequence[Tensor]
-        if len(set(depths)) == 1:  # a level of the tree, as trees are grown
+        if is_level:
             level = torch.cat([torch.stack([self._rows[parent] for parent in parents]), embedded_wd], dim=-1)
-            rows, logits_wv = level.unbind(), self._logits(level, depths[0])
+            rows, logits_wv = level.unbind(), self._drafter.logits_of(level, depths[0]).float()
         else:
             rows = [torch.cat([self._rows[p], embedded]) for p, embedded in zip(parents, embedded_wd, strict=True)]
-            logits_wv = torch.cat([self._logits(row[None], depth) for row, depth in zip(rows, depths, strict=True)])
+            all_logits = [self._drafter.logits_of(row[None], depth) for row, depth in zip(rows, depths, strict=True)]
+            logits_wv = torch.cat(all_logits).float()
         self._rows += rows
         self._depths += depths
         return logits_wv
 
-    def _logits(self, rows: Tensor, depth: int) -> Tensor:
-        """Return fp32 logits [W, V]; compiled for a few numbers of rows."""
-        if not self._is_compiled:
-            return self._drafter.logits_of(rows, depth).float()
-        padded = nn.functional.pad(rows, (0, 0, 0, padded_rows(len(rows)) - len(rows)))
-        return self._logits_of(padded, depth)[: len(rows)].float()
+    def _static_level(self, tokens: list[int] | Tensor, parents: list[int], depth: int) -> Tensor | None:
+        """Run new nodes of one depth, compiled; fp32 logits [W, V'], or None if that fails.
+
+        Args:
+            tokens: [W], of node 0 on the device.
+        """
+        assert self._backend is not None
+        nodes = len(parents)
+        size = max(FEWEST_STATIC_NODES, padded_rows(nodes)) if depth else 1
+        if (depth, size) not in self._levels:
+            numbers = torch.zeros(3, size, dtype=torch.int64, device=self._drafter.device)
+            self._levels[depth, size] = StaticCall(self._level_forward(depth), [numbers], "Hydra", self._backend)
+        call, blank = self._levels[depth, size], [0] * (size - nodes)
+        if isinstance(tokens, Tensor):
+            call.inputs[0][0].copy_(tokens)
+        else:
+            write_numbers(call.inputs[0], [[*tokens, *blank], [*parents, *blank], [len(self._depths)] * size])
+        logits: Tensor | None = call.results()
+        if logits is None:
+            hidden_size = self._held_rows.shape[-1] // (self.num_depths + 1)
+            self._rows = [self._held_rows[node, : (at + 2) * hidden_size] for node, at in enumerate(self._depths)]
+            self._backend = None
+            return None
+        return logits[:nodes]
+
+    def _level_forward(self, depth: int) -> Callable[[Tensor], Tensor]:
+        """Return a function of tokens, parents and the first node's number, [3, W], which is compiled."""
+        drafter, held = self._drafter, self._held_rows
+        hidden_size = held.shape[-1] // (self.num_depths + 1)
+
+        def run(numbers: Tensor) -> Tensor:
+            tokens, parents, first = numbers.unbind()
+            above = held.index_select(0, parents)[:, : (depth + 1) * hidden_size]
+            rows = torch.cat([above, drafter.embedded(tokens)], dim=-1)
+            nodes = first + torch.arange(len(tokens), device=held.device)
+            held[:, : rows.shape[-1]].index_copy_(0, nodes, rows)
+            return drafter.logits_of(rows, depth).float()
+
+        return run
 
 
 class _AttendedPrefix(CachedDecoder):
@@ -274,10 +326,14 @@ class _AttendedPrefix(CachedDecoder):
         super().__init__(prefix, max_length_tokens, extra_rows=0)
         self._dtype = prefix.dtype
 
+    def _real_inputs(self, ids: Tensor, features: Tensor) -> Tensor:
+        return features.to(self._dtype)
+
     def newest_state(self) -> Tensor:
         """Read what is queued; return the state [1, D] before the newest committed token."""
         ids, features = self._take_pending()
-        states_1d, _ = self._causal_logits(features.to(self._dtype), len(ids) - 1)
+        results = self._run_static(ids, features)
+        states_1d, _ = results or self._causal_logits(features.to(self._dtype), len(ids) - 1)
         self._cache.length += len(ids)
         return states_1d
 

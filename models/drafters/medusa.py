@@ -27,7 +27,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftHead
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.options import DepthOptions, Loss
-from draftsmith.models.compiling import BACKEND, compiled
+from draftsmith.models.compiling import BACKEND, StaticCall
 from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
@@ -154,12 +154,14 @@ class MedusaDecoder:
     """Decoder that keeps only h_{t-1}; see `draftsmith.models.decoding.decoders.DrafterDecoder`."""
 
     def __init__(self, drafter: MedusaDrafter) -> None:
-        self._drafter, self._logits_of, self.columns = drafter, drafter.logits_of, drafter.vocab.columns
+        self._drafter, self.columns = drafter, drafter.vocab.columns
         self._previous_d: Tensor | None = None
+        self._backend: str | None = None  # of compilation
+        self._static: StaticCall | None = None
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the heads."""
-        self._logits_of = compiled(self._drafter.logits_of, self._drafter.device, "Medusa", backend)
+        self._backend = backend
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence: features [P, D] are those AT the prompt's tokens."""
@@ -175,8 +177,17 @@ class MedusaDecoder:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token."""
         if self._previous_d is None:
             raise ValueError("drafting needs a sequence: call start() first")
-        # A copy: one compiled shape, wherever in the target's features the row was.
-        return self._logits_of(self._previous_d.clone()).float()
+        previous, drafter = self._previous_d, self._drafter
+        if self._backend is not None:
+            if self._static is None:
+                self._static = StaticCall(
+                    lambda held: drafter.logits_of(held).float(), [previous.clone()], "Medusa", self._backend
+                )
+            self._static.inputs[0].copy_(previous)
+            logits: Tensor | None = self._static.results()
+            if logits is not None:
+                return logits
+        return drafter.logits_of(previous).float()
 
 
 DRAFTER = MedusaDrafter

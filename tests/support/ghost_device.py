@@ -241,7 +241,8 @@ def _copied(func: Any, source: Tensor, kwargs: Any) -> Tensor:
 
 def _copy_into(func: Any, target: Tensor, source: Tensor, rest: Any, kwargs: Any) -> Tensor:
     if isinstance(target, GhostTensor) != isinstance(source, GhostTensor):
-        GhostDevice.note("in" if isinstance(target, GhostTensor) else "back", "copy_")
+        waits = not isinstance(target, GhostTensor) or not (*rest, *kwargs.values(), False)[0]
+        GhostDevice.note("in" if isinstance(target, GhostTensor) else "back", "copy_" if waits else NOT_WAITED_FOR)
     func(_held(target), _held(source), *rest, **kwargs)
     return target
 

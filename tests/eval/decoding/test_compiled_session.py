@@ -24,7 +24,7 @@ from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
-from draftsmith.models.decoding.decoders import Compilable
+from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodConfig
 
@@ -161,8 +161,8 @@ def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(
         pytest.param("dflash", {"sliding_window": 8}, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> None:
-    """The same answers and the same accepted lengths as without compilation, and nothing compiled twice."""
+def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The same answers and accepted lengths as without compilation; nothing is compiled again over 1,000 tokens."""
     target = tiny_target(num_hidden_layers=4).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
     recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
@@ -171,7 +171,7 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> Non
         decoder: Any = drafter.decoder(64)
         method = build_tree_drafter(recipe, decoder, GREEDY)
         wanted = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
-        decoder = drafter.decoder(64)
+        decoder, plain = drafter.decoder(1000), drafter.decoder(1000)
         assert isinstance(decoder, Compilable)
         decoder.compile(backend="eager")
         method = build_tree_drafter(recipe, decoder, GREEDY)
@@ -180,6 +180,29 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str) -> Non
             outs = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
             assert [out.ids for out in outs] == [out.ids for out in wanted]
             assert [out.accept_lengths for out in outs] == [out.accept_lengths for out in wanted]
+    far, near = drafts(drafter, plain, [980]), drafts(drafter, decoder, [*range(1, 8)] * 35)
+    for theirs, mine in zip(far, near, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
+    assert "running without" not in caplog.text
+
+
+def drafts(drafter: Any, decoder: Any, rounds: list[int]) -> list[torch.Tensor]:
+    """Return the logits of the last draft after a prompt of 20 tokens and rounds that commit so many tokens each."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 61, (1000,), generator=generator)
+    features = torch.randn(1000, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)
+    decoder.start(ids[:20], features[:20])
+    begin, logits = 20, []
+    for new in rounds:
+        end = begin + new
+        decoder.observe(ids[begin:end], features[begin - 1 : end - 1])
+        begin = end
+        if isinstance(decoder, StepwiseDecoder):
+            levels = ([3, 4, 5], [0, 0, 0]), ([6, 7], [3, 1])
+            logits = [decoder.begin().clone(), *(decoder.expand(*level).clone() for level in levels)]
+        else:
+            logits = [decoder.draft().clone()]
+    return logits
 
 
 @pytest.mark.parametrize("kind", ["eagle"])
