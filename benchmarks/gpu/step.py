@@ -84,7 +84,7 @@ class Step:
         return median(seconds(work, self.device) for _ in range(calls))
 
     def free(self) -> None:
-        """Give unused memory back to the device."""
+        """Free unused memory of the device."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
