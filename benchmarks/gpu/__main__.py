@@ -133,7 +133,7 @@ class Run:
         threads = {} if each.is_timed else {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         environment = {**os.environ, **offline, **threads, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
         (self._folder / f"{each.name}.json").unlink(missing_ok=True)
-        arguments = ["--device", self._device, "--out", str(self._folder), "--seconds", f"{limit_s:.0f}"]
+        arguments = ["--device", self._device, "--out", str(self._folder), "--until", f"{time.time() + limit_s:.0f}"]
         command = [sys.executable, *each.command, *arguments]
         with (self._folder / f"{each.name}.log").open("wb") as log:
             return subprocess.Popen(
@@ -191,11 +191,13 @@ def main() -> None:
     budget_s = options.budget or BUDGET_S[options.device]
     run = Run(options.device, options.out, budget_s, shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]))
     at_a_time = max(1, int((os.cpu_count() or 1) / CORES_PER_STEP)) if options.device == "cuda" else 1
-    run.run([each for each in [FACTS] if each.name in chosen])
-    run.run([each for each in CHECKS if each.name in chosen], CHECKS_SHARE, at_a_time)
-    run.run([each for each in TIMED if each.name in chosen])
-    print((options.out / "summary.md").read_text(encoding="utf-8"))
-    print(f"send {options.out / 'summary.md'} and {options.out / 'result.json'}")
+    with suppress(KeyboardInterrupt):  # the files have all until then
+        run.run([each for each in [FACTS] if each.name in chosen])
+        run.run([each for each in CHECKS if each.name in chosen], CHECKS_SHARE, at_a_time)
+        run.run([each for each in TIMED if each.name in chosen])
+    page = options.out / "summary.md"
+    if run.outcomes:
+        print(f"{page.read_text(encoding='utf-8')}\nplease send {page} and {options.out / 'result.json'}")
 
 
 if __name__ == "__main__":

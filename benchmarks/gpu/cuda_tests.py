@@ -1,6 +1,7 @@
 """The tests that need CUDA, by the words of pytest's `-k`; their tracebacks are in the step's log."""
 
 import importlib.util
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,8 @@ from gpu.step import Step, run_step
 ROOT = Path(__file__).parents[2]
 FILES = ("tests/models/groups/test_attention.py", "tests/models/test_cuda_attention.py")
 WORKERS = 4  # flex compiles every case for seconds
+SUMMARY_S = 12  # for pytest's summary of its failures
+INTERRUPTED, NONE_SELECTED = 2, 5  # exit codes of pytest
 
 
 def main(step: Step) -> None:
@@ -25,15 +28,26 @@ def main(step: Step) -> None:
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "cuda", "-k", words]
     command += ["--tb=long", f"--junitxml={report}", *FILES]
-    if "flex" in words.split() and "not" not in words.split() and "xdist" not in missing:
+    if words == "flex" and "xdist" not in missing:
         command += ["-n", str(WORKERS)]
-    ran = subprocess.run(command, cwd=ROOT, check=False)
-    step.add("exit", ran.returncode)
+    code = run_until(command, step.left_s - SUMMARY_S)
+    step.add("exit", code)
     if report.is_file():
         for key, value in counts(report).items():
             step.add(key, value)
-    if ran.returncode not in (0, 5):  # 5: no test was selected
-        raise RuntimeError(f"pytest ended with exit code {ran.returncode}: see {step.name}.log")
+    if code not in (0, NONE_SELECTED):
+        reason = "was late" if code == INTERRUPTED else f"ended with exit code {code}"
+        raise RuntimeError(f"pytest {reason}: see {step.name}.log")
+
+
+def run_until(command: list[str], limit_s: float) -> int:
+    """Run pytest; when it is late interrupt it, so that it still prints the tracebacks of its failures."""
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait(max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        return process.wait()  # or until the step is killed
 
 
 def counts(report: Path) -> dict[str, Any]:

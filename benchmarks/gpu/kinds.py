@@ -96,9 +96,9 @@ def answers(step: Step, kind: str) -> dict[str, Any]:
         expected = generate(session, Autoregressive(), PROMPT, Sampling(), new_tokens).ids
         for is_compiled in (False, True)[: step.size(2, 1)]:
             decoder = drafter.decoder(SESSION_TOKENS)
-            if is_compiled and not isinstance(decoder, Compilable):
-                continue
             if is_compiled:
+                if not isinstance(decoder, Compilable):
+                    continue
                 decoder.compile()
             for name, tree in TREES.items():
                 method = build_tree_drafter(MethodConfig.model_validate({"name": "x", **tree}), decoder, Sampling())

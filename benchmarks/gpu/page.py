@@ -141,7 +141,7 @@ def costs_part(costs: dict[str, Any]) -> list[str]:
             rows.append((part, count, 1e3 * each["seconds"], 1e3 * each["fastest_s"], 1e3 * costs[part]["read_s"]))
     lines = [f"SmolLM2-135M's shape in bf16, weights: {costs.get('weights')}."] if costs else []
     lines += table(("step", "rows", "ms", "fastest", "reading the weights"), rows)
-    loops = {key: costs[key] for key in ("uncompiled loop", "compiled loop") if key in costs}
+    loops: dict[str, Any] = {key: costs[key] for key in ("uncompiled loop", "compiled loop") if key in costs}
     drafts = {key: each for key, each in costs.items() if isinstance(each, dict) and "first_s" in each}
     loops |= {f"{key}: tree of 7": each["rounds"] for key, each in drafts.items()}
     phases = ("round_ms", "draft_ms", "verify_ms", "choose_ms", "commit_ms")

@@ -20,6 +20,7 @@ from draftsmith.files import write_atomically
 T = TypeVar("T")
 ERROR = ".error"  # behind the name of a part: its traceback
 SKIPPED = ".skipped"  # behind the name of a part: why it was left out
+LONGEST_S = 3600.0  # of a step without a limit
 MOST_CHARACTERS = 6000  # of a traceback
 
 
@@ -35,7 +36,7 @@ class Step:
     """
 
     def __init__(
-        self, name: str, device: torch.device, folder: Path, limit_s: float = 3600.0, part: str | None = None
+        self, name: str, device: torch.device, folder: Path, limit_s: float = LONGEST_S, part: str | None = None
     ) -> None:
         self.name, self.device, self.folder, self.part_name = name, device, folder.absolute(), part
         self.on_gpu = device.type == "cuda"
@@ -84,7 +85,7 @@ class Step:
         return median(seconds(work, self.device) for _ in range(calls))
 
     def free(self) -> None:
-        """Give unused memory back to the device."""
+        """Free unused memory of the device."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -97,9 +98,10 @@ def run_step(main: Callable[[Step], None]) -> None:
     parser.add_argument("part", nargs="?")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--until", type=float, default=time.time() + LONGEST_S, help="seconds since the epoch")
     options = parser.parse_args()
-    step = Step(options.name, torch.device(options.device), options.out, options.seconds, options.part)
+    limit_s = options.until - time.time()  # less what the imports have taken
+    step = Step(options.name, torch.device(options.device), options.out, limit_s, options.part)
     with step.part("step"):
         main(step)
     sys.exit(1 if step.failed else 0)

@@ -75,7 +75,7 @@ def smollm2(step: Step) -> Any:
             step.add("weights", "SmolLM2-135M-Instruct")
             return target
     torch.manual_seed(0)
-    target = random_target(step.size("135m", "embedded"), step.device).to(torch.bfloat16)
+    target = random_target(step.size("135m", "embedded"), step.device, "bfloat16")
     use_grouped_sdpa(target)
     use_split_sdpa(target)
     step.add("weights", "random")

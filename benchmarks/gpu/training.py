@@ -14,7 +14,7 @@ NUM_MASKS = 4
 def main(step: Step) -> None:
     training_step.DEVICE = step.device
     torch.manual_seed(0)
-    target = random_target(step.size("135m", "embedded"), step.device).to(torch.bfloat16)
+    target = random_target(step.size("135m", "embedded"), step.device, "bfloat16")
     use_grouped_sdpa(target)
     length, turns = step.size(2048, 64), step.size(7, 1)
     with without_cudnn_attention():

@@ -13,9 +13,14 @@ SHAPES = {
 }
 
 
-def random_target(shape: str, device: torch.device) -> PreTrainedModel:
-    """Make a frozen Llama of that shape, on the device from the start, so that the host never holds it."""
-    hidden_size, intermediate_size, layers, heads, kv_heads, vocabulary, dtype = SHAPES[shape]
+def random_target(shape: str, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
+    """Make a frozen Llama of that shape, on the device from the start, so that the host never holds it.
+
+    Args:
+        dtype: In place of the shape's.
+    """
+    hidden_size, intermediate_size, layers, heads, kv_heads, vocabulary, dtype_of_shape = SHAPES[shape]
+    dtype = dtype or dtype_of_shape
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden_size,

@@ -79,6 +79,30 @@ def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
 
 
 @pytest.mark.parametrize("static", [True, False])
+def test_nothing_is_compiled_again_over_1000_tokens(static: bool) -> None:
+    """Padded: one graph for a token and one for the tree, at every length. Else one graph for both."""
+    target = AutoModelForCausalLM.from_config(
+        LlamaConfig(**SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 2048})
+    ).eval()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with TargetSession(target, 1100, compiler=Compiler(counting, is_static=static)) as session:
+        session.prefill(PROMPTS[0])
+        for number in range(1000 // 25 + 1):
+            for tree in (root_only(5), DraftTree([*range(24)], TreeShape.chain(23))):
+                session.forward_tree(tree)
+                session.commit(list(range(len(tree))))
+            if number == 0:
+                torch.compiler.set_stance("fail_on_recompile")
+        assert session.length_tokens > 1000
+    assert len(graphs) == (2 if static else 1)
+
+
+@pytest.mark.parametrize("static", [True, False])
 def test_features_of_each_method(static: bool) -> None:
     """A reader of fewer layers than another gets its own, in its order; new layers make a new graph."""
     target, of_layers = tiny_target(), ((-1,), (1, -1), (-1,))
