@@ -84,7 +84,10 @@ def main() -> None:
     plain.set_attn_implementation(recipe.attn_implementation)
     pack_linears(target)
     length = arguments.context + 2 * max(rows)
-    sessions = {"torch": TargetSession(plain, length), "evaluation": open_session(target, length, None)}
+    sessions = {
+        "torch": TargetSession(plain, length),
+        "evaluation": open_session(target, length, None, same_size=False),
+    }
     result = {
         "target": arguments.shape or recipe.gguf_file or recipe.model,
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -181,7 +181,7 @@ def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callabl
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads, of a server, may allocate meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             results = call()
     return graph.replay, results
 

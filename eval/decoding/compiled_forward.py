@@ -71,7 +71,9 @@ class CompiledForward:
             return max(2, num_rows) if num_rows <= MOST_ROWS else 0
         known = next((size for size in self.sizes if size >= num_rows), 0)
         if not known and self._grows:
-            known = aligned(num_rows) if self.same_size else padded_rows(num_rows)
+            # Sequences come and go: few sizes, as each is compiled.
+            one_sequence = self.same_size and self._model.cache.sequences == 1
+            known = aligned(num_rows) if one_sequence else padded_rows(num_rows)
             self.sizes = [known] if self.same_size else sorted([*self.sizes, known])
         return known
 

@@ -4,7 +4,6 @@ Shapes: R rows of a forward, k of them kept, W tree nodes of one call, M nodes s
 hidden, V' columns of the logits, S capacity, L layers, Dh head size.
 """
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

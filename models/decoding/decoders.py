@@ -152,6 +152,8 @@ class CachedDecoder:
         window: As in `CachedAttention`.
     """
 
+    _static_rows = 1  # columns that compiled forwards may write after those of the rows that are wanted
+
     def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int, window: int | None = None) -> None:
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
         self._extra_rows, self._window = extra_rows, window
@@ -176,8 +178,6 @@ class CachedDecoder:
             self._cache.hold_still()
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
-    _static_rows = 1  # of the cache, that compiled forwards may write after the rows that are wanted
-
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
         assert self._backend is not None
         return StaticCall(function, inputs, f"drafter {type(self._drafter).__name__}", self._backend)
@@ -199,7 +199,10 @@ class CachedDecoder:
         held_ids[: len(ids)].copy_(ids)
         held_features[: len(features)].copy_(features)
         write_numbers(place, [self._cache.length, len(features)])
-        return self._static.results()
+        results = self._static.results()
+        if results is None:
+            self._backend = None
+        return results
 
     def _static_forward(self) -> Callable[[Tensor, Tensor, Tensor], Any]:
         """Return a function of ids, features and (length, number of new tokens), which is compiled.
@@ -507,7 +510,12 @@ class TreeDecoder(CachedDecoder):
 
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
     reads its parent's output (`drafted_inputs`) in place of the target's feature.
+
+    Compiled, a level is one `StaticCall`: nodes are padded to a power of two, and outputs, ancestors and depths of all
+    nodes stay on the device. The next level overwrites the padding.
     """
+
+    _static_rows = LONGEST_TREE_NODES
 
     def __init__(self, drafter: Any, max_length_tokens: int, num_depths: int) -> None:
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
@@ -516,8 +524,6 @@ class TreeDecoder(CachedDecoder):
         self._feedback_md = torch.empty(0)
         self._levels: dict[int, StaticCall] = {}  # by the number of nodes
         self._held: list[Tensor] = []  # of all nodes, for compiled levels: outputs, ancestors and depths
-
-    _static_rows = LONGEST_TREE_NODES
 
     @torch.inference_mode()
     def begin(self) -> Tensor:

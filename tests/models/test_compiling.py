@@ -1,5 +1,7 @@
-"""Errors of compiled functions."""
+"""Errors of compiled functions, and what remains where they fail. Nothing is compiled."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,30 +9,36 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from draftsmith.errors import UserError
-from draftsmith.models.compiling import compiled
+from draftsmith.models import compiling
+from draftsmith.models.compiling import StaticCall
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> Any:
-    """Return a compiled function that raises this error after `good_calls` calls; nothing is compiled."""
-    results = iter([torch.zeros(1)] * good_calls)
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> StaticCall:
+    """Return a call that raises this error after `good_calls` runs of its function, a replay being one."""
+    results = iter(range(good_calls))
 
-    def call(*_: Any) -> Any:
+    def run(*_: Any) -> int:
         for result in results:
             return result
         raise error
 
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: call)
-    return compiled(lambda: None, torch.device(device), "target tiny", backend="eager")
+    def record_graph(call: Callable[[], Any], _: torch.device) -> tuple[Callable[[], Any], str]:
+        return call, "recorded"
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: run)
+    monkeypatch.setattr(compiling, "record_graph", record_graph)
+    place: Any = SimpleNamespace(device=torch.device(device))
+    return StaticCall(lambda: None, [place], "target tiny", backend="eager")
 
 
 @pytest.mark.parametrize("good_calls", [0, 1, 2])
 def test_launch_errors_of_the_first_calls_on_cuda_are_explained(
     good_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's and CUDA's own errors come when a kernel is first launched, recorded or replayed."""
+    """Triton's and CUDA's own errors come when a kernel is first launched, or replayed."""
     function = failing(monkeypatch, RuntimeError("OutOfResources"), "cuda", good_calls)
-    for _ in range(good_calls):
-        function()
+    if good_calls == 2:
+        assert function() == "recorded"
     with pytest.raises(UserError, match=r"target tiny cannot be compiled .*OutOfResources.*eval\.compile=false"):
         function()
 
@@ -38,7 +46,7 @@ def test_launch_errors_of_the_first_calls_on_cuda_are_explained(
 @pytest.mark.parametrize(
     ("error", "device", "good_calls"),
     [
-        (RuntimeError("later"), "cuda", 3),
+        (RuntimeError("later"), "cuda", 4),  # the first call runs the function, then replays it
         (RuntimeError("fail_on_recompile"), "cpu", 0),
         (torch.OutOfMemoryError("too large"), "cuda", 0),
     ],
@@ -47,7 +55,7 @@ def test_other_errors_pass_through(
     error: Exception, device: str, good_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = failing(monkeypatch, error, device, good_calls)
-    for _ in range(good_calls):
+    for _ in range(max(good_calls - 1, 0)):
         function()
     with pytest.raises(type(error), match=str(error)):
         function()
@@ -59,3 +67,32 @@ def test_errors_of_dynamo_are_explained_at_any_call(monkeypatch: pytest.MonkeyPa
         function()
     with pytest.raises(UserError, match="cannot be compiled on this machine"):
         function()
+
+
+def test_what_cannot_be_compiled_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    function = failing(monkeypatch, RuntimeError("no C compiler"), "cuda", 0)
+    assert [function.results() for _ in range(3)] == [None] * 3
+    (message,) = caplog.messages
+    assert message.startswith("target tiny cannot be compiled on this machine (RuntimeError: no C compiler)")
+    assert message.endswith("; running without")
+
+
+def test_where_recording_fails_torchs_own_graphs_remain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes: list[Any] = []
+
+    def compile_as(*_: Any, **options: Any) -> Callable[..., Any]:
+        modes.append(options.get("mode"))
+        return lambda *_: modes[-1]
+
+    function = failing(monkeypatch, RuntimeError(), "cuda", 0)
+    monkeypatch.setattr(torch, "compile", compile_as)
+    monkeypatch.setattr(compiling, "record_graph", lambda *_: (_ for _ in ()).throw(RuntimeError("not permitted")))
+    assert [function() for _ in range(3)] == ["reduce-overhead"] * 3
+    assert modes == [None, "reduce-overhead"]
+    assert caplog.messages == [
+        "no CUDA graph of our own of target tiny (RuntimeError: not permitted); running with torch's"
+    ]

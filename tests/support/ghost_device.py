@@ -243,6 +243,8 @@ def _copy_into(func: Any, target: Tensor, source: Tensor, rest: Any, kwargs: Any
     if isinstance(target, GhostTensor) != isinstance(source, GhostTensor):
         waits = not isinstance(target, GhostTensor) or not (*rest, *kwargs.values(), False)[0]
         GhostDevice.note("in" if isinstance(target, GhostTensor) else "back", "copy_" if waits else NOT_WAITED_FOR)
+    elif isinstance(target, GhostTensor):
+        GhostDevice.note("launch", "copy_")
     func(_held(target), _held(source), *rest, **kwargs)
     return target
 

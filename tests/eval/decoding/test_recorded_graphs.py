@@ -1,5 +1,7 @@
-"""Decoding with recorded CUDA graphs, on a ghost of a GPU: a replay runs the recorded function again, into the memory
-of its first results, as CUDA does. What a graph runs is not counted; nothing is compiled.
+"""Decoding with recorded CUDA graphs, on a ghost of a GPU.
+
+A replay runs the recorded function again, into the memory of its first results, as CUDA does. What a graph runs is not
+counted, and nothing is compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +15,6 @@ from torch import Tensor
 
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import Round, generate
-from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
@@ -94,9 +95,8 @@ def test_a_round_is_few_launches(kind: str, tree: str, replays: list[str], caplo
     method, rounds = build_tree_drafter(recipe, decoder, Sampling()), list[Any]()
 
     def count(_: Round) -> None:
-        launches, back = GhostDevice.of("launch"), GhostDevice.of("back")
-        waits = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR]
-        rounds.append((launches, len(replays), back, waits))
+        waits = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR] + GhostDevice.of("back")
+        rounds.append((len(replays), waits, GhostDevice.of("launch")))
         GhostDevice.forget()
         replays.clear()
         GhostDevice.counting = True
@@ -107,5 +107,89 @@ def test_a_round_is_few_launches(kind: str, tree: str, replays: list[str], caplo
             answer = generate(session, method, PROMPT, Sampling(), 24, on_round=count)
             GhostDevice.counting = False
     assert (answer.ids, answer.accept_lengths) == (plain.ids, plain.accept_lengths)
-    print(rounds, GhostDevice.lines)
     assert "running" not in caplog.text
+    # A draft is a graph a level, and verification one; each is waited for once.
+    for graphs, waits, launches in rounds[1:]:
+        assert waits == graphs
+        assert graphs == levels + 1 if tree == "chain" or levels == 1 else 3 <= graphs <= levels + 1
+        # Of trees the most likely tokens are five operations, and a path that is moved in the cache is six.
+        assert launches <= (graphs + 4 if tree == "chain" else 6 * graphs + 6)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash", "medusa"])
+def test_a_draft_that_cannot_be_compiled_runs_as_it_is(
+    kind: str, replays: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same answers, after one warning; the tree that was being grown goes on."""
+    target, drafter = on_ghost(kind)
+    recipe = MethodConfig.model_validate({"name": "x", **TREES["best_first"]})
+
+    def answer(decoder: Any) -> Any:
+        with TargetSession(target, 64, drafter.feature_layers) as session:
+            out = generate(session, build_tree_drafter(recipe, decoder, Sampling()), PROMPT, Sampling(), 12)
+        return out.ids, out.accept_lengths
+
+    wanted = answer(drafter.decoder(64))
+    for good in (0, 1):  # functions that can be compiled: of those that draft level by level the first is
+        calls = iter(range(good))
+
+        def compile_few(function: Any, *_: Any, calls: Iterator[int] = calls, **__: Any) -> Any:
+            if next(calls, None) is None:
+                raise RuntimeError("no C compiler")
+            return function
+
+        monkeypatch.setattr(compiling, "_compile", compile_few)
+        decoder = drafter.decoder(64)
+        decoder.compile()
+        caplog.clear()
+        assert answer(decoder) == wanted
+        is_one_function = kind in ("parallel", "dflash", "medusa")
+        assert len(caplog.messages) == (0 if good and is_one_function else 1)
+        assert all(message.endswith("no C compiler); running without") for message in caplog.messages)
+
+
+CHAIN = DraftTree([7, 3, 20, 21, 22, 23], TreeShape.chain(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_16_bits_all_forwards_have_one_size(dtype: torch.dtype, replays: list[str]) -> None:
+    target = tiny_target().to(dtype).to("cuda:0")
+    with TargetSession(target, 100, compiler=Compiler()) as session, torch.inference_mode():
+        assert session.compiled is not None
+        session.prefill(PROMPT)
+        sizes = []
+        for tree in (root_only(7), CHAIN, DraftTree([7] * 11, TreeShape.of((-1, *[0] * 10))), root_only(7)):
+            assert len(session.forward_tree(tree).logits) == len(tree)
+            sizes.append(list(session.compiled.sizes))
+        session.compiled.keep_sizes()
+        session.forward_tree(DraftTree([7] * 17, TreeShape.of((-1, *[0] * 16))))
+        sizes.append(session.compiled.sizes)
+    if dtype == torch.float32:
+        assert sizes == [[1], [1, 8], [1, 8, 16], [1, 8, 16], [1, 8, 16]]
+    else:
+        assert sizes == [[8], [8], [16], [16], [16]]
+
+
+@pytest.mark.parametrize("rows", [6, 64])
+def test_a_step_of_the_size_of_a_tree_has_its_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain in bf16: what follows each accepted token, and after it; a padded step writes one token."""
+    monkeypatch.setattr(compiling, "_compile", lambda function, *_, **__: function)
+    target = tiny_target(num_hidden_layers=3).bfloat16()
+    chain = DraftTree([7, *(10 + node % 50 for node in range(rows - 1))], TreeShape.chain(rows - 1))
+    compiler = Compiler("eager", is_static=True, same_size=True)
+    with (
+        TargetSession(target, 128, compiler=compiler) as session,
+        TargetSession(target, 128) as plain,
+        torch.inference_mode(),
+    ):
+        for one in (session, plain):
+            one.prefill(PROMPT)
+        at_once = session.forward_tree(chain).logits
+        torch.testing.assert_close(at_once, plain.forward_tree(chain).logits, atol=0.05, rtol=0.05)
+        for node, token in enumerate(chain.tokens[:9]):
+            step = session.forward_tree(root_only(token))
+            assert torch.equal(step.logits[0], at_once[node]), node
+            session.commit([0])
+            assert session.length_tokens == len(PROMPT) + node + 1
+        assert session.compiled is not None
+        assert session.compiled.sizes == [-(-rows // 8) * 8]

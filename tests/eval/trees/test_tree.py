@@ -31,6 +31,12 @@ def test_a_tree_derived_by_hand() -> None:
     assert tree.cut_to_depth(0).tokens == [7]
 
 
+def test_ancestors_as_bits() -> None:
+    """Of a chain of 64 nodes the last sees all: in two's complement that is -1."""
+    assert TreeShape.of((-1, 0, 0, 1)).ancestor_bits == (0b1, 0b11, 0b101, 0b1011)
+    assert TreeShape.chain(63).ancestor_bits[-2:] == ((1 << 63) - 1, -1)
+
+
 def test_nodes_that_are_no_candidates() -> None:
     """The target runs all four; only 1 can be accepted, though the target agrees with 2 and 3 too."""
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
