@@ -3,10 +3,18 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "cpu_layers.h"
 #include "cpu_math.h"
@@ -18,24 +26,39 @@ void attend_all(
     const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values, const std::vector<int32_t>& seen,
     const std::vector<int64_t>& counts, double scale, at::Tensor& out) {
   using Element = typename Dtype::Element;
-  const int64_t heads = query.size(1), rows = query.size(2), head_size = query.size(3), columns = keys.size(2);
-  const int64_t shared = heads / keys.size(1), tiles = (shared + MOST_HEADS - 1) / MOST_HEADS;
+  const int64_t heads = query.size(1), head_size = query.size(3);
   const auto at_of = [](const at::Tensor& tensor) { return static_cast<const Element*>(tensor.const_data_ptr()); };
-  auto* to = static_cast<Element*>(out.data_ptr());
-  at::parallel_for(0, keys.size(1) * tiles * rows, 1, [&](int64_t begin, int64_t end) {
-    const int64_t score_stride = columns + LANES;
-    std::vector<float> scores(MOST_HEADS * score_stride);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t key_head = task / (rows * tiles), tile = task / rows % tiles, row = task % rows;
-      const int64_t from = tile * shared / tiles, head = key_head * shared + from;
-      attend_parts<Dtype, MOST_PARTS>(
-          head_size / LANES, (tile + 1) * shared / tiles - from,
-          at_of(query) + head * query.stride(1) + row * query.stride(2), query.stride(1),
-          at_of(keys) + key_head * keys.stride(1), at_of(values) + key_head * values.stride(1), keys.stride(2),
-          values.stride(2), seen.data() + row * columns, counts[row], static_cast<float>(scale), scores.data(),
-          score_stride, to + (row * heads + head) * head_size);
-    }
+  const Attention<Dtype> attention{
+      at_of(query), at_of(keys), at_of(values), static_cast<Element*>(out.data_ptr()), query.size(2), heads,
+      keys.size(1), head_size, keys.size(2), query.stride(2), query.stride(1), heads * head_size, keys.stride(1),
+      values.stride(1), keys.stride(2), values.stride(2), seen.data(), counts.data(), static_cast<float>(scale)};
+  const auto common = attention.count_common();
+  at::parallel_for(0, attention.readers(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(attention.scratch_size());
+    attention.run(begin, end, common.data(), scratch.data());
   });
+}
+
+// Memory for packed weights, one after the other in pages of 2 MB where the system has them: a step reads all weights,
+// and waits for fewer addresses of pages. A slab is freed with the last of its weights.
+at::Tensor empty_packed(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  constexpr int64_t PAGE = int64_t{1} << 21, SLAB = 16 * PAGE;
+  static std::mutex mutex;
+  static std::shared_ptr<char> slab;
+  static int64_t used = 0, size = 0;
+  const int64_t bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  const std::lock_guard lock(mutex);
+  if (!slab || used + bytes > size) {
+    size = std::max(SLAB, (bytes + PAGE - 1) / PAGE * PAGE), used = 0;
+    slab.reset(static_cast<char*>(std::aligned_alloc(PAGE, size)), std::free);
+    TORCH_CHECK(slab, "not enough memory for packed weights");
+#ifdef MADV_HUGEPAGE
+    madvise(slab.get(), size, MADV_HUGEPAGE);
+#endif
+  }
+  auto packed = at::from_blob(slab.get() + used, sizes, [held = slab](void*) {}, options);
+  used += (bytes + LINE - 1) / LINE * LINE;
+  return packed;
 }
 
 // packed [blocks, K / PACK, BLOCK, PACK] of a weight [N, K]; what is not there is zero.
@@ -43,7 +66,7 @@ at::Tensor pack(const at::Tensor& weight) {
   const auto from = weight.contiguous();
   const int64_t outputs = from.size(0), inputs = from.size(1), together = from.scalar_type() == at::kBFloat16 ? 2 : 1;
   const int64_t blocks = (outputs + BLOCK - 1) / BLOCK, packs = (inputs + together - 1) / together;
-  auto packed = at::empty({blocks, packs, BLOCK, together}, from.options());
+  auto packed = empty_packed({blocks, packs, BLOCK, together}, from.options());
   const auto bytes = from.element_size();
   const auto* source = static_cast<const char*>(from.const_data_ptr());
   auto* to = static_cast<char*>(packed.data_ptr());
@@ -155,6 +178,8 @@ at::Tensor fused(
   return linear(normed_parts(parts, norms, eps, packed), packed, outputs, bias);
 }
 
+constexpr int64_t FEW_LOGITS = 1 << 16;  // one thread has read them before another begins
+
 // The `count` largest of each row [R, V] of logits, the first of equals first: their columns, and the logarithms of
 // their shares of all. Both in fp64, in which columns are exact: [2, R, count].
 at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
@@ -163,7 +188,7 @@ at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
   TORCH_CHECK(count > 0 && count <= columns, "there are not as many columns");
   auto out = at::empty({2, rows, count}, logits.options().dtype(at::kDouble));
   auto* to = out.mutable_data_ptr<double>();
-  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows, FEW_LOGITS / columns + 1, [&](int64_t begin, int64_t end) {
     std::vector<std::pair<float, int64_t>> best(count);
     for (int64_t row = begin; row < end; ++row) {
       const float* of = logits.const_data_ptr<float>() + row * logits.stride(0);
@@ -207,7 +232,7 @@ at::Tensor largest(const at::Tensor& logits) {
   auto* to = out.mutable_data_ptr<int64_t>();
   const auto run = [&](auto dtype) {
     using Dtype = decltype(dtype);
-    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, rows, FEW_LOGITS / columns + 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const auto* of = static_cast<const typename Dtype::Element*>(logits.const_data_ptr()) + row * logits.stride(0);
         Floats most = broadcast(-INFINITY);

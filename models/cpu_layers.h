@@ -201,7 +201,8 @@ struct Forward {
 
   void run(int64_t thread, int64_t threads) {
     std::vector<Element> normed(rows * padded(std::max(hidden_size, input_width)));
-    std::vector<float> scores(MOST_HEADS * (columns + LANES)), gates(rows * BLOCK);
+    std::vector<float> scratch(attention(0).scratch_size()), gates(rows * BLOCK);
+    std::vector<int64_t> common;
     const auto [first_row, end_row] = part_of(rows, thread, threads);
     for (int64_t row = first_row; row < end_row; ++row) see(row);
     if (read) {
@@ -215,7 +216,9 @@ struct Forward {
       if (!given) norm_all(layer.norms[INPUT_NORM], normed.data());
       project_heads(layer, index, given ? first_input : normed.data(), given ? input_width : width, thread, threads);
       wait_for_all();
-      attend_some(index, scores.data(), thread, threads);
+      if (index == 0) common = attention(0).count_common();
+      const auto [first_reader, end_reader] = part_of(rows * heads, thread, threads);
+      attention(index).run(first_reader, end_reader, common.data(), scratch.data());
       wait_for_all();
       add_product(layer.projections[OUTPUT], attended, padded(heads * head_size), thread, threads);
       wait_for_all();
@@ -285,30 +288,32 @@ struct Forward {
       rms_norm<Dtype>(stream + row * width, weights_of(norm), hidden_size, eps, to + row * width);
   }
 
-  // Queries, keys and values of whole heads; keys and values go into the cache.
+  // Queries, keys and values of whole heads; keys and values go into the cache. Threads share heads by rows: there are
+  // few heads.
   void project_heads(
       const Layer& layer, size_t index, const Element* input, int64_t stride, int64_t thread, int64_t threads) {
     // As many heads as end where a block does.
     const int64_t unit = std::lcm(head_size, BLOCK);
     int64_t units[3], total = 0;
     for (int kind : {QUERY, KEY, VALUE}) total += units[kind] = (layer.projections[kind].outputs + unit - 1) / unit;
-    auto [begin, end] = part_of(total, thread, threads);
+    auto [begin, end] = part_of(total * rows, thread, threads);
     for (int kind : {QUERY, KEY, VALUE}) {
       const Weight<Dtype> weight = layer.projections[kind].template weight<Dtype>();
       const int64_t padded_outputs = padded(weight.outputs);
       Element* to = kind == QUERY ? queries : fresh + (kind == VALUE ? rows * padded_outputs : 0);
-      for (; begin < end; ++begin) {
-        const int64_t number = begin - (kind == QUERY ? 0 : units[QUERY]) - (kind == VALUE ? units[KEY] : 0);
-        if (number >= units[kind]) break;
+      const int64_t before = kind == QUERY ? 0 : kind == KEY ? units[QUERY] : units[QUERY] + units[KEY];
+      while (begin < end && begin / rows < before + units[kind]) {
+        const int64_t number = begin / rows - before, from = begin % rows, last = std::min(rows, from + end - begin);
         const int64_t first_block = number * unit / BLOCK;
         for (int64_t block = first_block; block < std::min(weight.blocks(), first_block + unit / BLOCK); ++block)
-          multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
-            Dtype::store(to + row * padded_outputs + block * BLOCK + v * LANES, values);
+          multiply_block(input + from * stride, last - from, stride, weight, block, [&](int64_t row, int v, Floats values) {
+            Dtype::store(to + (from + row) * padded_outputs + block * BLOCK + v * LANES, values);
           });
         const int64_t first_head = number * unit / head_size;
         for (int64_t head = first_head; head < std::min(weight.outputs, (number + 1) * unit) / head_size; ++head)
-          for (int64_t row = 0; row < rows; ++row)
+          for (int64_t row = from; row < last; ++row)
             finish_head(layer, kind, index, head, row, to + row * padded_outputs + head * head_size);
+        begin += last - from;
       }
     }
   }
@@ -326,21 +331,11 @@ struct Forward {
     std::copy(from, from + head_size, to);
   }
 
-  void attend_some(size_t index, float* scores, int64_t thread, int64_t threads) const {
-    const int64_t shared = heads / kv_heads, tiles = (shared + MOST_HEADS - 1) / MOST_HEADS;
-    const int64_t out_stride = padded(heads * head_size);
-    const auto [begin, end] = part_of(kv_heads * tiles * rows, thread, threads);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t key_head_number = task / (rows * tiles), tile = task / rows % tiles, row = task % rows;
-      const int64_t from = tile * shared / tiles, head = key_head_number * shared + from;
-      attend_parts<Dtype, MOST_PARTS>(
-          head_size / LANES, (tile + 1) * shared / tiles - from,
-          static_cast<const Element*>(queries + row * out_stride + head * head_size), head_size,
-          static_cast<const Element*>(keys + index * key_layer + key_head_number * key_head),
-          static_cast<const Element*>(values + index * value_layer + key_head_number * value_head), key_stride,
-          value_stride, static_cast<const int32_t*>(seen + row * columns), counts[row], scale, scores, columns + LANES,
-          attended + row * out_stride + head * head_size);
-    }
+  Attention<Dtype> attention(size_t index) const {
+    const int64_t of_heads = padded(heads * head_size);
+    return {
+        queries, keys + index * key_layer, values + index * value_layer, attended, rows, heads, kv_heads, head_size,
+        columns, of_heads, head_size, of_heads, key_head, value_head, key_stride, value_stride, seen, counts, scale};
   }
 
   void add_product(const Projection& projection, const Element* input, int64_t stride, int64_t thread, int64_t threads) {

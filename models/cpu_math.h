@@ -16,6 +16,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -26,15 +28,17 @@ namespace {
 
 // Lanes of a vector, vectors of a block of outputs, and rows whose sums fit into the registers beside them.
 #if defined(__AVX512F__)
-constexpr int64_t LANES = 16, MOST_ROWS = 14, ROWS_TO_ASK_AHEAD = 2;
+constexpr int64_t LANES = 16, MOST_ROWS = 14;
 #elif defined(__AVX__)
-constexpr int64_t LANES = 8, MOST_ROWS = 5, ROWS_TO_ASK_AHEAD = 3;
+constexpr int64_t LANES = 8, MOST_ROWS = 5;
 #else
-constexpr int64_t LANES = 4, MOST_ROWS = 5, ROWS_TO_ASK_AHEAD = 3;
+constexpr int64_t LANES = 4, MOST_ROWS = 5;
 #endif
-constexpr int64_t LINE = 64, AHEAD = 16384;  // bytes: of a cache line, and how far ahead weights are asked for
+constexpr int64_t LINE = 64, AHEAD = 4096;  // bytes: of a cache line, and how far ahead weights are asked for
+constexpr int64_t KEYS_AHEAD = 16;          // columns that keys are asked for ahead
 constexpr int64_t VECTORS = 2, BLOCK = VECTORS * LANES;
-constexpr int MOST_PARTS = 16, MOST_HEADS = 3;  // vectors of a head; heads that read keys and values together
+constexpr int MOST_PARTS = 16, MOST_READERS = 24;  // vectors of a head; (row, head) pairs that read keys and values together
+constexpr int MOST_SUMS = LANES == 8 ? 12 : 24;    // vectors of sums that fit into the registers beside the values
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -43,7 +47,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-inline Floats broadcast(float value) { return Floats{} + value; }
+inline Floats broadcast(float value) { return value - Floats{}; }  // + would have to turn -0 into 0
 inline bool any_above(Floats values, float limit) {
 #ifdef __AVX512F__
   return _mm512_cmp_ps_mask((__m512)values, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
@@ -94,7 +98,7 @@ struct BFloat16 {
   }
   static Floats load(const Element* from) {
     const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16;
-    return reinterpret_cast<const Floats&>(wide);
+    return (Floats)wide;
   }
   // Two inputs in one word; what comes after the last is zero.
   static uint32_t pair(const Element* row, int64_t k, bool last_alone) {
@@ -121,8 +125,8 @@ struct BFloat16 {
   static Floats add_product(Floats sums, Input input, const Element* weights) {
     const Words both = *reinterpret_cast<const Words*>(weights);
     const Words even = both << 16, odd = both & 0xffff0000u;
-    sums += input.even * reinterpret_cast<const Floats&>(even);
-    return sums + input.odd * reinterpret_cast<const Floats&>(odd);
+    sums += input.even * (Floats)even;
+    return sums + input.odd * (Floats)odd;
   }
 #endif
 };
@@ -131,19 +135,19 @@ struct BFloat16 {
 template <class Dtype>
 constexpr int64_t BLOCK_BYTES = BLOCK * Dtype::PACK * sizeof(typename Dtype::Element);
 
-// One block of outputs for ROWS rows; `sink(row, v, values)` is given each vector of sums.
-template <class Dtype, int ROWS, class Sink>
-inline void product_of_rows(
+// The sums of one block of outputs for ROWS rows. Never inlined: inside a larger function GCC keeps sums in memory.
+template <class Dtype, int ROWS>
+__attribute__((noinline)) void sum_products(
     const typename Dtype::Element* __restrict__ rows, int64_t row_stride,
-    const typename Dtype::Element* __restrict__ weights, const float* bias, int64_t inputs, int64_t outputs, Sink sink) {
+    const typename Dtype::Element* __restrict__ weights, int64_t inputs, Floats (*to)[VECTORS]) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) sums[row][v] = Floats{};
   const auto add = [&](int64_t k, bool last_alone) __attribute__((always_inline)) {
-    // While many rows are multiplied, the processor itself does not ask the memory for enough.
-    if constexpr (ROWS >= ROWS_TO_ASK_AHEAD)
+    // While several rows are multiplied, the processor itself does not ask the memory for enough.
+    if constexpr (ROWS > 1)
       for (int64_t line = 0; line < BLOCK_BYTES<Dtype>; line += LINE)
         __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + line, 0, 2);
 #pragma GCC unroll 16
@@ -158,27 +162,18 @@ inline void product_of_rows(
   int64_t k = 0;
   for (; k + Dtype::PACK <= inputs; k += Dtype::PACK) add(k, false);
   if (k < inputs) add(k, true);
-  Floats added[VECTORS] = {};
-  if (bias)
-    for (int v = 0; v < VECTORS; ++v) {
-      float values[LANES] = {};
-      for (int64_t n = v * LANES; n < std::min(outputs, (v + 1) * LANES); ++n) values[n - v * LANES] = bias[n];
-      added[v] = Float32::load(values);
-    }
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 16
-    for (int v = 0; v < VECTORS; ++v) sink(row, v, sums[row][v] + added[v]);
+    for (int v = 0; v < VECTORS; ++v) to[row][v] = sums[row][v];
 }
 
-template <class Dtype, int ROWS, class Sink>
-inline void product_of_at_most(
-    int64_t count, const typename Dtype::Element* rows, int64_t row_stride, const typename Dtype::Element* weights,
-    const float* bias, int64_t inputs, int64_t outputs, Sink sink) {
+template <class Dtype, int ROWS, class... Arguments>
+inline void sum_products_of(int64_t count, Arguments... arguments) {
   if (count == ROWS)
-    product_of_rows<Dtype, ROWS>(rows, row_stride, weights, bias, inputs, outputs, sink);
+    sum_products<Dtype, ROWS>(arguments...);
   else if constexpr (ROWS > 1)
-    product_of_at_most<Dtype, ROWS - 1>(count, rows, row_stride, weights, bias, inputs, outputs, sink);
+    sum_products_of<Dtype, ROWS - 1>(count, arguments...);
 }
 
 // A weight [N, K] and a bias [N] or nothing, packed: [blocks, K / PACK, BLOCK, PACK], what is not there being zero.
@@ -198,12 +193,15 @@ inline void multiply_block(
     const typename Dtype::Element* rows, int64_t num_rows, int64_t row_stride, const Weight<Dtype>& weight,
     int64_t block, Sink sink) {
   const int64_t parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS, first = block * BLOCK;
+  float bias[BLOCK] = {};
+  if (weight.bias) std::copy(weight.bias + first, weight.bias + std::min(first + BLOCK, weight.outputs), bias);
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t from = part * num_rows / parts, to = (part + 1) * num_rows / parts;
-    product_of_at_most<Dtype, MOST_ROWS>(
-        to - from, rows + from * row_stride, row_stride, weight.packed + block * weight.block_elements(),
-        weight.bias ? weight.bias + first : nullptr, weight.inputs, std::min(BLOCK, weight.outputs - first),
-        [&](int64_t row, int v, Floats values) __attribute__((always_inline)) { sink(from + row, v, values); });
+    Floats sums[MOST_ROWS][VECTORS];
+    sum_products_of<Dtype, MOST_ROWS>(
+        to - from, rows + from * row_stride, row_stride, weight.packed + block * weight.block_elements(), weight.inputs, sums);
+    for (int64_t row = from; row < to; ++row)
+      for (int v = 0; v < VECTORS; ++v) sink(row, v, sums[row - from][v] + Float32::load(bias + v * LANES));
   }
 }
 
@@ -230,7 +228,7 @@ inline Floats power_of_two(Floats x) {
   value = value * rest + 6.931472028550421e-1f;
   value = value * rest + 1.0f;
   const Ints bits = (whole + 127) << 23;
-  return value * reinterpret_cast<const Floats&>(bits);
+  return value * (Floats)bits;
 }
 
 // The sums of four vectors, each in the same order wherever it stands.
@@ -249,33 +247,162 @@ inline void sum_four(const Floats (&of)[4], float* to) {
 #endif
 }
 
-// One row of a few heads that share keys and values, over the columns that it sees, in their order. PARTS: D / LANES.
-template <class Dtype, int PARTS, int HEADS>
-void attend(
-    const typename Dtype::Element* query, int64_t head_stride, const typename Dtype::Element* keys,
-    const typename Dtype::Element* values, int64_t key_stride, int64_t value_stride, const int32_t* seen, int64_t count,
-    float scale, float* scores, int64_t score_stride, typename Dtype::Element* out) {
-  Floats parts[HEADS][PARTS];
-  for (int head = 0; head < HEADS; ++head)
-    for (int p = 0; p < PARTS; ++p)
-      parts[head][p] = Dtype::load(query + head * head_stride + p * LANES) * (scale * LOG2_E);
-  for (int64_t n = 0; n < count; n += 4) {
-    Floats sums[HEADS][4] = {};
-    for (int i = 0; i < 4; ++i) {
-      const typename Dtype::Element* key = keys + seen[std::min(n + i, count - 1)] * key_stride;
-#pragma GCC unroll 16
-      for (int p = 0; p < PARTS; ++p) {
-        const Floats part = Dtype::load(key + p * LANES);
-#pragma GCC unroll 4
-        for (int head = 0; head < HEADS; ++head) sums[head][i] += parts[head][p] * part;
-      }
+// Attention of rows. A reader is a row's head; readers [G, R, H / G] of a key-value head read keys and values together
+// where their rows see the same columns.
+template <class Dtype>
+struct Attention {
+  using Element = typename Dtype::Element;
+
+  const Element *query, *keys, *values;
+  Element* out;
+  int64_t rows, heads, kv_heads, head_size, columns;
+  int64_t query_row, query_head, out_row, key_head, value_head, key_stride, value_stride;
+  const int32_t* seen;    // [R, S] the columns that a row sees, in their order
+  const int64_t* counts;  // [R] how many these are
+  float scale;
+
+  int64_t readers() const { return rows * heads; }
+  int64_t score_stride() const { return columns + LANES; }
+  int64_t scratch_size() const { return MOST_READERS * (score_stride() + head_size + 1); }
+
+  // How many columns each row sees as the row before it does, from the first on: [R].
+  std::vector<int64_t> count_common() const {
+    std::vector<int64_t> common(rows, 0);
+    for (int64_t row = 1; row < rows; ++row) {
+      const int32_t *of = seen + row * columns, *before = of - columns;
+      common[row] = std::mismatch(of, of + std::min(counts[row], counts[row - 1]), before).first - of;
     }
-    for (int head = 0; head < HEADS; ++head) sum_four(sums[head], scores + head * score_stride + n);
+    return common;
   }
-  Floats whole[HEADS];
-  const int64_t padded = (count + LANES - 1) / LANES * LANES;
-  for (int head = 0; head < HEADS; ++head) {
-    float* of = scores + head * score_stride;
+
+  // Of the readers [begin, end).
+  void run(int64_t begin, int64_t end, const int64_t* common, float* scratch) const {
+    const int64_t shared = heads / kv_heads, of_head = rows * shared;
+    while (begin < end) {
+      const int64_t number = begin / of_head, first = begin % of_head, row = first / shared;
+      const int64_t most = std::min({end - number * of_head, of_head, first + MOST_READERS});
+      int64_t together = counts[row], last_row = row + 1;
+      for (; last_row * shared < most && 2 * common[last_row] >= counts[row]; ++last_row)
+        together = std::min(together, common[last_row]);
+      const int64_t last = std::min(most, last_row * shared);
+      attend_parts<MOST_PARTS>(number, first, last, together, scratch);
+      begin += last - first;
+    }
+  }
+
+ private:
+  template <int PARTS>
+  void attend_parts(int64_t number, int64_t first, int64_t last, int64_t together, float* scratch) const {
+    if (head_size == PARTS * LANES)
+      attend<PARTS>(number, first, last, together, scratch);
+    else if constexpr (PARTS > 1)
+      attend_parts<PARTS - 1>(number, first, last, together, scratch);
+  }
+
+  // Readers [first, last) of one key-value head, whose rows all see the first row's first `together` columns.
+  template <int PARTS>
+  void attend(int64_t number, int64_t first, int64_t last, int64_t together, float* scratch) const {
+    const int64_t shared = heads / kv_heads, count = last - first;
+    const Element *key = keys + number * key_head, *value = values + number * value_head;
+    float* work = scratch + MOST_READERS * score_stride();  // [readers, D] queries, then sums of values
+    float* totals = work + MOST_READERS * head_size;
+    // What `run` does for the columns that all rows see, and then for each row's others.
+    const auto for_columns = [&](auto run) {
+      run(int64_t{0}, count, seen + first / shared * columns, int64_t{0}, together);
+      for (int64_t from = 0, to; from < count; from = to) {
+        const int64_t row = (first + from) / shared;
+        to = std::min(count, (row + 1) * shared - first);
+        run(from, to, seen + row * columns, together, counts[row]);
+      }
+    };
+    const auto at = [&](int64_t reader) { return std::pair((first + reader) / shared, number * shared + (first + reader) % shared); };
+    for (int64_t reader = 0; reader < count; ++reader) {
+      const auto [row, head] = at(reader);
+      const Element* of = query + row * query_row + head * query_head;
+      for (int p = 0; p < PARTS; ++p)
+        Float32::store(work + (reader * PARTS + p) * LANES, Dtype::load(of + p * LANES) * (scale * LOG2_E));
+    }
+    for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
+      for (; n < end; n += 4) {
+        // Since the step before, weights took the place of keys and values in the caches.
+        for (int i = 0; i < 4; ++i)
+          for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element))) {
+            __builtin_prefetch(key + of[std::min(n + i + KEYS_AHEAD, end - 1)] * key_stride + line);
+            __builtin_prefetch(value + of[std::min(n + i, end - 1)] * value_stride + line);
+          }
+        Floats parts[4][PARTS];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 16
+          for (int p = 0; p < PARTS; ++p) parts[i][p] = Dtype::load(key + of[std::min(n + i, end - 1)] * key_stride + p * LANES);
+        for (int64_t reader = from; reader < to; ++reader) {
+          Floats sums[4] = {};
+#pragma GCC unroll 16
+          for (int p = 0; p < PARTS; ++p) {
+            const Floats part = Float32::load(work + (reader * PARTS + p) * LANES);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) sums[i] += part * parts[i][p];
+          }
+          sum_four(sums, scratch + reader * score_stride() + n);
+        }
+      }
+    });
+    for (int64_t reader = 0; reader < count; ++reader)
+      totals[reader] = to_shares(scratch + reader * score_stride(), counts[at(reader).first]);
+    std::fill(work, work + count * head_size, 0.0f);
+    for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
+      // As many vectors of a head at a time as leave registers for several readers.
+      constexpr int WIDTH = PARTS <= 6 ? PARTS : PARTS % 4 == 0 ? 4 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
+      constexpr int MOST = std::clamp(MOST_SUMS / WIDTH, 1, 6), FEW = std::min(MOST, 3);
+      for (int64_t reader = from, some; reader < to; reader += some) {
+        const auto mix = [&](auto readers) {
+          some = readers();
+          for (int64_t part = 0; part < PARTS; part += WIDTH)
+            mix_values<WIDTH, readers()>(
+                work + (reader * PARTS + part) * LANES, scratch + reader * score_stride(), value + part * LANES, of, n, end);
+        };
+        if (to - reader >= MOST)
+          mix(std::integral_constant<int, MOST>{});
+        else if (to - reader >= FEW)
+          mix(std::integral_constant<int, FEW>{});
+        else
+          mix(std::integral_constant<int, 1>{});
+      }
+    });
+    for (int64_t reader = 0; reader < count; ++reader) {
+      const auto [row, head] = at(reader);
+      Element* to = out + row * out_row + head * head_size;
+      for (int p = 0; p < PARTS; ++p)
+        Dtype::store(to + p * LANES, Float32::load(work + (reader * PARTS + p) * LANES) / totals[reader]);
+    }
+  }
+
+  // Adds WIDTH vectors of the values of the columns [n, end), each times its share, to the sums of READERS readers.
+  template <int WIDTH, int READERS>
+  void mix_values(float* to, const float* shares, const Element* value, const int32_t* of, int64_t n, int64_t end) const {
+    Floats sums[READERS][WIDTH];
+#pragma GCC unroll 16
+    for (int reader = 0; reader < READERS; ++reader)
+#pragma GCC unroll 16
+      for (int p = 0; p < WIDTH; ++p) sums[reader][p] = Float32::load(to + reader * head_size + p * LANES);
+    for (; n < end; ++n) {
+      Floats parts[WIDTH];
+#pragma GCC unroll 16
+      for (int p = 0; p < WIDTH; ++p) parts[p] = Dtype::load(value + of[n] * value_stride + p * LANES);
+#pragma GCC unroll 16
+      for (int reader = 0; reader < READERS; ++reader)
+#pragma GCC unroll 16
+        for (int p = 0; p < WIDTH; ++p) sums[reader][p] += broadcast(shares[reader * score_stride() + n]) * parts[p];
+    }
+#pragma GCC unroll 16
+    for (int reader = 0; reader < READERS; ++reader)
+#pragma GCC unroll 16
+      for (int p = 0; p < WIDTH; ++p) Float32::store(to + reader * head_size + p * LANES, sums[reader][p]);
+  }
+
+  // Turns scores into 2 ** (score - largest), with zeros up to a whole vector; returns their sum.
+  static float to_shares(float* of, int64_t count) {
+    const int64_t padded = (count + LANES - 1) / LANES * LANES;
     std::fill(of + count, of + padded, -INFINITY);
     Floats most = Float32::load(of);
     for (int64_t n = LANES; n < padded; n += LANES) {
@@ -289,39 +416,11 @@ void attend(
       const Floats score = Float32::load(of + n);
       const Floats share = score == broadcast(-INFINITY) ? Floats{} : power_of_two(score - largest);
       total += share;
-      std::memcpy(of + n, &share, sizeof share);
+      Float32::store(of + n, share);
     }
-    whole[head] = broadcast(sum(total));
+    return sum(total);
   }
-  Floats mixed[HEADS][PARTS] = {};
-  for (int64_t n = 0; n < count; ++n) {
-    const typename Dtype::Element* value = values + seen[n] * value_stride;
-#pragma GCC unroll 16
-    for (int p = 0; p < PARTS; ++p) {
-      const Floats part = Dtype::load(value + p * LANES);
-#pragma GCC unroll 4
-      for (int head = 0; head < HEADS; ++head) mixed[head][p] += broadcast(scores[head * score_stride + n]) * part;
-    }
-  }
-  for (int head = 0; head < HEADS; ++head)
-    for (int p = 0; p < PARTS; ++p) Dtype::store(out + (head * PARTS + p) * LANES, mixed[head][p] / whole[head]);
-}
-
-template <class Dtype, int PARTS, int HEADS, class... Arguments>
-void attend_heads(int64_t heads, Arguments... arguments) {
-  if (heads == HEADS)
-    attend<Dtype, PARTS, HEADS>(arguments...);
-  else if constexpr (HEADS > 1)
-    attend_heads<Dtype, PARTS, HEADS - 1>(heads, arguments...);
-}
-
-template <class Dtype, int PARTS, class... Arguments>
-void attend_parts(int64_t parts, int64_t heads, Arguments... arguments) {
-  if (parts == PARTS)
-    attend_heads<Dtype, PARTS, MOST_HEADS>(heads, arguments...);
-  else if constexpr (PARTS > 1)
-    attend_parts<Dtype, PARTS - 1>(parts, heads, arguments...);
-}
+};
 
 // The columns at which a row of an additive mask is zero, in order; returns how many there are.
 template <class Dtype>

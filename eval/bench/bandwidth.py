@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.cpu_kernels import PackedLinear, has_kernels
 
 READS = 3  # the first also waits for the device's pending work
 BUFFER_BYTES = 2**28  # read repeatedly; larger than GPUs' caches
@@ -27,12 +27,13 @@ class WeightReading:
     them, unless the output head shares their memory. The KV cache is not counted. None for a mixture of experts, whose
     steps read only the experts that the router chooses.
 
-    On a CPU the weights themselves are read, by our kernel. Elsewhere, and without a compiler, a buffer is summed: one
-    sum per weight would measure the start of kernels.
+    On a CPU the weights themselves are read, by our kernel: the packed copies, which a step reads too. Elsewhere, and
+    without a compiler, a buffer is summed: one sum per weight would measure the start of kernels.
     """
 
     def __init__(self, target: Any) -> None:
         self._device: torch.device = target.device
+        self._linears = [module for module in target.modules() if isinstance(module, PackedLinear)]
         self._weights = weights_of_a_step(target)
         experts = any("experts" in name for name, _ in target.named_parameters())
         self.bytes = None if experts else sum(weight.nbytes for weight in self._weights)
@@ -42,14 +43,12 @@ class WeightReading:
         if self.bytes is None:
             return None
         if self._device.type == "cpu" and has_kernels():
-            return _median_s(self._read_weights)
+            packed = {linear.weight.data_ptr(): linear.packed for linear in self._linears if linear.packed is not None}
+            read = [packed.get(weight.data_ptr(), weight) for weight in self._weights]
+            return _median_s(lambda: [torch.ops.draftsmith.read(each) for each in read])
         words = max(1, self.bytes // torch.int64.itemsize)
         buffer = torch.ones(min(words, BUFFER_BYTES // torch.int64.itemsize), dtype=torch.int64, device=self._device)
         return _median_s(lambda: _read_buffer(buffer, words))
-
-    def _read_weights(self) -> None:
-        for weight in self._weights:
-            torch.ops.draftsmith.read(weight)
 
 
 def weights_of_a_step(target: nn.Module) -> list[Tensor]:

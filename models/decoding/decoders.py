@@ -336,6 +336,11 @@ class ParallelDecoder(CachedDecoder):
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
         self.columns = drafter.vocab.columns
         self._masks_ke, self._has_residual = drafter.mask_inputs().detach(), drafter.mask_residual
+        self._inputs_of: dict[int, Tensor] = {}  # by n: the masks after n rows that are computed in the call
+
+    def _begin_sequence(self, position_offset: int) -> None:
+        super()._begin_sequence(position_offset)
+        self._inputs_of.clear()  # the masks may have been trained since
 
     @torch.inference_mode()
     def draft(self) -> Tensor:
@@ -345,7 +350,10 @@ class ParallelDecoder(CachedDecoder):
         if (results := self._run_static(ids, features)) is not None:
             _, logits_gv = results
         elif layers is not None and layers.has_fusion and rows <= MOST_ROWS and features.dtype == self._masks_ke.dtype:
-            inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
+            inputs = self._inputs_of.get(len(ids))
+            if inputs is None:
+                inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
+                self._inputs_of[len(ids)] = inputs
             rotary = self._rotary_of(inputs, slice(begin, begin + rows))
             logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
         else:

@@ -54,6 +54,20 @@ def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @KERNELS
+def test_packed_weights_stay_when_others_go() -> None:
+    """Several share a piece of memory, which is freed with the last of them; these are of more than one piece."""
+    weights = [random(1024, 2048 + 7 * number, seed=number) for number in range(6)]
+    packed = [KERNEL.pack(weight) for weight in weights]
+    del packed[::2]
+    others = [KERNEL.pack(torch.zeros(1024, 2048)) for _ in range(6)]
+    for weight, of in zip(weights[1::2], packed, strict=True):
+        one = torch.zeros(1, weight.shape[1])
+        one[0, -1] = 1
+        assert torch.equal(KERNEL.linear(one, of, 1024, None)[0], weight[:, -1])
+    assert all(not other.any() for other in others)
+
+
+@KERNELS
 def test_sums_are_rounded_to_the_nearest_bf16() -> None:
     """Ties go to even: bf16 has 7 bits behind the point, 2**-8 is half of the last."""
     inf, nan, largest = float("inf"), float("nan"), torch.finfo(torch.bfloat16).max

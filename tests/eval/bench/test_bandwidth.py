@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from draftsmith.eval.bench import bandwidth
 from draftsmith.eval.bench.bandwidth import WeightReading
+from draftsmith.models.cpu_kernels import PackedLinear, pack_linears
 
 LAYER = 4 * 8 * 8 + 3 * 8 * 12 + 2 * 8  # projections, the MLP's matrices, norms
 SHAPE: dict[str, Any] = {
@@ -41,6 +43,20 @@ def test_a_read_takes_time(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> No
     seconds = WeightReading(llama()).seconds()
     assert seconds is not None
     assert 0 < seconds < 1
+
+
+@pytest.mark.skipif(not bandwidth.has_kernels(), reason="needs a C++ compiler")
+def test_the_packed_copies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the linear layers, as a step does: seven a layer, and the head; of the norms, the weights."""
+    target, read = llama(), []
+    pack_linears(target)
+    target(input_ids=torch.tensor([[1]]))
+    packed = [module.packed for module in target.modules() if isinstance(module, PackedLinear)]
+    monkeypatch.setattr(torch.ops.draftsmith, "read", read.append)
+    WeightReading(target).seconds()
+    addresses = [weight.data_ptr() for weight in read[: len(read) // bandwidth.READS]]
+    assert (len(packed), len(addresses)) == (2 * 7 + 1, 2 * 9 + 2)
+    assert set(addresses) >= {copy.data_ptr() for copy in packed if copy is not None}
 
 
 def test_read_time_is_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
