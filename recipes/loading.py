@@ -10,6 +10,7 @@ data, seed and `runs_dir` are those of the recipe that names it, so that both st
 """
 
 import importlib.resources
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 MOST_ALIASED_VALUES = 10_000
 RECIPE_SUFFIXES = (".yaml", ".yml")
+ADAPTER_FILE = "adapter_config.json"  # peft's
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -51,9 +53,29 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias that contains itself
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
+    _check_adapter("target.model", recipe.target.model)
+    _check_adapter("data.distill.model", recipe.data.distill.model)
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
     return recipe
+
+
+def _check_adapter(key: str, model: str | None) -> None:
+    """Check that a folder is no LoRA adapter, which holds no model of its own.
+
+    Raises:
+        UserError: It is one.
+    """
+    if model is None or not (file := Path(model).expanduser() / ADAPTER_FILE).is_file():
+        return
+    base = None
+    with suppress(OSError, ValueError, AttributeError):
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    raise UserError(
+        f"key `{key}`: {model} is a LoRA adapter of {base or 'another model'} ({ADAPTER_FILE}), not a whole model: "
+        "merge the two with peft's `merge_and_unload()`, save model and tokenizer into a folder, and name that folder "
+        "(docs/guides/train.md has the lines)"
+    )
 
 
 def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
