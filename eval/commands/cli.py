@@ -103,7 +103,7 @@ def features(
 
 @app.command()
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Train the drafter in one process. On several GPUs: accelerate launch train/train_parallel.py RECIPE."""
+    """Train the drafter in one process. On several GPUs: accelerate launch -m draftsmith.train.train_parallel RECIPE."""
     loaded = load_recipe(recipe, overrides)
     tell(run_train(loaded))
     _next("eval", recipe, overrides)
