@@ -1,4 +1,4 @@
-"""The road of docs/guides/train.md, command by command, on a tiny Qwen 3: from a copied recipe to what goes to the Hub."""
+"""The road of docs/guides/train.md on a tiny Qwen 3: from a copied recipe to what would go to the Hub."""
 
 import json
 import re
