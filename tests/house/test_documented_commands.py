@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from generate.reference import without_made
 from support.places import ROOT
 from typer.main import get_group
 
@@ -57,7 +58,7 @@ def commands_of(page: Path) -> set[tuple[str, ...]]:
 
     `draftsmith eval`, `draftsmith export --to vllm`, `accelerate launch` in a code span are names, not commands.
     """
-    text = page.read_text(encoding="utf-8")
+    text = without_made(page.read_text(encoding="utf-8"))  # the rest is the command line itself
     rest = ANY_FENCED.sub("", text)
     blocks = [match[2] for match in FENCED.finditer(text)] + INDENTED.findall(rest)
     found: set[tuple[str, ...]] = set()
