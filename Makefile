@@ -66,7 +66,7 @@ help:
 	@echo "make format       what ruff can put right by itself"
 	@echo "make hooks        ruff and mypy before every commit of yours (pre-commit)"
 	@echo "make docs         the documents as a site, in site/ (open site/index.html)"
-	@echo "make reference    the README's pictures and its table of engines"
+	@echo "make reference    the README's pictures, its table of engines, the tables of docs/reference"
 	@echo "make target       train the embedded target again (hours)"
 	@echo "make bench        the benchmarks that the README quotes, into docs/results/"
 	@echo "make gpu          on a machine with one: is everything right there, and what does it cost? runs/gpu/summary.md (six minutes)"
@@ -187,12 +187,12 @@ format: $(READY)
 hooks: $(READY)
 	$(BIN)/pre-commit install
 
-# The tables of docs/reference are made from the code; a broken link or anchor is an error.
+# A broken link or anchor is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
-# The README's pictures, from docs/results/, and its table of engines, from the exporters.
+# The README's pictures, from docs/results/; its table of engines and the tables of docs/reference/, from the code.
 reference: $(READY)
 	cd docs && "$(abspath $(BIN))/python" -m generate.picture
 	cd docs && "$(abspath $(BIN))/python" -m generate.reference

@@ -1,6 +1,7 @@
 """Progress of stages: tqdm's bar on a terminal, a line every half minute in a log file, nothing with `--quiet`."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 LOG_INTERVAL_S = 30.0
+LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {rate_fmt}, {remaining} left"
 # Progress bars of the Hub, datasets and transformers' loading, which are of no use in a log file.
 LIBRARIES_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 IN_A_FILE = {**LIBRARIES_BARS, "TQDM_MININTERVAL": str(LOG_INTERVAL_S), "TQDM_MAXINTERVAL": str(LOG_INTERVAL_S)}
@@ -22,20 +24,43 @@ _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 def progress_bar(
     total: int, what: str, unit: str, initial: int = 0, unit_scale: bool = False, shown: bool = True
 ) -> Progress:
-    """Return a bar of `total` units, `initial` of them done before; hidden unless `shown`, or with `--quiet`."""
+    """Return a bar of `total` units, `initial` of them done before; hidden unless `shown`, or with `--quiet`.
+
+    A path in `what` is shortened to its last part. In a log file a stage of less than half a minute says nothing.
+    """
     from tqdm import tqdm  # reads the environment when it is imported
 
-    interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
+    in_a_file: dict[str, Any] = {
+        "file": _Lines(),
+        "bar_format": LOG_LINE,
+        "delay": LOG_INTERVAL_S,
+        "mininterval": LOG_INTERVAL_S,
+        "maxinterval": LOG_INTERVAL_S,
+    }
     return tqdm(
         total=total,
         initial=initial,
-        desc=what,
+        desc=re.sub(r"[^\s/]*/\S*?([^\s/]+)/?(?=\s|$)", r"\1", what),
         unit=unit,
         unit_scale=unit_scale,
-        mininterval=interval_s,
-        maxinterval=max(10.0, interval_s),
         disable=is_quiet() or not shown,
+        **({} if sys.stderr.isatty() else in_a_file),
     )
+
+
+class _Lines:
+    """The stderr of the moment for tqdm: whole lines, none twice, without carriage returns and moves of the cursor."""
+
+    _last = ""
+
+    def write(self, text: str) -> None:
+        line = re.sub(r"\x1b\[[A-Z]", "", text).strip()
+        if line and line != self._last:
+            self._last = line
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def is_quiet() -> bool:

@@ -10,8 +10,10 @@ data, seed and `runs_dir` are those of the recipe that names it, so that both st
 """
 
 import importlib.resources
+import json
 import re
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 MOST_ALIASED_VALUES = 10_000
 RECIPE_SUFFIXES = (".yaml", ".yml")
+SUMMARY_CHARS = 130
+ADAPTER_FILE = "adapter_config.json"  # peft's
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -51,9 +55,29 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias that contains itself
         raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
+    _check_adapter("target.model", recipe.target.model)
+    _check_adapter("data.distill.model", recipe.data.distill.model)
     if unwritable := _unwritable(recipe.model_dump()):
         raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
     return recipe
+
+
+def _check_adapter(key: str, model: str | None) -> None:
+    """Check that a folder is no LoRA adapter, which is a part of a model only.
+
+    Raises:
+        UserError: It is one.
+    """
+    if model is None or not (file := Path(model).expanduser() / ADAPTER_FILE).is_file():
+        return
+    base = None
+    with suppress(OSError, ValueError, AttributeError):
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    raise UserError(
+        f"key `{key}`: {model} is a LoRA adapter of {base or 'another model'} ({ADAPTER_FILE}), not a whole model: "
+        "merge the two with peft's `merge_and_unload()`, save model and tokenizer into a folder, and name that folder "
+        "(docs/guides/train.md has the lines)"
+    )
 
 
 def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
@@ -197,18 +221,34 @@ def find_recipe(path: str | Path, child: Path | None = None) -> Path:
         child: The file that extends it: relative paths start at its folder, and shipped names include `base/NAME`.
     """
     file = Path(path).expanduser()
-    shipped_folder = Path(str(importlib.resources.files("draftsmith.recipes")))
-    places = [file] if child is None else [child.parent / file, shipped_folder / f"{file}.yaml"]
+    places = [file] if child is None else [child.parent / file, shipped_folder() / f"{file}.yaml"]
     for place in places:
         if place.is_file():
             return place
-    shipped = {recipe.stem: recipe for recipe in sorted(shipped_folder.glob("*.yaml"))}
+    shipped = shipped_files()
     # A folder in the path means a file of the user, unless it is the folder of the shipped recipes.
     name = file.name.removesuffix(".yaml")  # no stem: llama3.1-8b-eagle3
     if name in shipped and str(file.parent) in (".", "recipes"):
         return shipped[name]
-    hint = did_you_mean(name, shipped, f"shipped recipes are {', '.join(shipped)}", cutoff=0.6)
+    hint = did_you_mean(name, shipped, "`draftsmith recipes` lists the shipped ones", cutoff=0.6)
     raise UserError(f"recipe file {path} does not exist: {hint}")
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the shipped recipes."""
+    return Path(str(importlib.resources.files("draftsmith.recipes")))
+
+
+def shipped_files() -> dict[str, Path]:
+    """Return the files of the shipped recipes by name."""
+    return {recipe.stem: recipe for recipe in sorted(shipped_folder().glob("*.yaml"), key=lambda file: file.stem)}
+
+
+def summary_of(file: Path) -> str:
+    """Return the first sentence of the comment that a recipe file begins with, without its details if it is long."""
+    lines = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    sentence = re.split(r"\.(?: |$)", " ".join(line.lstrip("# ") for line in lines), maxsplit=1)[0]
+    return sentence if len(sentence) <= SUMMARY_CHARS else sentence.partition(":")[0]
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -1,7 +1,7 @@
 """Train a drafter, in one process or many.
 
-    accelerate launch train/train_parallel.py recipes/quickstart.yaml [section.key=value ...]
-    python train/train_parallel.py recipes/quickstart.yaml train.learning_rate=1e-3
+    accelerate launch -m draftsmith.train.train_parallel recipes/quickstart.yaml [section.key=value ...]
+    python -m draftsmith.train.train_parallel recipes/quickstart.yaml train.learning_rate=1e-3
 
 Reads `runs/<name>/data/tokens` (made by `draftsmith distill`), writes `runs/<name>/drafter`. Run it again after an
 interruption: it resumes from the last checkpoint.

@@ -95,13 +95,20 @@ class DistillReport:
         """Return a summary for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
         engine_failures = self.failed.keys() - set(FINAL_REASONS)
-        lines = [
-            f"{self.kept} conversations written to {self.folder}, {self.already_done} were there already",
-            f"shortened: {counted_reasons(self.shortened)}; failed: {counted_reasons(self.failed)}"
-            + ("; `draftsmith distill --retry-failed` tries the engine's failures again" if engine_failures else ""),
-            self.sources.sentence(),
-            f"{self.tokens_generated} tokens in {self.answers} answers, {self.seconds:.0f} s, {rate:.0f} tokens/s",
-        ]
+        there = f"{self.already_done} were there already" if self.already_done else ""
+        written = f"{self.kept} conversations written to {self.folder}" if self.kept or not there else ""
+        lines = [", ".join(filter(None, (written, there)))]
+        ended = {"shortened": self.shortened, "failed": self.failed}
+        counted = [f"{what}: {counted_reasons(counts)}" for what, counts in ended.items() if counts]
+        if any(counts[CUT_SHORT] for counts in ended.values()):
+            counted.append("raise data.distill.max_new_tokens, or keep cut answers with data.distill.cut_answers=keep")
+        if engine_failures:
+            counted.append("`draftsmith distill --retry-failed` tries the engine's failures again")
+        lines += ["; ".join(counted)] if counted else []
+        lines.append(self.sources.sentence())
+        if self.answers:
+            generated = f"{self.tokens_generated} tokens in {self.answers} answers"
+            lines.append(f"{generated}, {self.seconds:.0f} s, {rate:.0f} tokens/s")
         return "\n".join(lines)
 
 

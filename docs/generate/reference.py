@@ -1,9 +1,8 @@
-"""mkdocs hook: the tables of the reference pages are made from the code when the site is built (`make docs`).
+"""The tables of the README and of docs/reference, made from the code: `make reference` writes them into the pages.
 
-`docs/reference/` says in `recipes.md`, `options.md`, `commands.md`, `formats.md` and `targets.md` where they stand, by
-marks such as `<!-- made: recipes -->`: of the schema, the `Options` classes, the command line (typer's own
-documentation), the exporters, and what `targets.py` found. A recipe key without a description is an error. mkdocs loads
-its hooks before it knows whether it will build anything, so functions import what they need.
+A page says where they stand, by marks such as `<!-- made: recipes -->`: of the schema, the `Options` classes, the
+command line, the exporters, and what `targets.py` found. A recipe key without a description is an error. A test
+compares the pages with what is made.
 """
 
 from __future__ import annotations
@@ -14,20 +13,31 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-README = Path(__file__).parents[2] / "README.md"
-MARK = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "reference").glob("*.md")))
+MADE_TEXT = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL)
 ENGINES = ("transformers", "vllm", "openai")
 TYPES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
 IN_REAL_VLLM = ("vllm", "speculators")  # formats whose every kind real vLLM is shown by a test
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marks of a page by the generated text."""
-    return MARK.sub(lambda mark: "\n".join(MADE[mark[1]]()), markdown)
+def filled(page: str) -> str:
+    """Return the text of a page with all that is made from the code as it is today."""
+
+    def text(mark: re.Match[str]) -> str:
+        made = "\n".join(MADE[mark[2]]()).strip()
+        return f"{mark[1]}\n{made}\n\n{mark[3]}"
+
+    return MADE_TEXT.sub(text, page)
+
+
+def without_made(page: str) -> str:
+    """Return the text of a page that was written by hand."""
+    return MADE_TEXT.sub("", page)
 
 
 def formats() -> list[str]:
@@ -77,25 +87,48 @@ def kinds_by_engine() -> list[str]:
     return lines
 
 
-def write_kinds_by_engine() -> None:
-    """Put the table into the README, between its marks."""
-    begin, end = (f"<!-- {word}engines: make reference -->\n" for word in ("", "/"))
-    head, _, rest = README.read_text(encoding="utf-8").partition(begin)
-    _, _, tail = rest.partition(end)
-    table = "".join(line + "\n" for line in kinds_by_engine())
-    README.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
-
-
 def commands() -> list[str]:
-    """Return the help of every command in Markdown, with their names as headings."""
-    import typer
-    from typer.cli import get_docs_for_click
+    """Return every command by group: what it does, how it is called, and its options."""
+    from typer.main import get_group
 
-    from draftsmith.eval.commands.cli import app
+    from draftsmith.eval.commands.cli import PANELS, app
 
-    command: Any = typer.main.get_command(app)
-    docs = get_docs_for_click(obj=command, ctx=typer.Context(command), name="draftsmith")
-    return [re.sub(r"^#", "##", docs, count=1).replace("```console\n", "```text\n")]
+    group: Any = get_group(app)
+    lines: list[str] = []
+    for panel in PANELS:
+        lines += [f"## {panel}", ""]
+        for name, command in group.commands.items():
+            if command.rich_help_panel == panel:
+                lines += _command(name, command)
+    return lines
+
+
+def _command(name: str, command: Any) -> list[str]:
+    """Return the section of one command, an argument or an option a line of its table."""
+    words, rows, types = [f"draftsmith {name}"], list[str](), get_type_hints(command.callback)
+    for parameter in command.params:
+        meaning = cell(getattr(parameter, "help", None) or "")
+        if parameter.param_type_name == "argument":
+            words.append(parameter.metavar or parameter.name.upper())
+            rows.append(f"| `{words[-1]}` | | {meaning} |".replace("[section.key=value ...]`", "section.key=value`"))
+        else:
+            value = "" if parameter.is_flag else f" {_value(types[parameter.name])}"
+            default = "" if parameter.is_flag or parameter.default in (None, "") else f"`{parameter.default}`"
+            rows.append(f"| `{'`, `'.join(parameter.opts)}{value}` | {default} | {meaning} |")
+    table = ["| argument, option | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
+    return [f"### `{name}`", "", inspect.cleandoc(command.help or ""), "", f"`{' '.join(words)}`", "", *table]
+
+
+def _value(annotation: Any) -> str:
+    """Return the placeholder of an option's value: its choices, or its type."""
+    inner = [each for each in get_args(annotation) if each is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "/".join(map(str, inner))
+    return (
+        _value(inner[0])
+        if inner
+        else {"int": "N", "float": "X", "str": "TEXT"}.get(annotation.__name__, annotation.__name__.upper())
+    )
 
 
 def recipes() -> list[str]:
@@ -236,8 +269,11 @@ def targets() -> list[str]:
     return [*lines, "", f"With transformers {table['transformers']}. No tiny one can be made of: {not_built}."]
 
 
-MADE = {made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats, targets)}
+MADE = {
+    made.__name__: made for made in (recipes, drafters, methods, engines, commands, formats, targets, kinds_by_engine)
+}
 
 
 if __name__ == "__main__":
-    write_kinds_by_engine()
+    for file in PAGES:
+        file.write_text(filled(file.read_text(encoding="utf-8")), encoding="utf-8")

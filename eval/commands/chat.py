@@ -6,6 +6,7 @@ conversation again: the session keeps no KV cache between turns.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,8 +18,8 @@ from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer
-from draftsmith.eval.commands.console import console
-from draftsmith.eval.commands.demo import end_texts, round_text
+from draftsmith.eval.commands.console import WordWrap, console, paste_as_one_message, read_message
+from draftsmith.eval.commands.demo import LEGEND, end_texts, is_cut, round_text
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.models.target.loading import session_tokens
@@ -26,6 +27,8 @@ from draftsmith.recipes.schema import Recipe
 
 WARM_UP_TOKENS = 16  # length of a hidden answer, with and without the drafter
 LONGEST_TOKENS = 4096  # longest conversation, unless the target's context is shorter
+ENDED = "The conversation fills the target's context: /reset starts a new one."
+COMMAND = re.compile(r"/[a-z]+")
 HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /quit: leave. Ctrl-C stops an answer."
 
 
@@ -33,13 +36,15 @@ HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /
 class ChatAnswer:
     """One answer with its figures.
 
-    drafted: the drafter was on. whole: not stopped by Ctrl-C. tau: None if the answer took no round.
+    drafted: the drafter was on. whole: not stopped by Ctrl-C. cut_at: limit of new tokens at which the answer ended,
+    if it did. tau: None if the answer took no round.
     """
 
     question: str
     answer: str
     drafted: bool
     whole: bool
+    cut_at: int | None
     tokens: int
     tokens_per_s: float | None
     tau: float | None
@@ -48,7 +53,8 @@ class ChatAnswer:
         """Return the figures as one line."""
         speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.1f} tokens/s"
         tau = "" if self.tau is None or not self.drafted else f", {self.tau:.2f} tokens per round"
-        return f"{self.tokens} tokens{speed}{tau}{'' if self.drafted else ', without the drafter'}"
+        how = f"{self.tokens} tokens{speed}{tau}{'' if self.drafted else ', without the drafter'}"
+        return how if self.cut_at is None else f"{how}; cut at {self.cut_at} tokens"
 
 
 @dataclass
@@ -75,18 +81,19 @@ class Chat:
         prompt = prompt_token_ids(self.tokenizer, history)
         room = self.session.max_length_tokens - len(prompt)
         if room < 2:
-            console.print("The conversation fills the target's context: /reset starts a new one.")
+            console.print(ENDED)
             return None
         measured = self.methods[self.drafts]
         traced = TracedAnswer(measured.key, measured.method.name, "", "", question)
         trace, ends = Trace(traced, self.tokenizer), end_texts(self.tokenizer, self.end_ids)
         record: AnswerRecord | None = None
+        out = WordWrap(console)
 
         def show(round_: Round) -> None:
             begins = not traced.rounds
             trace.on_round(round_)
             first = traced.first if begins else ""
-            console.print(Text.assemble(first, round_text(traced.rounds[-1], ends)), end="")
+            out.write(Text.assemble(first, round_text(traced.rounds[-1], ends)))
 
         new_tokens = min(self.new_tokens, room)
         with suppress(KeyboardInterrupt):
@@ -94,8 +101,8 @@ class Chat:
         ids = trace.ids if record is None else record.ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
         if not traced.rounds:  # the prefill's token was the whole answer
-            console.print(text, end="", markup=False)
-        console.print()
+            out.write(Text(text))
+        out.end()
         self.history = [*history, Turn("assistant", text)] if text else self.history
         tokens = len(ids) - 1
         seconds = 0.0 if record is None else record.wall_time_s - record.prefill_s
@@ -104,24 +111,11 @@ class Chat:
             answer=text,
             drafted=self.drafts,
             whole=record is not None,
+            cut_at=new_tokens if record is not None and is_cut(record, new_tokens, self.end_ids) else None,
             tokens=len(ids),
             tokens_per_s=tokens / seconds if tokens and seconds else None,
             tau=tokens / len(traced.rounds) if traced.rounds else None,
         )
-
-
-def read_message() -> str | None:
-    """Read a line from the terminal; None if it is not UTF-8, as from a terminal in Latin-1.
-
-    Raises:
-        EOFError: The input has ended.
-    """
-    try:
-        message = console.input("\n> ").strip()
-        message.encode()  # Python keeps bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts
-    except UnicodeError:
-        return None
-    return message
 
 
 def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
@@ -146,19 +140,23 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
             measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)
         talk = Chat(session, tokenizer, methods[:2], end_ids, new_tokens)
+        console.print(LEGEND)
         console.print(Text(HELP, style="dim"))
+        paste_as_one_message()
         with suppress(EOFError, KeyboardInterrupt):
             while (message := read_message()) != "/quit":
                 if message is None:
                     console.print("That line is not UTF-8: set the terminal to UTF-8, or convert the piped input.")
                 elif message == "/reset":
                     talk.history = []
+                    console.print("a new conversation")
                 elif message == "/plain":
                     talk.drafts = not talk.drafts
                     console.print("with the drafter" if talk.drafts else "without the drafter")
-                elif message.startswith("/"):
+                elif COMMAND.fullmatch(message):
                     console.print(Text(HELP, style="dim"))
                 elif message and (answer := talk.answer(message)) is not None:
                     console.print(Text(answer.sentence(), style="dim"))
                     answers.append(answer)
+        console.print()
     return [asdict(each) for each in answers]

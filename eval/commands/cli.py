@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from draftsmith.errors import UserError, did_you_mean, masked
-from draftsmith.eval.commands.console import JSON, QUIET, WithTerminalOptions, console, heading, tell
+from draftsmith.eval.commands.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
     measured_result,
@@ -23,7 +23,7 @@ from draftsmith.eval.commands.stages import (
     run_train,
 )
 from draftsmith.provenance import versions
-from draftsmith.recipes.loading import find_recipe, load_recipe
+from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folder, summary_of
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
@@ -47,9 +47,11 @@ def _show_version(is_set: bool) -> None:
         raise typer.Exit
 
 
+START, DATA, TRAIN, MEASURE, SHIP = PANELS
 app = typer.Typer(
     cls=WithTerminalOptions,
-    help="Train a drafter for your LLM and measure, honestly, how much faster it generates.",
+    help="Train a drafter for your LLM and measure how much faster it generates.\n\nBegin with `draftsmith demo`.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -74,7 +76,7 @@ def common(
     pass
 
 
-@app.command()
+@app.command(rich_help_panel=DATA, short_help="Answer your conversations with the target")
 def distill(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -88,7 +90,7 @@ def distill(
     _next("train", recipe, overrides)
 
 
-@app.command()
+@app.command(rich_help_panel=DATA, short_help="Store the target's hidden states on disk")
 def features(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -101,15 +103,18 @@ def features(
     _next("train", recipe, [*offline, "data.features.source=offline"])
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, short_help="Train the drafter")
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Train the drafter in one process. On several GPUs: accelerate launch train/train_parallel.py RECIPE."""
+    """Train the drafter in one process.
+
+    On several GPUs: accelerate launch -m draftsmith.train.train_parallel RECIPE.
+    """
     loaded = load_recipe(recipe, overrides)
     tell(run_train(loaded))
     _next("eval", recipe, overrides)
 
 
-@app.command(name="eval")
+@app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup, here or in an engine")
 def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -149,7 +154,7 @@ def evaluate_command(
         typer.Option(help="llamacpp: most draft tokens per round, as 1,2,5, measured in turn; default: as trained."),
     ] = None,
 ) -> None:
-    """Measure acceptance length and speedup in tree-verified speculative sampling, and write the report."""
+    """Measure how much faster the drafter makes the target, and write report.html."""
     loaded = load_recipe(recipe, overrides)
     chosen = (engine_options, server, plain_server, server_model, api_key_env, correct_cpu_sampling)
     llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
@@ -158,7 +163,7 @@ def evaluate_command(
             raise UserError("an option of an engine is given without one: add `--engine vllm` or `--engine llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
-        _print_next_steps(loaded)
+        _print_next_steps(loaded, source=recipe, overrides=overrides)
         return
     if processes > 1:
         raise UserError(
@@ -176,7 +181,7 @@ def evaluate_command(
     tell(asdict(evaluate_in_engine(loaded, options)))
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Write the tables, pictures and report again from the records of `eval`."""
     loaded = load_recipe(recipe, overrides)
@@ -184,20 +189,10 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     report_again(loaded)
     tell(measured_result(loaded))
-    _print_next_steps(loaded)
+    _print_next_steps(loaded, source=recipe, overrides=overrides)
 
 
-@app.command()
-def run(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Distil, train and measure; finished stages are skipped."""
-    loaded = load_recipe(recipe, overrides)
-    made = make_drafter(loaded)
-    run_eval(loaded)
-    tell({**made, "eval": measured_result(loaded)})
-    _print_next_steps(loaded)
-
-
-@app.command()
+@app.command(rich_help_panel=START, short_help="See a small chat model gain from its drafter")
 def demo(
     question: Annotated[str | None, typer.Argument(help="A question to answer; default: six examples.")] = None,
     target: Annotated[
@@ -216,7 +211,18 @@ def demo(
     tell(result.as_json())
 
 
-@app.command()
+@app.command(rich_help_panel=START, short_help="List the shipped recipes")
+def recipes() -> None:
+    """List the shipped recipes, one a line. Copy one, or name it as `extends:` of your own."""
+    listed = {name: summary_of(file) for name, file in shipped_files().items()}
+    tell(listed)
+    width = max(map(len, listed))
+    for name, summary in listed.items():
+        console.print(f"{name.ljust(width)}  {summary}", markup=False)
+    console.print(f"\nThey are in {os.path.relpath(shipped_folder())}: copy one, or begin yours with `extends: NAME`.")
+
+
+@app.command(rich_help_panel=START, short_help="Chat in the terminal, drafter on or off")
 def chat(
     recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
@@ -226,14 +232,15 @@ def chat(
 ) -> None:
     """Chat with the target in the terminal, accepted draft tokens in colour; /plain switches the drafter off."""
     from draftsmith.eval.commands.chat import chat as talk
+    from draftsmith.eval.report.text import target_name
 
     loaded = _talking(recipe, overrides, drafter)
     evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
-    heading("chat", loaded.target.model)
+    heading("chat", target_name(loaded.target.model_dump()))
     tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP, short_help="OpenAI-compatible server and chat page")
 def serve(
     context: typer.Context,
     recipe: RecipeOrShipped = None,
@@ -267,6 +274,7 @@ def serve(
     if rollback and not learn:
         raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
+        from draftsmith.eval.report.text import target_name
         from draftsmith.eval.serving.protection import key_in
         from draftsmith.eval.serving.server import run as run_server
         from draftsmith.eval.serving.worker import Worker
@@ -274,7 +282,7 @@ def serve(
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _talking(recipe, overrides, drafter)
     api_key = None if api_key_env is None else key_in(api_key_env)
-    heading("serve", loaded.target.model)
+    heading("serve", target_name(loaded.target.model_dump()))
     if learn:
         from draftsmith.eval.commands.learning import Learned, start_learning, watched
 
@@ -320,7 +328,7 @@ def _with_method(recipe: Recipe, method: MethodConfig) -> Recipe:
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"methods": [method]})})
 
 
-@app.command()
+@app.command(rich_help_panel=START, short_help="Check data, target and drafter first")
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -344,7 +352,17 @@ def doctor(
     _next("train" if is_distilled else "distill", recipe, overrides)
 
 
-@app.command()
+@app.command(rich_help_panel=START, short_help="Distil, train and measure in one go")
+def run(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Distil, train and measure; finished stages are skipped."""
+    loaded = load_recipe(recipe, overrides)
+    made = make_drafter(loaded)
+    run_eval(loaded)
+    tell({**made, "eval": measured_result(loaded)})
+    _print_next_steps(loaded, source=recipe, overrides=overrides)
+
+
+@app.command(rich_help_panel=MEASURE, short_help="Find the fastest draft tree here")
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -362,7 +380,7 @@ def tune(
     tuned.show()
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE, short_help="Prove that outputs are unchanged")
 def prove(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -383,7 +401,7 @@ def prove(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP, short_help="Publish on the Hugging Face Hub")
 def push(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -419,7 +437,7 @@ def push(
     tell(send(loaded, repo, revision, public, base_model, license_id, formats, dry_run, weights))
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -437,16 +455,16 @@ def export(
 ) -> None:
     """Export the trained drafter to another program's format, check it, and print the command that serves it."""
     loaded = load_recipe(recipe, overrides)
-    from draftsmith.models.formats.exporting import export_run
+    from draftsmith.models.formats.exporting import FORMAT_OF_ENGINE, export_run
 
     heading("export", f"{loaded.name}: --to {to}")
-    exported = export_run(loaded, to, folder, target_gguf, dtype)
+    exported = export_run(loaded, FORMAT_OF_ENGINE.get(to, to), folder, target_gguf, dtype)
     for line in exported.lines():
         console.print(line, markup=False, soft_wrap=True)
     tell({**asdict(exported.made), "folder": str(exported.folder), "caveat": exported.caveat})
 
 
-@app.command(name="import")
+@app.command("import", rich_help_panel=TRAIN, short_help="Use a published drafter instead")
 def import_command(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -470,7 +488,7 @@ def import_command(
     tell({"kind": made.kind, "folder": str(folder), "assumed": made.assumed})
 
 
-@app.command()
+@app.command(rich_help_panel=START, short_help="Estimate memory, disk and time")
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -502,7 +520,7 @@ def plan(
     _next("doctor", recipe, overrides)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, short_help="Train or rank several drafters")
 def compare(
     recipes: Annotated[
         list[str],
@@ -556,19 +574,29 @@ def compare(
     _print_next_steps(*measured)
 
 
-def _print_next_steps(*measured: Recipe) -> None:
+def _print_next_steps(*measured: Recipe, source: Path | None = None, overrides: list[str] | None = None) -> None:
+    """Print where the results of `eval` are, and the command that usually follows.
+
+    Args:
+        source: The recipe's file or name, for that command.
+    """
     from draftsmith.eval.bench.measured_methods import drafter_folders
 
     for recipe in measured:
         root = RunFolder(recipe).root
-        console.print(f"\nReport    {root / 'report.html'}  (and report.md)", markup=False)
-        console.print(f"Pictures  {root / 'eval' / 'speedup.png'}, {root / 'eval' / 'tau.png'}", markup=False)
+        console.print(
+            f"\nReport    {root / 'report.html'}  (by category, depth and round; and report.md)", markup=False
+        )
         for folder in drafter_folders(recipe):
             console.print(f"Drafter   {folder}", markup=False)
-    if recipe.target.model == "embedded":
-        console.print("\nNext: `draftsmith run embedded` trains longer on the same target. For your own target copy")
-        shipped = os.path.relpath(find_recipe("llama3-8b-parallel"))  # in a checkout, or where it is installed
-        console.print(f"{shipped}, set target.model, then `draftsmith run yours.yaml`.", markup=False)
+    if any(recipe.target.model == "embedded" for recipe in measured):
+        console.print(
+            "\nNext: draftsmith demo (a chat model that gains); docs/guides/train.md is the road for your own"
+        )
+    elif source is not None:
+        from draftsmith.models.formats.exporting import EXPORTERS
+
+        _next("export" if (measured[0].drafter.kind, "vllm") in EXPORTERS else "tune", source, overrides)
 
 
 def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:

@@ -6,9 +6,10 @@ moves them in front of the name, so that no command has to define them.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.rule import Rule
@@ -31,10 +33,8 @@ from draftsmith.recipes.run_folder import is_first_process
 ENDLESS_COLUMNS, RULE_COLUMNS = 100_000, 80
 JSON, QUIET, STDOUT = "--json", ("--quiet", "-q"), "-"
 STDOUT_DESCRIPTOR, STDERR_DESCRIPTOR = 1, 2
-COMMON_OPTIONS = (
-    "Every command also takes `--json` (results as JSON on stdout, other text on stderr; `--json=FILE`: results to a "
-    "file, other text on stdout) and `--quiet` (errors and the output of `--json` only)."
-)
+COMMON_OPTIONS = "Every command also takes `--json`, `--json=FILE` and `--quiet`: see `draftsmith --help`."
+PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in `draftsmith --help`
 
 
 class PlainConsole(Console):
@@ -83,6 +83,68 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], title
     console.print(table)
 
 
+def read_message() -> str | None:
+    """Read a message from the terminal, where a pasted text is one; None if it is not UTF-8, as in Latin-1.
+
+    Raises:
+        EOFError: The input has ended.
+    """
+    console.print()
+    try:
+        message = input("> ").strip()
+        message.encode()  # Python keeps bytes that are not UTF-8 as lone surrogates, which no tokenizer accepts
+    except UnicodeError:
+        return None
+    return message
+
+
+def paste_as_one_message() -> None:
+    """Make GNU readline, by which `input` then reads, take a pasted text with its line breaks as one line."""
+    with suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+class WordWrap:
+    """Printer of a text that grows, which breaks lines between words at the console's width."""
+
+    def __init__(self, output: Console) -> None:
+        self._output, self._column = output, 0
+        self._spaces, self._word = "", Text()
+
+    def write(self, text: Text) -> None:
+        """Print the text up to its last whole word; the rest waits for what follows."""
+        for piece in re.finditer(r"\n|[^\S\n]+|\S+", text.plain):
+            if not piece[0].isspace():
+                self._word.append_text(text[piece.start() : piece.end()])
+                continue
+            self._print_word()
+            if piece[0] == "\n":
+                self._output.print()
+                self._column, self._spaces = 0, ""
+            else:
+                self._spaces += piece[0]
+
+    def end(self) -> None:
+        """Print the last word and end the line."""
+        self._print_word()
+        self._output.print()
+
+    def _print_word(self) -> None:
+        """Print the word that is waiting, on a new line if this one has no room for it."""
+        columns, spaces = cell_len(self._word.plain), cell_len(self._spaces)
+        if not columns:
+            return
+        if self._column and self._column + spaces + columns > self._output.width:
+            self._output.print()
+            self._column = spaces = 0
+            self._spaces = ""
+        self._output.print(Text.assemble(self._spaces, self._word), end="")
+        self._column = (self._column + spaces + columns) % self._output.width
+        self._spaces, self._word = "", Text()
+
+
 # ---- --json and --quiet ----
 
 
@@ -91,8 +153,17 @@ class WithTerminalOptions(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        order = {panel: [name for name, each in self.commands.items() if _panel(each) == panel] for panel in PANELS}
+        self.commands = {name: self.commands[name] for names in order.values() for name in names}
         for command in self.commands.values():
             command.epilog = COMMON_OPTIONS
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by group, with their whole summaries, for help without a terminal."""
+        for panel in PANELS:
+            with formatter.section(panel):
+                rows = [(name, each.short_help) for name, each in self.commands.items() if _panel(each) == panel]
+                formatter.write_dl(rows)
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Run the command line; help and usage errors get frames of box characters on a terminal only."""
@@ -114,6 +185,10 @@ class WithTerminalOptions(TyperGroup):
             if place is not None:  # before the work begins
                 check_writable(place.parent)
             return super().invoke(ctx)
+
+
+def _panel(command: Any) -> str:
+    return str(command.rich_help_panel)
 
 
 def moved_to_front(arguments: list[str]) -> list[str]:

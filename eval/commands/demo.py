@@ -1,12 +1,13 @@
 """`draftsmith demo`: a real chat model answers with the shipped drafter and without it; nothing is trained.
 
-Each question is answered greedily without and then with the drafter, after one warm-up answer of each; the loop and the
-sessions are those of `draftsmith eval`.
+After one warm-up answer of each, every question is answered greedily, in turns without and with the drafter; times are
+medians over the turns. The loop and the sessions are those of `draftsmith eval`.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console, print_table
-from draftsmith.eval.decoding.generate import Round
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
@@ -30,7 +31,10 @@ from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRe
 
 NAME = "shipped"
 DRAFTED = "bold green"
+LEGEND = Text.assemble(("Bold green", DRAFTED), ": drafted and accepted. The rest is the target's own.")
 SHOWN_CHARS = 48
+TURNS = 3  # how often each question is answered, without and with the drafter
+IMPOSSIBLE = "(!)"
 NO_LOGITS = torch.empty(0)
 QUESTIONS = (
     "Explain in a few sentences why the sky is blue, and why sunsets are red.",
@@ -48,12 +52,14 @@ QUESTIONS = (
 class DemoAnswer:
     """One question, answered without and with the drafter.
 
-    plain_s, drafted_s: seconds of decoding, without the prefill. tokens: tokens decoded in that time, so without the
-    first one, which the prefill gives; an answer of one token has no round.
+    cut: the answer ended at the limit of new tokens. plain_s, drafted_s: median seconds of decoding, without the
+    prefill. tokens: tokens decoded in that time, so without the first one, which the prefill gives; an answer of one
+    token has no round.
     """
 
     question: str
     answer: str
+    cut: bool
     same: bool
     tokens: int
     rounds: int
@@ -68,6 +74,11 @@ class DemoAnswer:
     def ratio(self) -> float:
         return self.plain_s / self.drafted_s if self.rounds else 1.0
 
+    @property
+    def is_possible(self) -> bool:
+        """Return whether the speedup is at most tau: a round takes a step of the target at least."""
+        return self.ratio <= self.tau
+
 
 @dataclass
 class Demo:
@@ -78,9 +89,10 @@ class Demo:
     shown: list[DemoAnswer]
 
     @property
-    def ratio(self) -> float:
-        """Return the median speedup over questions."""
-        return statistics.median(each.ratio for each in self.shown)
+    def ratio(self) -> float | None:
+        """Return the median speedup over the questions whose speedup is possible; None if none is."""
+        ratios = [each.ratio for each in self.shown if each.is_possible]
+        return statistics.median(ratios) if ratios else None
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "ratio": self.ratio}
@@ -90,9 +102,15 @@ class Demo:
         tokens, rounds = (sum(getattr(each, what) for each in self.shown) for what in ("tokens", "rounds"))
         differ = sum(not each.same for each in self.shown)
         answers = "every answer is the same" if not differ else f"{differ} of {len(self.shown)} answers differ"
+        faster = "no speedup" if self.ratio is None else f"{self.ratio:.2f}x (median of questions)"
+        impossible = sum(not each.is_possible for each in self.shown)
+        defect = (
+            f". {IMPOSSIBLE} A speedup above tau is impossible: other work on this machine disturbed the clock, and "
+            f"{impossible} of {len(self.shown)} questions are left out; try again when it is idle"
+        )
         return (
-            f"{self.ratio:.2f}x (median of questions), {tokens / max(1, rounds):.2f} tokens per round, {answers}; "
-            f"{self.dtype}, {torch.get_num_threads()} threads"
+            f"{faster}, {tokens / max(1, rounds):.2f} tokens per round, {answers}; {self.dtype}, "
+            f"{torch.get_num_threads()} threads{defect if impossible else ''}"
         )
 
 
@@ -140,10 +158,14 @@ def demonstrate(
             for measured in methods:
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()
+        console.print(LEGEND)
         for text, prompt in zip(questions, prompts, strict=True):
-            rounds.clear()
-            plain = methods[0].answer(session, prompt, new_tokens, end_ids)
-            drafted = methods[1].answer(session, prompt, new_tokens, end_ids, on_round=keep)
+            plains, drafts = list[AnswerRecord](), list[AnswerRecord]()
+            for _ in range(TURNS):
+                rounds.clear()
+                plains.append(methods[0].answer(session, prompt, new_tokens, end_ids))
+                drafts.append(methods[1].answer(session, prompt, new_tokens, end_ids, on_round=keep))
+            plain, drafted, cut = plains[0], drafts[0], is_cut(plains[0], new_tokens, end_ids)
             traced = TracedAnswer(methods[1].key, NAME, "", "", text)
             trace = Trace(traced, tokenizer)  # not timed: it decodes tokens to text
             for each in rounds:
@@ -152,17 +174,29 @@ def demonstrate(
                 DemoAnswer(
                     question=text,
                     answer=tokenizer.decode(plain.ids, skip_special_tokens=True).strip(),
-                    same=plain.ids == drafted.ids,
+                    cut=cut,
+                    same=all(each.ids == plain.ids for each in drafts),
                     tokens=len(plain.ids) - 1,
                     rounds=drafted.rounds,
-                    plain_s=plain.wall_time_s - plain.prefill_s,
-                    drafted_s=drafted.wall_time_s - drafted.prefill_s,
+                    plain_s=statistics.median(map(decoding_s, plains)),
+                    drafted_s=statistics.median(map(decoding_s, drafts)),
                 )
             )
             console.print()
-            coloured = Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds))
-            console.print(Text(f"> {text}", style="bold"), coloured, sep="\n")
+            rest = (f"... (cut at {new_tokens} tokens)", "dim") if cut else ""
+            coloured = Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds), rest)
+            console.print(Text(f"> {text}", style="bold"), coloured, sep="\n", soft_wrap=False)
     return Demo(recipe.target.model, str(model.dtype).removeprefix("torch."), shown)
+
+
+def decoding_s(record: AnswerRecord) -> float:
+    """Return the seconds of decoding an answer, without the prefill."""
+    return record.wall_time_s - record.prefill_s
+
+
+def is_cut(record: AnswerRecord, new_tokens: int, end_ids: Collection[int]) -> bool:
+    """Return whether an answer ended at the limit of new tokens, not with an end token."""
+    return len(record.ids) >= new_tokens and record.ids[-1] not in end_ids
 
 
 def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:
@@ -187,10 +221,10 @@ def show(demo: Demo) -> None:
             each.tokens,
             f"{each.tau:.2f}",
             *(f"{each.tokens / max(seconds, 1e-9):.1f}" for seconds in (each.plain_s, each.drafted_s)),
-            f"{each.ratio:.2f}x",
+            f"{each.ratio:.2f}x" + f" {IMPOSSIBLE}" * (not each.is_possible),
             "yes" if each.same else "no",
         )
         for each in demo.shown
     ]
     print_table(("question", "tokens", "tau", "tokens/s without", "tokens/s with", "faster", "same answer"), rows)
-    console.print(demo.sentence(), markup=False)
+    console.print(demo.sentence(), markup=False, soft_wrap=False)

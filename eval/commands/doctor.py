@@ -80,6 +80,7 @@ LOW_LOSS_FRAC = 0.05  # of the tokens: below it, most of the training's compute 
 THINKING = "enable_thinking"  # as Qwen3, GLM, Granite and others name it
 LONGER_ANSWERS = "set data.conversations.source to conversations with longer answers"
 NO_STOP = "so the drafter would not learn to stop"
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}  # by export format
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ class Diagnosis:
             for finding in findings:
                 severity = ("  " + finding.severity.ljust(8), STYLES[finding.severity])
                 console.print(Text.assemble(severity, finding.check.ljust(24), finding.sentence))
-        counts = f"\n{self.count('defect')} defects, {self.count('warning')} warnings"
-        console.print(counts, style="bold red" if self.count("defect") else "bold green")
+        numbers = {each: self.count(each) for each in ("defect", "warning")}
+        counts = "\n" + ", ".join(f"{number} {each}{'s' * (number != 1)}" for each, number in numbers.items())
+        console.print(counts, style="bold red" if numbers["defect"] else "bold green")
 
     def as_json(self) -> dict[str, Any]:
         """Return all findings with their figures; a recipe with warnings alone counts as healthy."""
@@ -172,6 +174,7 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
         *_tried("train section", lambda: _training_arguments(recipe)),
         *_tried("drafter.init", lambda: _start(recipe, target)),
         *_tried("drafter", lambda: _drafter(recipe, target, diagnosis, overfits)),
+        *_tried("engines", lambda: _engines(recipe, target)),
     ]
     if serve is not None:
         diagnosis.parts[f"served by {serve}"] = _tried("export", lambda: _served(recipe, target, serve))
@@ -550,9 +553,23 @@ def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
     return start_sentence(start_from(drafter, folder, init))
 
 
+def _engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
+    """List the engines that load this drafter once it is trained; a warning if none does."""
+    config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
+    refused = {to: exporting.refusal(config, to) for to in ENGINES}
+    loading = [name for to, name in ENGINES.items() if refused[to] is None]
+    others = [f"not {name}: {refused[to]}" for to, name in ENGINES.items() if refused[to] is not None]
+    fine = "; ".join([f"{', '.join(loading)} can load it", *others])
+    none = (
+        f"no engine can load it, only draftsmith's own loop and server ({refused['vllm']}): for vLLM, SGLang and "
+        "llama.cpp take drafter.kind=dflash2 or eagle3, with their own drafter.options"
+    )
+    return [Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))]
+
+
 def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     """Check whether this drafter could be exported, before it is trained."""
-    config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
+    config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")]

@@ -31,7 +31,7 @@ from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.console import PlainConsole
 from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
-from draftsmith.eval.report.report import print_table
+from draftsmith.eval.report.report import EMBEDDED, print_table
 from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
@@ -204,5 +204,5 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
     artifacts.update_card(recipe)
     if show:
-        print_table(summary, PlainConsole(soft_wrap=False), baseline)
+        print_table(summary, PlainConsole(soft_wrap=False), baseline, timing, recipe.target.model == EMBEDDED)
     return summary

@@ -13,6 +13,7 @@ from rich.table import Table
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.charts import series_name
 from draftsmith.eval.report.summary import (
+    OVERALL,
     Row,
     best_row,
     by_temperature,
@@ -23,6 +24,8 @@ from draftsmith.eval.report.summary import (
 )
 from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity, number, only_ties
 from draftsmith.recipes.schema import DRAFTER_KIND
+
+EMBEDDED = "embedded"  # target.model of the model that ships
 
 TAU_DEFINITION = (
     "tau = mean tokens committed per round, including the one token that the target itself contributes; "
@@ -54,9 +57,26 @@ SLOW_SHARE = 0.7  # below it the report warns that the speedup is partly due to 
 CACHED_SHARE = 1.25  # above it the weights come out of the processor's cache
 GIGABYTE = 1e9
 
-FIGURES = (("tau", "tau_interval"), ("speedup_mean", "speedup_interval"))
+WHY = (
+    "A method gains where a round commits more tokens (tau, with the one that the target itself contributes) than it "
+    "costs steps of the target alone, to draft and to check the draft"
+)
+EMBEDDED_MEANING = (
+    "The embedded target has four million parameters, so that a draft costs about as much as a step: its figures show "
+    "that everything works, not what your model will gain. In a model of 1B parameters and more a step waits for its "
+    "weights: counted in bytes read, a parallel draft costs 0.05 to 0.3 of a step, and checking it "
+    "little more than one"
+)
 
-FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain", "SLOWER", "too few questions"
+TERMS = {
+    "autoregressive": "the target alone, one token a step: the baseline",
+    "chain": "one draft token for each depth, checked together; the first wrong one ends the round",
+    "tree": "several draft tokens for a depth, all checked in one forward; the longest right path counts",
+    "lookup": "the tree also has what followed the same tokens earlier in the text",
+    "T = 0": "greedy: always the likeliest token; at T = 1 tokens are sampled from the target's distribution",
+}
+
+FASTER, NO_GAIN, SLOWER, UNCLEAR = "faster", "no gain shown", "SLOWER", "too few questions"
 # Classes of the page's style sheet.
 TONES = {FASTER: "good", NO_GAIN: "even", SLOWER: "bad", UNCLEAR: "unknown"}
 
@@ -108,7 +128,7 @@ def _verdict(rows: list[Row], timed: dict[str, Row]) -> SpeedVerdict:
     word = verdict_word(shown["speedup_interval"])
     name, times = best["method"], f"{shown['speedup_mean']:.2f} times the speed of the target alone"
     if tasks:
-        times += f" in the mean over {tasks['tasks']} tasks ({best['speedup_mean']:.2f} pooled)"
+        times += f" in the mean over {tasks['tasks']} tasks"
     among = f", the fastest of {len(rows)} methods," if len(rows) > 1 else ""
     sentence = {
         FASTER: f"{name}{among} generates at {times}.",
@@ -116,16 +136,21 @@ def _verdict(rows: list[Row], timed: dict[str, Row]) -> SpeedVerdict:
         SLOWER: f"{name}{among} slows the target down, to {times}.",
         UNCLEAR: f"{name}{among} reached {times}, on too few questions{' of a task' * bool(tasks)} to say how surely.",
     }[word]
-    why, timing = None, timed.get(method_key(best))
-    if timing is not None:
-        draft, forward = timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
-        tau, steps = f"{timing['tau']:.2f}", f"{draft + forward:.2f}"
+    why, costs = None, round_costs(timed.get(method_key(best)))
+    if costs is not None:
+        draft, check = costs
         why = (
-            f"A round keeps {tau} tokens and takes as long as {steps} steps of the target alone: {draft:.2f} to draft, "
-            f"{forward:.2f} to check the draft. {tau} / {steps} makes "
-            f"{timing['speedup_predicted']:.2f}, of which decoding reaches {timing['loop_efficiency']:.0%}."
+            f"A round of {name} commits {shown['tau']:.2f} tokens and takes as long as {draft + check:.2f} steps of "
+            f"the target alone: {draft:.2f} to draft, {check:.2f} to check the draft."
         )
     return SpeedVerdict(word, sentence, why, best)
+
+
+def round_costs(timing: Row | None) -> tuple[float, float] | None:
+    """Return what drafting and checking a round cost, in steps of the target alone; None without timing."""
+    if timing is None:
+        return None
+    return timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
 
 
 def fastest_trained(verdict: SpeedVerdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
@@ -232,6 +257,8 @@ def proof_sentence(proof: dict[str, Any] | None) -> str | None:
 def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) -> list[str]:
     """Return advice on how to get a larger speedup or a better measurement, from the figures."""
     steps = []
+    if recipe["target"]["model"] == EMBEDDED:
+        steps.append("`draftsmith demo` has a chat model that gains; docs/guides/train.md is the road for your own.")
     drafted = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     if drafted:
         best = max(drafted, key=lambda row: row["speedup_with_prefill"])
@@ -263,48 +290,43 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
     return steps
 
 
-def print_table(summary: list[Row], console: Console | None = None, baseline: list[Row] | None = None) -> None:
-    """Print the summary in the terminal, with the definitions of its figures and the speed of the baseline.
+def print_table(
+    summary: list[Row],
+    console: Console | None = None,
+    baseline: list[Row] | None = None,
+    timing: list[Row] | None = None,
+    is_embedded: bool = False,
+) -> None:
+    """Print the result in the terminal: one line for each method, the fastest first, and why it is so.
 
     Args:
         summary: Rows of `summarize`.
         console: Console to print to; default: a new one.
         baseline: Rows of `baseline_speeds`.
+        timing: Rows of `summarize_timing`, for what a round costs.
+        is_embedded: The target is the embedded one, whose speedups are not those of a larger target.
     """
-    table = Table(title="acceptance and speedup", title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    console, timed = console or Console(), {method_key(row): row for row in timing or []}
+    rows = [row for each in rows_by_method(summary).values() for row in each if row["category"] == OVERALL]
+    over_tasks = next((row for row in rows if row.get("over_tasks")), None)
+    over = "all questions" if over_tasks is None else f"mean over {tasks_and_questions(over_tasks)}"
+    table = Table(title=f"speedup over the target alone, {over}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.collapse_padding = True
     # Long names of methods wrap; figures never do.
     table.add_column("method", overflow="fold")
-    table.add_column("category", no_wrap=True)
-    for name in ("tau", "no bonus", "speedup", "by\nquestion", "same\ngreedy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, rows in rows_by_method(summary).items():
-        for row in rows:
-            spread = "" if row["speedup_std"] is None else f" ± {row['speedup_std']:.2f}"
-            cells = [number(row["tau"]), number(row["tau_without_bonus"]), f"{row['speedup_mean']:.2f}{spread}"]
-            cells.append(number(row["speedup_by_question_mean"]))
-            last = row is rows[-1]
-            table.add_row(
-                escape(name),
-                escape(row["category"]),
-                *cells,
-                identity(row),
-                end_section=last,
-                style="bold" if last else "",
-            )
-    console = console or Console()
+    for heading in ("speedup (95 %)", "", "tokens\na round", "steps a round:\ndraft + check", "same\ngreedy"):
+        table.add_column(heading, no_wrap=True)
+    for row in sorted(rows, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
+        shown, costs = headline(row), round_costs(timed.get(method_key(row)))
+        table.add_row(
+            escape(series_name(row, summary)),
+            f"{shown['speedup_mean']:.2f}x{ends_in_brackets(shown['speedup_interval'])}",
+            verdict_word(shown["speedup_interval"]),
+            number(shown["tau"]),
+            "-" if costs is None else f"{sum(costs):.2f}: {costs[0]:.2f} + {costs[1]:.2f}",
+            identity(row),
+        )
     console.print(table)
-    rows_over_tasks = [row for row in drafted_rows(summary) if row.get("over_tasks")]
-    if rows_over_tasks:
-        title = f"mean over {tasks_and_questions(rows_over_tasks[0])}; intervals of 95 % over questions"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
-        for heading in ("method", "tau", "speedup", "pooled\ntau", "pooled\nspeedup"):
-            table.add_column(heading, overflow="fold", justify="left" if heading == "method" else "right")
-        for row in sorted(rows_over_tasks, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
-            shown = headline(row)
-            cells = [f"{number(shown[key])}{ends_in_brackets(shown[ends])}" for key, ends in FIGURES]
-            pooled = [number(row[key]) for key, _ in FIGURES]
-            table.add_row(escape(series_name(row, summary)), *cells, *pooled)
-        console.print(table)
     over_seeds = seed_spread(summary)
     if over_seeds:
         title = "over training seeds (mean ± standard deviation)"
@@ -315,15 +337,9 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
             figures = (f"{row[f'{key}_mean']:.2f} ± {row[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
             table.add_row(escape(row["method"]), f"{row['temperature']:g}", str(row["seeds"]), *figures)
         console.print(table)
-    sentences = baseline_sentences(baseline or [])
-    for sentence in sentences:
+    console.print(f"{WHY}.")
+    for sentence in [*baseline_sentences(baseline or []), *([f"{EMBEDDED_MEANING}."] if is_embedded else [])]:
         console.print(sentence)
-    console.print(TAU_DEFINITION, style="italic")
-    console.print(SPEEDUP_DEFINITION, style="italic")
-    if rows_over_tasks:
-        console.print(TASKS_MEANING, style="italic")
-    if sentences:
-        console.print(BASELINE_MEANING, style="italic")
     if not all(row["lossless"] for row in summary):
         console.print(LENIENCE_WARNING, style="bold")
     for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
@@ -332,8 +348,12 @@ def print_table(summary: list[Row], console: Console | None = None, baseline: li
 
 def tasks_and_questions(row: Row) -> str:
     """List the tasks of the headline's mean with their numbers of questions."""
-    counts = ", ".join(f"{task} {count}" for task, count in row["over_tasks"]["questions"].items())
-    return f"{row['over_tasks']['tasks']} tasks (questions: {counts})"
+    counts = row["over_tasks"]["questions"]
+    if len(set(counts.values())) == 1:
+        number = next(iter(counts.values()))
+        return f"{len(counts)} tasks ({number} question{'s' * (number > 1)} each: {', '.join(counts)})"
+    listed = ", ".join(f"{task} {count}" for task, count in counts.items())
+    return f"{len(counts)} tasks (questions: {listed})"
 
 
 def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:

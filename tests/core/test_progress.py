@@ -1,6 +1,7 @@
-"""Progress: a bar on a terminal, the same now and then in a file, nothing where it is to be quiet."""
+"""Progress: a bar on a terminal, a line now and then in a file, nothing where it is to be quiet."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,21 +10,38 @@ import pytest
 from draftsmith import progress
 from draftsmith.progress import IN_A_FILE, configure_progress_bars, progress_bar
 
-# Three thousand updates within a second or so.
-BAR = (
+# Three thousand updates of two bars, one within the other, 20 ms apart by a clock of its own.
+BARS = (
+    "import sys, tqdm.std\n"
     "from draftsmith.progress import configure_progress_bars, progress_bar\n"
-    "with configure_progress_bars(), progress_bar(3000, 'distil', 'conv') as bar:\n"
-    "    from tqdm import tqdm\n"
-    "    for _ in tqdm(range(3000), file=open('/dev/null', 'w')): bar.update()\n"
+    "number = 0\n"
+    "tqdm.std.time = lambda: number / 50\n"
+    "with configure_progress_bars(), progress_bar(3000, 'distil /a/b/c.json by x', 'conv') as bar:\n"
+    "    with progress_bar(3000, 'inner', 'step') as inner:\n"
+    "        for number in range(3000):\n"
+    "            bar.update(); inner.update()\n"
+    "            if number == 2000: print('in between', file=sys.stderr)\n"
 )
 
 
-def test_log_file_has_first_and_last_line() -> None:
-    result = subprocess.run([sys.executable, "-c", BAR], capture_output=True, text=True, check=True)
-    assert result.stdout == ""
-    shown = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(shown) == 2
-    assert "3000/3000" in shown[1]
+def test_a_log_file_has_whole_lines_half_a_minute_apart() -> None:
+    """In 60 s both bars say something at least once, and again at their ends."""
+    result = subprocess.run([sys.executable, "-c", BARS], capture_output=True, check=True)
+    assert result.stdout == b""
+    assert not re.search(rb"[\r\x1b]|\n\n", result.stderr)
+    *lines, last = result.stderr.decode().splitlines()
+    assert last.startswith("distil c.json by x: 3000 of 3000 conv, ")
+    assert "in between" in lines
+    assert [line.partition(":")[0] for line in lines if "left" in line].count("inner") in (2, 3)
+    assert all(
+        re.fullmatch(r"(inner|distil c.json by x): \d+ of 3000 \w+, \S+, \S+ left|in between", line) for line in lines
+    )
+
+
+def test_a_short_stage_says_nothing_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with configure_progress_bars(), progress_bar(2, "tokenise", "conv") as bar:
+        bar.update(2)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

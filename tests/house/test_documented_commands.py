@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from generate.reference import without_made
 from support.places import ROOT
 from typer.main import get_group
 
@@ -36,6 +37,7 @@ from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTra
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
+TRAINING = "draftsmith.train.train_parallel"
 PLACEHOLDERS = {"RECIPE": "mine.yaml", "FILES": "question.jsonl"}
 MODULES_ELSEWHERE = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")  # in separate environments
 FOREIGN = {"hf", "curl", "grep", "pip", "cp", "llama-server", "llama-bench"}
@@ -56,7 +58,7 @@ def commands_of(page: Path) -> set[tuple[str, ...]]:
 
     `draftsmith eval`, `draftsmith export --to vllm`, `accelerate launch` in a code span are names, not commands.
     """
-    text = page.read_text(encoding="utf-8")
+    text = without_made(page.read_text(encoding="utf-8"))  # the rest is the command line itself
     rest = ANY_FENCED.sub("", text)
     blocks = [match[2] for match in FENCED.finditer(text)] + INDENTED.findall(rest)
     found: set[tuple[str, ...]] = set()
@@ -175,10 +177,14 @@ def check_make(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def check_python(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    if arguments[0] == "-m":
+    is_module = arguments[0] == "-m"
+    if is_module and arguments[1] != TRAINING:
         assert arguments[1] in MODULES_ELSEWHERE or importlib.util.find_spec(arguments[1]) is not None, arguments[1]
         return
-    check_exists(arguments[0])
+    if is_module:
+        arguments = arguments[1:]
+    else:
+        check_exists(arguments[0])
     parse = argparse.ArgumentParser.parse_args
 
     def only_parse(parser: argparse.ArgumentParser, *given: Any) -> None:
@@ -188,7 +194,7 @@ def check_python(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
         patch.setattr(sys, "argv", list(arguments))
         with pytest.raises(Parsed) as parsed:
-            runpy.run_path(arguments[0], run_name="__main__")
+            (runpy.run_module if is_module else runpy.run_path)(arguments[0], run_name="__main__")
     options = parsed.value.args[0]
     if hasattr(options, "recipe") and hasattr(options, "overrides"):
         check_recipes([str(options.recipe), *options.overrides])
@@ -200,7 +206,8 @@ def check_accelerate(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     options = launch_command_parser().parse_args(list(arguments[1:]))
     if options.config_file:
         check_exists(options.config_file)
-    check_python((options.training_script, *options.training_script_args), monkeypatch)
+    module = ["-m"] if options.module else []
+    check_python((*module, options.training_script, *options.training_script_args), monkeypatch)
 
 
 @pytest.mark.usefixtures("workplace")
@@ -225,7 +232,7 @@ def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         "draftsmith train mine.yaml drafter.options.num_mask=1",
         "make smollm2 SET=eval.run=1",
         "python benchmarks/serving.py --questons 5",
-        "accelerate launch train/train_parallel.py mine.yaml eval.run=2",
+        "accelerate launch -m draftsmith.train.train_parallel mine.yaml eval.run=2",
     ],
 )
 @pytest.mark.usefixtures("workplace")

@@ -1,7 +1,7 @@
-"""Twenty questions of users of drafter trainers, each answered on one page, at most two links from the README.
+"""Questions of users of drafter trainers, answered on one page or two, at most two links from the README.
 
-The questions are from the issues of SpecForge, speculators, EAGLE, Medusa and vLLM; the page holds the answer's key
-words.
+Twenty are from the issues of SpecForge, speculators, EAGLE, Medusa and vLLM, twelve are what newcomers with a model of
+their own asked; the page holds the answer's key words.
 """
 
 import re
@@ -33,6 +33,45 @@ QUESTIONS = [
     ("How do I try a loss or a head of my own?", "guides/write-a-drafter.md", ["one file"]),
     ("Can the drafter learn from what I serve?", "guides/use.md", ["--learn", "--rollback"]),
 ]
+# The question, and of one page or two the words that its answer cannot do without.
+OF_NEWCOMERS: list[tuple[str, dict[str, list[str]]]] = [
+    (
+        "A fine-tuned Qwen3-8B, in vLLM",
+        {"guides/train.md": ["cp recipes/qwen3-8b-dflash2.yaml", "A fine-tuned target", "export mine.yaml --to vllm"]},
+    ),
+    (
+        "How much memory and time does an 8B model take?",
+        {
+            "guides/train.md": ["plan mine.yaml --processes 8 --memory-gib 80"],
+            "guides/scaling.md": ["| 8B | DDP | 30.8"],
+        },
+    ),
+    ("A drafter for SGLang", {"guides/choose.md": ["*vLLM, SGLang or llama.cpp will serve it*: `dflash2`"]}),
+    ("How does it resume?", {"guides/train.md": ["Every command may be interrupted: the same command resumes"]}),
+    ("Curves in wandb", {"guides/training.md": ["pip install draftsmith[wandb]", "train.report_to=wandb"]}),
+    (
+        "Eight GPUs with DeepSpeed",
+        {
+            "guides/scaling.md": [
+                "pip install draftsmith[deepspeed]",
+                "recipes/accelerate/zero2.yaml",
+                "--num_processes 8",
+            ]
+        },
+    ),
+    ("Upload to the Hub", {"guides/publishing.md": ["draftsmith push mine.yaml --dry-run", "hf auth login"]}),
+    ("The speedup is below 1", {"guides/troubleshooting.md": ["speedup is below 1", "draft"]}),
+    ("What exactly is tau?", {"concepts/metrics.md": ["mean tokens committed per round *including* the one"]}),
+    ("My own data format", {"guides/data.md": ["data.conversations.columns={prompt: q}"]}),
+    ("The target is a LoRA adapter", {"guides/train.md": ["A LoRA adapter", "merge_and_unload()"]}),
+    (
+        "Two drafters, compared fairly",
+        {
+            "guides/train.md": ["draftsmith compare runs/a runs/b"],
+            "concepts/metrics.md": ["Ask this of a figure", "paired"],
+        },
+    ),
+]
 MOST_CLICKS = 2
 
 
@@ -51,6 +90,18 @@ def reached() -> set[Path]:
 
 @pytest.mark.parametrize(("question", "page", "words"), QUESTIONS)
 def test_a_question_is_answered(question: str, page: str, words: list[str], reached: set[Path]) -> None:
+    check_page(question, page, words, reached)
+
+
+@pytest.mark.parametrize(("question", "pages"), OF_NEWCOMERS)
+def test_a_newcomer_needs_two_pages_at_most(question: str, pages: dict[str, list[str]], reached: set[Path]) -> None:
+    assert len(pages) <= 2
+    for page, words in pages.items():
+        check_page(question, page, words, reached)
+
+
+def check_page(question: str, page: str, words: list[str], reached: set[Path]) -> None:
+    """A page that can be reached and holds the words."""
     place = (ROOT / "docs" / page).resolve()
     assert place in reached, question
     text = " ".join(place.read_text(encoding="utf-8").split()).lower()

@@ -238,3 +238,13 @@ def test_shipped_recipes_stay_short_and_chains_shallow() -> None:
     assert all(text.startswith("# ") for text in texts.values())
     assert sum(bool(line.strip()) for text in texts.values() for line in text.splitlines()) <= 1200
     assert max(len(_with_parents(file)) for file in files) == 3
+
+
+@pytest.mark.parametrize("key", ["target.model", "data.distill.model"])
+def test_a_lora_adapter_is_no_target(tmp_path: Path, key: str) -> None:
+    (tmp_path / "lora").mkdir()
+    file = tmp_path / "lora" / "adapter_config.json"
+    for text, base in (('{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "Qwen/Qwen3-8B"), ("[", "another model")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"^key `{key}`: .*lora is a LoRA adapter of {base} .*merge_and_unload"):
+            load_recipe(write(tmp_path, {"name": "mine"}), [f"{key}={tmp_path / 'lora'}"])

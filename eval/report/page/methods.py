@@ -15,7 +15,7 @@ from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.page.curves import Scale, scale_around
-from draftsmith.eval.report.report import NO_GAIN, SLOWER, verdict_word
+from draftsmith.eval.report.report import FASTER, SLOWER, verdict_word
 from draftsmith.eval.report.summary import (
     MEAN_OF_TASKS,
     OVERALL,
@@ -27,7 +27,7 @@ from draftsmith.eval.report.summary import (
     question_sums,
 )
 
-# Speedups at which a cell gets the next tint.
+# Lower ends of a speedup's interval at which a cell gets the next tint.
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5)
 MOST_DEPTHS = 8
 SELDOM = 0.005  # share of all rounds below which a depth is not shown
@@ -104,13 +104,11 @@ def category_tables(
 
 
 def tint(row: Row) -> str:
-    """Return the CSS class of a cell by its speedup; "plain" if the interval shows neither gain nor loss."""
-    word = verdict_word(row["speedup_interval"])
-    if word == NO_GAIN:
-        return "plain"
-    if word == SLOWER or row["speedup_mean"] < LEVELS[0]:
+    """Return the CSS class of a cell by the interval of its speedup; "plain" if that shows neither gain nor loss."""
+    word, ends = verdict_word(row["speedup_interval"]), row["speedup_interval"]
+    if word == SLOWER:
         return "slow"
-    return f"level-{sum(row['speedup_mean'] >= level for level in LEVELS)}"
+    return f"level-{sum(ends[0] >= level for level in LEVELS)}" if word == FASTER else "plain"
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,9 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "served": facts.get("served", []),
         "baseline_sentences": report.baseline_sentences(facts.get("baseline", [])),
         "baseline_meaning": report.BASELINE_MEANING,
+        "why": report.WHY,
+        "embedded_meaning": report.EMBEDDED_MEANING if recipe["target"]["model"] == report.EMBEDDED else None,
+        "terms": report.TERMS,
         "theory": [row for row in timing if row["method"] != AUTOREGRESSIVE],
         "next_steps": report.next_steps(summary, timing, recipe),
         # For `report.md`.

@@ -1,6 +1,10 @@
 """`draftsmith chat`: both sides say the same, turns build on each other, and Ctrl-C ends an answer, not the chat."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,10 @@ def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
         assert each["tokens"] <= 16
     assert "16 tokens, " in printed
     assert printed.count("/reset: forget") == 2
+    assert printed.count("a new conversation") == 1
+    assert printed.count("Bold green") == 1
+    assert [each["cut_at"] for each in said] == [16 if each["tokens"] == 16 else None for each in said]
+    assert printed.count("; cut at 16 tokens") == sum(each["cut_at"] is not None for each in said)
     assert "<|im_end|>" not in printed
 
 
@@ -66,7 +74,7 @@ def test_a_line_that_is_no_text_ends_nothing(recipe: str, tmp_path: Path, monkey
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
     lines = iter([lambda: "\udcff\udcfe hello", refused, lambda: QUESTION, lambda: "/quit"])
-    monkeypatch.setattr(chat.console, "input", lambda _: next(lines)())
+    monkeypatch.setattr("builtins.input", lambda _: next(lines)())
     said, printed = talk(recipe, tmp_path)
     assert [each["question"] for each in said] == [QUESTION]
     assert printed.count("That line is not UTF-8") == 2
@@ -101,3 +109,30 @@ def test_what_is_compiled_first_is_in_no_answer(recipe: str, tmp_path: Path, mon
     assert plain != drafting
     assert [seen for _, seen in asked] == [False, False, True]
     assert asked[2][0] == drafting
+
+
+def test_a_path_is_a_question(recipe: str, tmp_path: Path) -> None:
+    said, printed = talk(recipe, tmp_path, "/etc/passwd: what is it?", "/nothing")
+    assert [each["question"] for each in said] == ["/etc/passwd: what is it?"]
+    assert printed.count("/reset: forget") == 2
+
+
+def test_a_pasted_text_is_one_message() -> None:
+    """A terminal marks what is pasted; GNU readline then takes line breaks as text."""
+    code = (
+        "import readline\nfrom draftsmith.eval.commands import console\nconsole.paste_as_one_message()\n"
+        "print('GNU' in readline.__doc__, repr(console.read_message()), flush=True)"
+    )
+    leader, follower = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower):
+        os.close(follower)
+        shown = b""
+        while b"> " not in shown:
+            shown += os.read(leader, 1024)
+        os.write(leader, b"\x1b[200~one\rtwo\x1b[201~\r")
+        while b"True 'one" not in shown and b"False 'one" not in shown:
+            shown += os.read(leader, 1024)
+        while not shown.endswith(b"\n"):
+            shown += os.read(leader, 1024)
+    os.close(leader)
+    assert b"True 'one\\ntwo'" in shown or b"False 'one" in shown

@@ -1,6 +1,8 @@
 """The command line: a user's mistake is one sentence on stderr and a non-zero exit, never a traceback."""
 
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands import cli
 
 RUNNER = CliRunner()
-NO_RECIPE = {"demo"}  # what stands behind it is a question
+NO_RECIPE = {"demo", "recipes"}  # behind the first stands a question, behind the other nothing
 COMMANDS = sorted({each.name or each.callback.__name__ for each in cli.app.registered_commands} - NO_RECIPE)
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped\n"
 
@@ -36,6 +38,27 @@ def test_a_missing_recipe_and_sigterm_are_one_sentence(command: str, monkeypatch
     result = RUNNER.invoke(cli.app, [command, "quickstart"])
     assert (result.exit_code, result.stderr) == (143, INTERRUPTED)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_the_help_groups_the_commands_and_cuts_nothing() -> None:
+    """Each command is in a group, in the order of the work, and has a summary that fits into a line."""
+    for option in ("-h", "--help"):
+        printed = RUNNER.invoke(cli.app, [option]).stdout
+        assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == ["Options", *cli.PANELS]
+        rows = re.findall(r"^  ([a-z]+)  +(.*)$", printed, re.MULTILINE)
+        assert sorted(name for name, _ in rows) == sorted({*COMMANDS, *NO_RECIPE})
+        assert rows[0][0] == "demo"
+        assert all(0 < len(text) <= 45 and "..." not in text for _, text in rows)
+    assert RUNNER.invoke(cli.app, ["train", "-h"]).stdout.startswith("Usage:")
+
+
+def test_the_shipped_recipes_are_listed_with_a_line_each(tmp_path: Path) -> None:
+    result = RUNNER.invoke(cli.app, ["recipes", f"--json={tmp_path}/names.json"])
+    listed = json.loads((tmp_path / "names.json").read_text())
+    assert [*listed] == sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
+    assert listed["qwen3-8b-dspark"].endswith("for Qwen3-8B on one node of 80 GB GPUs, for vLLM, SGLang and llama.cpp")
+    assert all(20 < len(summary) <= 150 for summary in listed.values())
+    assert f"{'quickstart'.ljust(30)}  {listed['quickstart']}\n" in result.stdout
 
 
 def test_ctrl_c_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """`draftsmith demo`: both sides give one answer, which is shown whole; the drafter that ships is one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.eval.commands.demo import QUESTIONS, demonstrate, show
+from draftsmith.eval.bench import measured_methods
+from draftsmith.eval.commands.demo import QUESTIONS, Demo, DemoAnswer, demonstrate, show
 from draftsmith.models.base.registry import SHIPPED_DRAFTER, load_drafter_class, read_drafter, read_training
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.smollm2_wheel import HUB_ID
@@ -26,8 +28,46 @@ def test_the_answer_with_and_without(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert each.same
         assert 4 <= each.rounds <= each.tokens <= 11  # the first of twelve comes with the prompt
         assert " ".join(each.answer.split()) in printed
-    assert f"{found.ratio:.2f}x (median of questions)" in printed
+    assert found.sentence() in printed
     assert "every answer is the same; float32" in printed
+    assert printed.count("... (cut at 12 tokens)") == sum(each.cut for each in found.shown)
+    assert "Bold green: drafted and accepted" in printed
+
+
+def test_times_are_medians_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides answer in turns, after a warm-up answer of each: 1, 9 and 2 s without, 1, 1 and 3 s with a drafter."""
+    recipe = TargetRecipe(model="embedded", dtype="float32")
+    torch.manual_seed(0)
+    load_drafter_class("parallel").from_target(load_target(recipe)[0], {"num_masks": 2}).save_pretrained(tmp_path)
+    seconds, asked, answer = iter([0, 0, 1, 1, 9, 1, 2, 3]), list[str](), measured_methods.Arm.answer
+
+    def timed(self: Any, *arguments: Any, **named: Any) -> Any:
+        record = answer(self, *arguments, **named)
+        asked.append(self.method.name)
+        record.wall_time_s = record.prefill_s + next(seconds)
+        return record
+
+    monkeypatch.setattr(measured_methods.Arm, "answer", timed)
+    (shown,) = demonstrate(recipe, "What does os.path.join do?", 12, tmp_path).shown
+    assert asked == ["autoregressive", "shipped"] * 4
+    assert (shown.plain_s, shown.drafted_s) == (pytest.approx(2), pytest.approx(1))
+
+
+def test_a_speedup_above_tau_is_a_defect_of_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten tokens in five rounds are two a round: 1.5 times as fast is possible, 3 times is not."""
+
+    def answered(plain_s: float) -> DemoAnswer:
+        return DemoAnswer("q", "a", False, True, 10, 5, plain_s, 1.0)
+
+    mixed, alone = (Demo("t", "float32", [answered(each) for each in times]) for times in ((1.5, 3.0), (3.0,)))
+    assert (mixed.ratio, alone.ratio) == (1.5, None)
+    assert "1.50x (median of questions)" in mixed.sentence()
+    assert "impossible" in mixed.sentence()
+    assert "1 of 2 questions are left out" in mixed.sentence()
+    assert alone.sentence().startswith("no speedup, 2.00 tokens per round")
+    assert "impossible" not in Demo("t", "float32", [answered(2.0)]).sentence()
+    show(mixed)
+    assert "3.00x (!)" in capsys.readouterr().out
 
 
 def test_the_drafter_that_ships() -> None:

@@ -108,6 +108,9 @@ def clinic(
 def test_a_healthy_recipe(tmp_path: Path) -> None:
     code, findings, printed = clinic(tmp_path).examine(rows=1)
     assert code == 0
+    unloved = findings.pop("drafter/engines")  # as two distinct masks are
+    assert (unloved["severity"], unloved["figures"]) == ("warning", {"loading": []})
+    assert "0 defects, 1 warning\n" in printed
     assert {entry["severity"] for entry in findings.values()} == {"ok"}
     rows = Clinic(tmp_path, tiny_tokenizer(templates.CHATML)).rows()
     share = findings["source/supervised tokens"]["figures"]
@@ -409,6 +412,23 @@ def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str],
     finding = findings["served/export"]
     assert (finding["severity"], sentence in finding["sentence"]) == (severity, True)
     assert code == (severity == "defect")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "loading", "sentence"),
+    [
+        (["drafter.kind=eagle3", "drafter.options={first_token: false}"], ["vLLM", "SGLang", "llama.cpp"], ""),
+        (["drafter.kind=peagle", "drafter.options={}"], ["vLLM"], "not SGLang: it takes"),
+        (["drafter.kind=hydra", "drafter.options={}"], [], "only draftsmith's own loop and server"),
+    ],
+)
+def test_which_engines_load_it_is_always_said(
+    tmp_path: Path, drafter: list[str], loading: list[str], sentence: str
+) -> None:
+    _, findings, _ = clinic(tmp_path, num_hidden_layers=4).examine(*drafter)
+    engines = findings["drafter/engines"]
+    assert (engines["figures"]["loading"], engines["severity"]) == (loading, "ok" if loading else "warning")
+    assert sentence in engines["sentence"]
 
 
 @pytest.mark.parametrize("kind", drafter_kinds())

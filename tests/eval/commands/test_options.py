@@ -1,18 +1,22 @@
 """`--json` and `--quiet`, wherever they stand; what is on which stream."""
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 from support.finished_run import FinishedRun
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.console import PlainConsole, heading, moved_to_front
+from draftsmith.eval.commands.console import PlainConsole, WordWrap, heading, moved_to_front
 from draftsmith.recipes.schema import Recipe
 
 RUNNER = CliRunner()
@@ -109,9 +113,9 @@ def test_every_command_tells_its_figures(finished: FinishedRun, command: str) ->
 
 
 def test_every_command_is_tried() -> None:
-    """Compare by its files, export and import next to the files they write; the last three talk."""
+    """Compare by its files, export and import next to the files they write; `recipes` in test_cli; the rest talk."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
-    assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve"}
+    assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve", "recipes"}
 
 
 def test_a_table_in_a_file_is_as_wide_as_it_needs(
@@ -123,3 +127,26 @@ def test_a_table_in_a_file_is_as_wide_as_it_needs(
     shown.add_row("a-method-with-many-options-" * 10, "3.21")
     PlainConsole().print(shown)
     assert capsys.readouterr().out.splitlines()[-1].split() == ["a-method-with-many-options-" * 10, "3.21"]
+
+
+@pytest.mark.parametrize("width", [10, 17, 40])
+def test_a_growing_text_breaks_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it comes in pieces; a word wider than the line is the terminal's to break. Wide characters are two."""
+    text = "The quick brown fox  jumps\n    over the lazy dog, 漢字 and a_word_of_more_than_ten_columns ends"
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = []
+    for size in (1, 3, len(text)):
+        output = PlainConsole()
+        output.file = io.StringIO()
+        wrap = WordWrap(output)
+        for begin in range(0, len(text), size):
+            wrap.write(Text(text[begin : begin + size]))
+        wrap.end()
+        shown.append(output.file.getvalue())
+    assert shown[0] == shown[1] == shown[2]
+    assert shown[0].split() == text.split()
+    for line in shown[0].splitlines():
+        for word in re.finditer(r"\S+", line):
+            columns = cell_len(word[0])
+            assert columns > width or cell_len(line[: word.start()]) % width + columns <= width
+    assert "\n    over" in shown[0]

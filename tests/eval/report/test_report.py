@@ -55,7 +55,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     text = markdown.read_text()
     assert text.index("**Lossless.** All 720 greedy answers are the target's") < text.index("## Overall")
     assert "- T = 0: **too few questions**. tree, the fastest of 4 methods, reached 2.01 times the speed" in text
-    assert "2.50 tokens per round, 1.50 without the target's own." in text
+    assert "2.50 tokens per round. A round of tree commits 2.50 tokens and takes as long as 1.38 steps" in text
     for said in (
         "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |",
         r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn | tree",
@@ -98,22 +98,30 @@ def test_next_steps_follow_from_the_numbers() -> None:
     assert "Drafting costs 0.50 of a target step" in steps
     assert "Greedy answers differ" in steps
     assert "Greedy answers differ" not in " ".join(next_steps([TIES], slow, recipe))
+    assert "`draftsmith demo` has a chat model that gains" in steps  # after the embedded target
+    recipe["target"]["model"] = "folder"
+    assert "draftsmith demo" not in " ".join(next_steps([TIES], slow, recipe))
 
 
 def test_terminal_table() -> None:
+    """One line a method, the fastest first: the tree's round takes 0.25 steps to draft and 4.5 ms over 4 to check."""
     lenient = row("fast", "overall", speedup_mean=3.0, greedy_identical=None, lossless=False)
-    text = on_screen([*SUMMARY, BUG, TIES, lenient], baseline=BASELINE)
-    assert re.search(r"tree +writing +2.50 +1.50 +2.01 ± 0.10 +1.73 +yes", text)
+    text = on_screen([*SUMMARY, BUG, TIES, lenient], baseline=BASELINE, timing=TIMING)
+    assert re.search(r"tree +2.01x +too few questions +2.50 +1.38: 0.25 \+ 1.12 +yes", text)
     assert re.search(r"bad .* NO\s", text)
     assert re.search(r"rounded .* but for 3 ties", text)
     assert re.search(r"fast .* not lossless\s", text)
+    names = re.findall(r"^ *(fast|tree|chain|bad|rounded|autoregressive)\b", text, flags=re.MULTILINE)
+    assert names == ["fast", "tree", "chain", "bad", "rounded"]
     assert "do not have the target's distribution" in " ".join(text.split())
-    assert not re.search(r"^ *autoregressive ", text, flags=re.MULTILINE)
+    assert "commits more tokens" in text
+    assert "four million parameters" not in text
+    assert "four million parameters" in on_screen(SUMMARY, is_embedded=True)
     # A long name hides no figure, and a name is text, not markup.
     long = [row("a-recipe-with-a-rather-long-name/[red]its-method", "overall", tau=2.71)]
     text = on_screen([*SUMMARY, *long], 80)
     assert "2.71" in text
-    assert "[red]" in text.replace("\n", "")
+    assert "[red]" in re.sub(r"\s", "", text)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +156,8 @@ def test_verdict_explains_tau_and_round_costs() -> None:
     """0.25 to draft and 4.5 ms over 4 ms to check: 1.375 steps, for 2.5 tokens."""
     why = verdicts(SUMMARY, TIMING)[0].why
     assert why == (
-        "A round keeps 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 to check "
-        "the draft. 2.50 / 1.38 makes 1.90, of which decoding reaches 95%."
+        "A round of tree commits 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 "
+        "to check the draft."
     )
 
 

@@ -301,6 +301,40 @@ def test_throughput_is_rate_over_flops(tmp_path: Path) -> None:
     assert seconds == pytest.approx(3 * 32 / rate)
 
 
+def test_conversations_of_a_local_file_are_counted(tmp_path: Path) -> None:
+    """Three conversations of one, two and two questions; `limit` takes the first two."""
+    file, sizes = tmp_path / "talk.jsonl", (1, 2, 2)
+    talks = [[f"{number} {turn}" for turn in range(size)] for number, size in enumerate(sizes)]
+    file.write_text("\n".join(json.dumps({"turns": talk}) for talk in talks) + "\n{damaged\n")
+    for limit, (conversations, answers) in {None: (3, 5), 2: (2, 3)}.items():
+        data = {"conversations": {"source": str(file), "limit": limit}, "distill": {"max_new_tokens": 10}}
+        recipe = recipe_of(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
+        plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0))
+        (line,) = plan.disk
+        assert line.amount == 2 * 64 * conversations * 32
+        rate, seconds = (line.amount for line in plan.time if line.what == "training")
+        assert seconds == pytest.approx(3 * conversations * 32 / rate)
+        (distilling,) = (line for line in plan.time if line.what == "distilling")
+        assert distilling.how.startswith(f"{answers} answers of 10 tokens")
+    assert "assumed" in next(line for line in make_plan(recipe_of(tmp_path)).time if line.what == "distilling").how
+
+
+def test_processes_share_the_time(tmp_path: Path) -> None:
+    """Of each stage: training and measuring by as many processes, distilling by as many copies as there are GPUs."""
+    distill = {"engine": "vllm", "options": {"tensor_parallel_size": 2}}
+    data = {"conversations": {"limit": 100}, "distill": distill}
+    recipe = recipe_of(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
+    times = [
+        {line.what: line.amount for line in plan.time if line.unit == "seconds"}
+        for plan in (
+            make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0, processes=number)) for number in (1, 8)
+        )
+    ]
+    assert {stage: times[0][stage] / times[1][stage] for stage in times[0]} == pytest.approx(
+        {"training": 8, "distilling": 4, "measuring": 8}
+    )
+
+
 # ---- out of memory ----
 
 TOO_LARGE = 1 << 50

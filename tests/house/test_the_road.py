@@ -1,0 +1,107 @@
+"""The road of docs/guides/train.md on a tiny Qwen 3: from a copied recipe to what would go to the Hub."""
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from support.chat_families import FAMILIES
+from support.places import ROOT
+from transformers import AutoModelForCausalLM, Qwen3Config
+from typer.testing import CliRunner
+
+from draftsmith.eval.commands.cli import app
+
+PAGE = ROOT / "docs" / "guides" / "train.md"
+# What makes the recipe small, beside the keys that the page tells to set; all else is the shipped recipe's.
+SMALL: dict[str, Any] = {
+    "name": "mine",
+    "target": {"model": "target", "dtype": "float32", "device": "cpu"},
+    "data": {
+        "conversations": {"source": "prompts.jsonl", "limit": None},
+        "distill": {"engine": "transformers", "max_new_tokens": 24, "cut_answers": "keep", "options": {}},
+        "max_length_tokens": 96,
+        "eval_rows_frac": 0.0,
+    },
+    "drafter": {"options": {"num_layers": 1, "sliding_window": 64, "selector_top_k": 4}},
+    "train": {"max_steps": 2, "global_batch_size": 2, "bf16": False, "use_cpu": True, "disable_tqdm": True},
+    "eval": {"questions": "questions.jsonl", "max_new_tokens": 12, "runs": 1, "temperatures": [0.0], "compile": False},
+}
+
+
+def road() -> list[list[str]]:
+    """Return the words of the page's first block of commands."""
+    block = re.search(r"## The road\n+```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    return [shlex.split(line) for line in block[1].splitlines() if not line.startswith("#")]
+
+
+def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    parts = {
+        key: merged(values.get(key) or {}, each) if isinstance(each, dict) else each for key, each in changes.items()
+    }
+    return {**values, **parts}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the shipped recipes, a tiny Qwen 3, prompts and questions."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    torch.manual_seed(0)
+    tokenizer = FAMILIES["Qwen3"].tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    prompts = [json.dumps({"prompt": f"Say {word} twice."}) for word in ("one", "two", "three", "four")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
+    question = {"question_id": 1, "category": "qa", "turns": ["What is next?"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what `accelerate launch` would start, in this process."""
+    options = launch_command_parser().parse_args(words)
+    assert options.module
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [options.training_script, *options.training_script_args])
+        runpy.run_module(options.training_script, run_name="__main__")
+
+
+@pytest.mark.slow
+def test_the_road(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = {}
+    for program, *words in road():
+        if program == "cp":
+            mine = Path(shutil.copyfile(*words))
+            mine.write_text(yaml.safe_dump(merged(yaml.safe_load(mine.read_text()), SMALL)))
+        elif program == "accelerate":
+            assert words[0] == "launch"
+            launch(words[1:], monkeypatch)
+        elif program == "draftsmith" and "--engine" not in words:
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, (words, result.output)
+            printed[words[0]] = result.output
+    assert [*printed] == ["plan", "doctor", "distill", "eval", "export", "push"]
+    assert "8 processes" in printed["plan"]
+    assert "vLLM, SGLang, llama.cpp can load it" in printed["doctor"]
+    run = workplace / "runs" / "mine"
+    assert (run / "report.html").is_file()
+    (served,) = (line for line in printed["export"].splitlines() if "--speculative-config" in line)
+    config = json.loads(shlex.split(served)[-1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("dflash", 7)
+    assert (Path(config["model"]) / "model.safetensors").is_file()
+    assert "Nothing was sent" in printed["push"]
