@@ -216,8 +216,8 @@ class DistillRecipe(Section):
     options: dict[str, Any] = Field({}, description="of that engine, documented there")
     model: str | None = Field(
         None,
-        description="model that answers for the target, with engine vllm or transformers: Hub id or folder of the "
-        "copy that will be served (FP8, AWQ, GPTQ), whose answers the drafter then learns",
+        description="distil answers of this model in place of `target.model`: Hub id or folder of the quantised copy "
+        "(FP8, AWQ, GPTQ) that will be served; needs engine vllm or transformers",
     )
     temperature: float = Field(0.0, ge=0, description="of the answers; 0 is greedy")
     top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all")
@@ -461,8 +461,8 @@ class Recipe(Section):
     eval: EvalRecipe = EvalRecipe()
 
     @property
-    def teacher(self) -> TargetRecipe:
-        """The model that answers the conversations: the target, or `data.distill.model` with its saved dtype."""
+    def answering_target(self) -> TargetRecipe:
+        """The model whose answers are distilled: `data.distill.model` in its saved dtype, or by default the target."""
         copy = self.data.distill.model
         as_saved = {"model": copy, "revision": None, "gguf_file": None, "dtype": "auto", "quantization": None}
         return self.target if copy is None else self.target.model_copy(update=as_saved)

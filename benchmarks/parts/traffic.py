@@ -14,7 +14,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import InvalidConversation, open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.worker import Finished, Job, Worker
+from draftsmith.eval.serving.worker import CompletedAnswer, Job, Worker
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import SourceRecipe
 
@@ -43,7 +43,7 @@ class Traffic:
     def __init__(self, worker: Worker, new_tokens: int, load: float) -> None:
         self._worker, self._new_tokens, self._load = worker, new_tokens, load
 
-    def ask(self, questions: list[str]) -> Iterator[tuple[Finished, float]]:
+    def ask(self, questions: list[str]) -> Iterator[tuple[CompletedAnswer, float]]:
         """Each answer of a conversation, and the seconds that it took."""
         turns: list[Turn] = []
         for question in questions:
@@ -54,7 +54,7 @@ class Traffic:
             out: queue.SimpleQueue[Any] = queue.SimpleQueue()
             begin_s = time.perf_counter()
             self._worker.submit(Job(ids, self._new_tokens, Sampling(), 0, (), out.put))
-            while not isinstance(end := out.get(), Finished):
+            while not isinstance(end := out.get(), CompletedAnswer):
                 if isinstance(end, BaseException):
                     raise end
             seconds = time.perf_counter() - begin_s

@@ -120,7 +120,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             "dtype": recipe.target.dtype,
             "model": recipe.target.display_name,
         },
-        "answered_by": recipe.teacher.display_name,
+        "answered_by": recipe.answering_target.display_name,
         "sources": sources,
         "failed": dict(view.counts().get(FAILED, Counter())),
         "contaminated_ids": counts.contaminated_ids,

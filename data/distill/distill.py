@@ -20,7 +20,15 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView, kept_record
+from draftsmith.data.distill.ledger import (
+    DONE,
+    FAILED,
+    SHORTENED,
+    FinishedConversation,
+    Ledger,
+    LedgerView,
+    kept_record,
+)
 from draftsmith.data.distill.limits import TargetLimits, check_conversations
 from draftsmith.data.distill.settings import FolderSettings, distill_settings, has_answers
 from draftsmith.data.engines.engine import (
@@ -214,7 +222,7 @@ class _Distillation:
     in_flight: dict[str, _Rewriting] = field(default_factory=dict)
     held: deque[str] = field(default_factory=deque)  # by another process, which may die before it has finished them
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[FinishedConversation] = field(default_factory=list)
     next_write_s: float = 0.0
     start_s: float = field(default_factory=time.perf_counter)
 
@@ -397,10 +405,10 @@ class _Distillation:
             self.report.kept += 1
             self.report.shortened.update([finished.reason] if finished.reason else [])
 
-    def _ledger_entry(self, rewriting: _Rewriting) -> Finished:
+    def _ledger_entry(self, rewriting: _Rewriting) -> FinishedConversation:
         source, turns, answer_ids, reason = rewriting.source, rewriting.turns, rewriting.answer_ids, rewriting.reason
         if not answer_ids:
-            return Finished(source.id, FAILED, reason)
+            return FinishedConversation(source.id, FAILED, reason)
         while turns[-1].role != "assistant":
             turns.pop()
         conversation = replace(source, turns=tuple(turns))
@@ -410,9 +418,9 @@ class _Distillation:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
             except TemplateProblem:  # an answer with two </think>, for instance
-                return Finished(source.id, FAILED, REWRITTEN)
+                return FinishedConversation(source.id, FAILED, REWRITTEN)
         record = kept_record(conversation) | {"answer_ids": answer_ids}
-        return Finished(source.id, DONE if reason is None else SHORTENED, reason, record)
+        return FinishedConversation(source.id, DONE if reason is None else SHORTENED, reason, record)
 
     def _write(self) -> None:
         """Write new results to the ledger; nothing before the first answer, so that failures fix no settings."""
@@ -444,7 +452,9 @@ def _pass_through(
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
-            finished.append(Finished(key, DONE, None, kept_record(replace(conversations[key], turns=turns))))
+            finished.append(
+                FinishedConversation(key, DONE, None, kept_record(replace(conversations[key], turns=turns)))
+            )
         with settings.fixed():
             ledger.commit([], finished)
         report.kept += len(finished)

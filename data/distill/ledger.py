@@ -96,7 +96,7 @@ _LINES: dict[str, TypeAdapter[Any]] = {
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedConversation:
     """Final state of a conversation. `record` is its line in `shards/`; None for a failed one."""
 
     id: str
@@ -283,7 +283,7 @@ class Ledger(LedgerView):
             claim.taken[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
         return claim
 
-    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[Finished]) -> None:
+    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[FinishedConversation]) -> None:
         """Write answers (id, turn, answer) and finished conversations, and wait until they are on disk.
 
         Raises:

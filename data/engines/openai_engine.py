@@ -417,10 +417,10 @@ class OpenAIEngine:
             ) from None
 
     def _from_environment(self, name: str, option: str) -> str:
-        """Return a variable's value. A malformed name is probably the secret itself, and is not shown."""
+        """Return an environment variable's value. A malformed name is probably the secret itself, and is not shown."""
         if not os.environ.get(name):
-            shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
-            raise UserError(f"{self.option(option)}: the environment has no variable {shown}")
+            shown = name if name.isidentifier() else "of this name (not shown: it looks like the secret itself)"
+            raise UserError(f"{self.option(option)}: there is no environment variable {shown}; give the name of one")
         return os.environ[name]
 
     def _split_credentials(self, url: str) -> tuple[str, str | None]:
@@ -431,8 +431,8 @@ class OpenAIEngine:
         parts = (address.username, address.password)
         if MASK in parts:
             raise UserError(
-                f"{self.option('base_urls')}: this recipe was written without the passwords of its servers: give the "
-                "URLs on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
+                f"{self.option('base_urls')}: draftsmith removed the servers' passwords when it stored this recipe: "
+                "give the URLs again on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
             )
         login = ":".join(
             ENVIRONMENT_VARIABLE.sub(lambda found: self._from_environment(found[1], "base_urls"), part)

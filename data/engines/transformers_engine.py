@@ -84,7 +84,7 @@ class TransformersEngine:
         """Load the target and build its engine."""
         data = setting.recipe.data
         longest_tokens = data.max_length_tokens + data.distill.max_new_tokens
-        with _on_the_gpu(options.batch_size):
+        with _gpu_memory_errors(options.batch_size):
             target, _ = load_target(setting.recipe.target)
             pack_linears(target)
             return cls(target, options.batch_size, longest_tokens, setting.end_ids)
@@ -100,7 +100,7 @@ class TransformersEngine:
     def collect(self) -> list[tuple[str, Outcome]]:
         """Run forwards of all rows until an answer has ended."""
         outcomes, self._refused = self._refused, []
-        with _on_the_gpu(self.concurrency):
+        with _gpu_memory_errors(self.concurrency):
             while self._waiting and (self._ended or len(self._rows) < self.concurrency):
                 self._begin(self._waiting.popleft())
             while not outcomes:
@@ -278,7 +278,7 @@ class _RowCacheLayer(CacheLayerMixin):
 
 
 @contextmanager
-def _on_the_gpu(batch_size: int) -> Iterator[None]:
+def _gpu_memory_errors(batch_size: int) -> Iterator[None]:
     """Report a lack of GPU memory as a UserError, and disable cuDNN's attention."""
     try:
         with without_cudnn_attention():

@@ -206,7 +206,7 @@ class OverlapMeter:
 
     def on_round(self, round_: Round) -> None:
         """Measure the overlap at every node that decided a token of the answer."""
-        tree, path = round_.tree, round_.verdict.path
+        tree, path = round_.tree, round_.verification.path
         if self._counting:
             self.depths.append(tree.shape.draft_depth)
             self.nodes.append(len(tree))

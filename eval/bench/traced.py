@@ -145,7 +145,7 @@ class Trace:
         return self._texts[ids]
 
     def on_round(self, round_: Round) -> None:
-        tree, path = round_.tree, round_.verdict.path
+        tree, path = round_.tree, round_.verification.path
         if not self._ids:
             self._ids = [tree.tokens[0]]
             self.answer.first = self.added([], tree.tokens[0])
@@ -158,8 +158,8 @@ class Trace:
         self._ids += paths[accepted[-1]]
         own = None
         if round_.kept == len(path):
-            own = self.added(self._ids, round_.verdict.next_token)
-            self._ids.append(round_.verdict.next_token)
+            own = self.added(self._ids, round_.verification.next_token)
+            self._ids.append(round_.verification.next_token)
         self.answer.rounds.append(TracedRound(texts, list(tree.shape.parents), accepted, own))
 
 

@@ -429,10 +429,10 @@ def export(
     ] = None,
     target_gguf: Annotated[
         Path | None,
-        typer.Option(help="gguf: the target's file for llama.cpp; default: the recipe's target.gguf_file."),
+        typer.Option(help="With --to gguf: the target's GGUF file; default: the recipe's target.gguf_file."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="gguf: dtype of the weights: f32, f16, bf16 (default), q8_0 or q4_0.")
+        str | None, typer.Option(help="With --to gguf: dtype of the weights: f32, f16, bf16 (default), q8_0 or q4_0.")
     ] = None,
 ) -> None:
     """Export the trained drafter to another program's format, check it, and print the command that serves it."""
@@ -476,10 +476,12 @@ def plan(
     overrides: Overrides = None,
     memory_gib: Annotated[float | None, typer.Option(help="Device memory: also report whether training fits.")] = None,
     peak_tflops: Annotated[
-        float | None, typer.Option(help="Device's peak in the recipe's dtype; default: measured here.")
+        float | None,
+        typer.Option(help="Peak of GPU or CPU in the recipe's dtype; default: measured on this machine."),
     ] = None,
     memory_gb_per_s: Annotated[
-        float | None, typer.Option(help="Device's memory bandwidth; default: measured here.")
+        float | None,
+        typer.Option(help="Memory bandwidth of GPU or CPU; default: measured on this machine."),
     ] = None,
     utilisation: Annotated[float, typer.Option(help="Share of the peak that a training step reaches.")] = 0.4,
     labelled_share: Annotated[

@@ -237,8 +237,8 @@ def _check_same_settings(both: str, first: list[QuestionRecord], other: list[Que
             different = [SETTINGS[name] for name in SETTINGS if answer.settings[name] != theirs[name]]
             if answer.method == AUTOREGRESSIVE and different:
                 raise UserError(
-                    f"{both}: question {record.question_id} was answered with other {', '.join(different)}: measure "
-                    "both with the same settings"
+                    f"{both}: question {record.question_id} was answered with different {', '.join(different)} in the "
+                    "two runs: measure both with the same settings"
                 )
 
 

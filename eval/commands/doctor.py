@@ -556,7 +556,7 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")]
-    target_place = target_location(recipe.teacher)
+    target_place = target_location(recipe.answering_target)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))

@@ -5,7 +5,7 @@ distils. Counters are read from `/metrics` in Prometheus' text format; another e
 field `token_ids` of an answer is vLLM's extension of OpenAI's API.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Its accepted tokens include those of an answer's last
-draft that exceed the answer's length, so `ServedRow` has the committed tau too. Sources of the names: vLLM 0.32,
+draft that exceed the answer's length, so `LoadTestRow` has the committed tau too. Sources of the names: vLLM 0.32,
 `v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`.
 """
 

@@ -147,13 +147,13 @@ def key_in(variable: str) -> str:
         UserError: The variable is not set, or its value cannot be sent in an HTTP header. The message never shows a
             text that may be the key itself.
     """
-    shown = variable if variable.isidentifier() else "that is named there: give a variable's name, not what it holds"
+    shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise UserError(f"option --api-key-env: the environment has no variable {shown}")
+        raise UserError(f"option --api-key-env: there is no environment variable {shown}; give the name of one")
     if not (key.isascii() and key.isprintable()):
         raise UserError(
-            f"option --api-key-env: {shown} holds line breaks or other characters that HTTP headers do not allow: set "
-            "it to the key alone"
+            f"option --api-key-env: the environment variable {shown} holds line breaks or other characters that HTTP "
+            "headers do not allow: set it to the key alone"
         )
     return key

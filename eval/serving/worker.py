@@ -62,7 +62,7 @@ class Piece:
 
 
 @dataclass
-class Finished:
+class CompletedAnswer:
     """A complete answer, for the client and for `on_answer`."""
 
     prompt_ids: list[int]
@@ -73,7 +73,7 @@ class Finished:
 
 @dataclass
 class Job:
-    """A queued or running request. The worker passes results to `put` and checks `gone` every round.
+    """A queued or running request. The worker passes results to `put` and checks `cancelled` every round.
 
     put: gets the pieces, then the complete answer or an error. gone: set when the client has disconnected.
     streamed: False: `put` gets no pieces, each of which would wake the listening thread.
@@ -84,8 +84,8 @@ class Job:
     sampling: Sampling
     seed: int
     stops: tuple[str, ...]
-    put: Callable[[Piece | Finished | BaseException], object]
-    gone: threading.Event = field(default_factory=threading.Event)
+    put: Callable[[Piece | CompletedAnswer | BaseException], object]
+    cancelled: threading.Event = field(default_factory=threading.Event)
     streamed: bool = True
 
 
@@ -99,21 +99,21 @@ class Running:
 
     job: Job
     generation: Generation
-    pieces: Pieces
+    pieces: AnswerPieces
     layers: tuple[int, ...]
     features: list[Tensor]
     started_s: float
     counted: bool = True
     texts: list[str] = field(default_factory=list)
 
-    def say(self, piece: Piece) -> None:
+    def add_piece(self, piece: Piece) -> None:
         """Add a piece to the answer's text, and send it if the answer is streamed."""
         self.texts.append(piece.text)
         if self.job.streamed:
             self.job.put(piece)
 
 
-class Gone(Exception):
+class RequestCancelled(Exception):
     """Raised or sent when an answer is cancelled: its client has disconnected, or the server stops."""
 
 
@@ -139,7 +139,7 @@ class Worker:
         self,
         recipe: Recipe,
         waiting: int,
-        on_answer: Callable[[Finished], None] | None = None,
+        on_answer: Callable[[CompletedAnswer], None] | None = None,
         newer: Callable[[], Path | None] = lambda: None,
         at_once: int = 1,
     ) -> None:
@@ -189,7 +189,7 @@ class Worker:
             Gone: The worker has stopped or is stopping.
         """
         if self._stopping.is_set():
-            raise Gone
+            raise RequestCancelled
         self.jobs.put_nowait(job)
 
     def stop(self) -> None:
@@ -197,17 +197,17 @@ class Worker:
         self._stopping.set()
 
     def work(self) -> None:
-        """Process jobs until `stop` or Ctrl-C; unfinished jobs then get `Gone`."""
+        """Process jobs until `stop` or Ctrl-C; unfinished jobs then get `RequestCancelled`."""
         try:
             self._work()
         finally:
             self._stopping.set()
             self._session.close()
             for running in self._running:
-                running.job.put(Gone())
+                running.job.put(RequestCancelled())
             with suppress(queue.Empty):
                 while True:
-                    self.jobs.get_nowait().put(Gone())
+                    self.jobs.get_nowait().put(RequestCancelled())
 
     def answer(self, client: Callable[[], Result]) -> Result:
         """Run `client` in another thread while this thread processes its jobs; return the client's result."""
@@ -225,8 +225,8 @@ class Worker:
                 if self._running:
                     self._round(self._running)
                 for running in [*self._running]:
-                    if running.job.gone.is_set():
-                        self._end(running, "gone", Gone())
+                    if running.job.cancelled.is_set():
+                        self._end(running, "gone", RequestCancelled())
                     elif running.generation.finished:
                         self._finish(running)
             except Exception as error:  # of any kind: later jobs must still be processed
@@ -241,7 +241,7 @@ class Worker:
                 job = self.jobs.get_nowait() if self._running else self.jobs.get(timeout=STOPS_WITHIN_S)
             except queue.Empty:
                 return
-            if job.gone.is_set():
+            if job.cancelled.is_set():
                 self.answers.labels("gone").inc()
                 continue
             self._take_newer()
@@ -294,7 +294,7 @@ class Worker:
         step = session.prefill(job.prompt_ids)
         generation.begin(step.logits[-1])
         generation.record.first_token_s = generation.record.prefill_s = time.perf_counter() - started_s
-        pieces = Pieces(self.tokenizer, job.stops)
+        pieces = AnswerPieces(self.tokenizer, job.stops)
         running = Running(job, generation, pieces, self.drafter.feature_layers, [step.features], started_s, counted)
         self._running.append(running)
         return running
@@ -314,7 +314,7 @@ class Worker:
             if running.counted:
                 self._count(round_)
             running.generation.record.round_s.append(time.perf_counter() - started_s)
-            running.say(running.pieces.of_round(round_))
+            running.add_piece(running.pieces.of_round(round_))
 
     def _set_method(self, running: Running, is_alone: bool) -> None:
         """Draft for an answer that runs alone, unless it started with a drafter of other feature layers."""
@@ -337,14 +337,14 @@ class Worker:
         job, record = running.job, running.generation.record
         record.wall_time_s = time.perf_counter() - running.started_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
-        running.say(running.pieces.rest(record))
-        finished = Finished(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
+        running.add_piece(running.pieces.rest(record))
+        finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
         self._keep(finished)
         self._end(running, finished.reason, finished)
 
-    def _keep(self, finished: Finished) -> None:
+    def _keep(self, finished: CompletedAnswer) -> None:
         """Call `on_answer`; if it fails, as on a full disk, the client still gets its answer."""
         if self.on_answer is None:
             return
@@ -360,7 +360,7 @@ class Worker:
                 logger.warning("answers are stored again")
             self._keeps = True
 
-    def _end(self, running: Running, reason: str, result: Finished | BaseException) -> None:
+    def _end(self, running: Running, reason: str, result: CompletedAnswer | BaseException) -> None:
         self._running.remove(running)
         self.answers.labels(reason).inc()
         running.job.put(result)
@@ -373,7 +373,7 @@ class Worker:
             self.by_position.labels(position).inc()
 
 
-class Pieces:
+class AnswerPieces:
     """Splits an answer's text into the pieces of its rounds.
 
     Text at the end is held back as long as it may be part of a stop string or of an incomplete character.
@@ -400,13 +400,13 @@ class Pieces:
         return Piece(text[self._sent :])
 
     def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
-        held = max((_begun(text, stop) for stop in self._stops), default=0)
+        held = max((num_held_characters(text, stop) for stop in self._stops), default=0)
         new = text[self._sent : max(self._sent, len(text) - held)]
         self._sent += len(new)
         return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
 
 
-def _begun(text: str, stop: str) -> int:
+def num_held_characters(text: str, stop: str) -> int:
     """Return the number of characters at the text's end that may belong to a stop string.
 
     If the text holds the whole stop string, the number counts from its start.

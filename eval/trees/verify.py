@@ -196,7 +196,7 @@ def root_only(token: int) -> DraftTree:
 
 
 @dataclass(slots=True)
-class Verdict:
+class Verification:
     """Result of verification.
 
     path: [a+1] the accepted nodes, root first. next_token: the token that the target adds after them.
@@ -237,7 +237,7 @@ def verify(
     sampling: Sampling,
     generator: torch.Generator | None = None,
     lenience: float = 1.0,
-) -> Verdict:
+) -> Verification:
     """Return the path of the tree that the target accepts, with its next token.
 
     Args:
@@ -254,7 +254,7 @@ def verify(
     return verify_greedy(tree, largest(logits).tolist())
 
 
-def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
+def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verification:
     """Follow, from the root, the child that equals the target's most likely token at its parent.
 
     Args:
@@ -269,10 +269,10 @@ def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
                 path.append(child)
                 break
         else:
-            return Verdict(path, next_token)
+            return Verification(path, next_token)
 
 
-def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verdict:
+def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verification:
     """Follow the most likely child x with p(x) >= lenience max p, where p is the softmax at temperature 1 (A.5)."""
     path = [0]
     while True:
@@ -282,11 +282,11 @@ def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -
         least = float(node_logits[best]) + math.log(lenience)
         good = [child for child in tree.children(path[-1]) if float(node_logits[tree.tokens[child]]) >= least]
         if not good:
-            return Verdict(path, best)
+            return Verification(path, best)
         path.append(max(good, key=lambda child: float(node_logits[tree.tokens[child]])))
 
 
-def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verdict:
+def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verification:
     """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`."""
     path = [0]
     while True:
@@ -305,7 +305,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
             p = _residual(p, q, token)
         else:
             # 3. No child left: the target adds a token drawn from the residual.
-            return Verdict(path, chooser.draw(p))
+            return Verification(path, chooser.draw(p))
 
 
 def draws_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:

@@ -15,8 +15,8 @@ Where we deviate:
   Not measured here.
 * The loss of head d is averaged over its own labels, then weighted with lambda_d / sum(lambda).
 
-Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n newly committed tokens, W tree nodes of a
-call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
+Shapes: B batch, G heads, S sequence, N packed query rows, D hidden, V vocabulary, n newly committed tokens, W nodes of
+a call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
 """
 
 from collections.abc import Sequence

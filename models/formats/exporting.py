@@ -179,7 +179,7 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
     The number of devices is that of distillation. SGLang has no option for variables of the chat template: they go with
     each request. llama.cpp's dtype is that of the file.
     """
-    target, distill = recipe.teacher, recipe.data.distill
+    target, distill = recipe.answering_target, recipe.data.distill
     if to == "gguf":
         kwargs = target.chat_template_kwargs
         return ["--jinja", *(["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else [])]
@@ -261,7 +261,7 @@ def export_run(
     if EXPORTERS[get_kind(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target = target_location(recipe.teacher) if gguf is None else str(gguf.file)
+    target = target_location(recipe.answering_target) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))

@@ -79,7 +79,7 @@ def attend(
 
 
 class GroupAttention:
-    """Group attention over packed rows: of all depths together, or of some after those that they attend to.
+    """Group attention of the packed query rows of all groups: of all depths together, or of some depths at a time.
 
     Args:
         backend: As in `group_attention`.

@@ -4,7 +4,7 @@ The layers are transformers' own modules, built from the target's config, so tha
 RoPE match the target. Those of another kind keep width, heads and RoPE. Sliding-window attention of a target is not
 carried over: a drafter's layers attend to the whole past, or to the window that its own options give it.
 
-Shapes: N packed rows, Dh head size.
+Shapes: N packed query rows, Dh head size.
 """
 
 import copy

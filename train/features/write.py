@@ -143,7 +143,10 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     begin_s = time.perf_counter()
     folder, index, chosen = projection.folder, projection.index, recipe.data.features
     if chosen.sharded and recipe.target.quantization is not None:
-        raise UserError("key `data.features.sharded`: bitsandbytes' weights cannot be split: leave one of both out")
+        raise UserError(
+            "key `data.features.sharded`: weights quantised by bitsandbytes cannot be split over processes: set it to "
+            "false, or leave out `target.quantization`"
+        )
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
     number, count, missing = 0, 1, projection.missing

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.distill.ledger import CLAIMS, DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
+from draftsmith.data.distill.ledger import CLAIMS, DONE, FAILED, SHORTENED, FinishedConversation, Ledger, LedgerView
 from draftsmith.errors import UserError
 
 IDS = [f"c{number:02d}" for number in range(6)]
 
 
-def done(key: str, text: str = "said") -> Finished:
-    return Finished(key, DONE, None, {"messages": [{"role": "assistant", "content": text + key}]})
+def done(key: str, text: str = "said") -> FinishedConversation:
+    return FinishedConversation(key, DONE, None, {"messages": [{"role": "assistant", "content": text + key}]})
 
 
 def lines_of(folder: Path, kind: str = "shards") -> list[str]:
@@ -29,8 +29,8 @@ def lines_of(folder: Path, kind: str = "shards") -> list[str]:
 def test_states_and_reasons(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         assert list(ledger.claim(IDS[:4]).taken) == IDS[:4]
-        cut = Finished(IDS[1], SHORTENED, "answer cut short", {"messages": []})
-        ledger.commit([], [done(IDS[0]), cut, Finished(IDS[2], FAILED, "HTTP 500")])
+        cut = FinishedConversation(IDS[1], SHORTENED, "answer cut short", {"messages": []})
+        ledger.commit([], [done(IDS[0]), cut, FinishedConversation(IDS[2], FAILED, "HTTP 500")])
         assert list(ledger.claim(IDS).taken) == IDS[3:]
         assert ledger.finished_ids() == set(IDS[:3])
         assert LedgerView(tmp_path).counts()[FAILED] == {"HTTP 500": 1}
@@ -54,7 +54,9 @@ def test_answers_of_an_unfinished_conversation_outlive_its_process(tmp_path: Pat
             [(IDS[0], 1, {"text": "second", "token_ids": None}), (IDS[1], 0, {"text": "other", "token_ids": None})],
             [done(IDS[1])],
         )
-        ledger.commit([(IDS[2], 0, {"text": "said", "token_ids": None})], [Finished(IDS[2], FAILED, "HTTP 500")])
+        ledger.commit(
+            [(IDS[2], 0, {"text": "said", "token_ids": None})], [FinishedConversation(IDS[2], FAILED, "HTTP 500")]
+        )
     with Ledger(tmp_path) as ledger:
         assert ledger.retry_failed() == 1
         assert ledger.claim(IDS[:3]).taken == {
@@ -143,7 +145,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 WORKER = """
 import os, signal, sys
 from pathlib import Path
-from draftsmith.data.distill.ledger import DONE, Finished, Ledger
+from draftsmith.data.distill.ledger import DONE, FinishedConversation, Ledger
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 ids = [f"c{number:02d}" for number in range(int(sys.argv[3]))]
 done = 0
@@ -161,16 +163,17 @@ with Ledger(folder) as ledger:
                 if done == steps:
                     os.kill(os.getpid(), signal.SIGKILL)
                 ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})], [])
-            ledger.commit([], [Finished(key, DONE, None, {"messages": [{"role": "user", "content": key}] * 50})])
+            messages = [{"role": "user", "content": key}] * 50
+            ledger.commit([], [FinishedConversation(key, DONE, None, {"messages": messages})])
 """
 OTHER = """
 import sys
 from pathlib import Path
-from draftsmith.data.distill.ledger import DONE, Finished, Ledger
+from draftsmith.data.distill.ledger import DONE, FinishedConversation, Ledger
 with Ledger(Path(sys.argv[1])) as ledger:
     print(*ledger.claim(sys.argv[2:]).taken, flush=True)
     key = sys.stdin.readline().strip()
-    ledger.commit([], [Finished(key, DONE, None, {"messages": []})])
+    ledger.commit([], [FinishedConversation(key, DONE, None, {"messages": []})])
     print("written", flush=True)
     sys.stdin.read()
 """

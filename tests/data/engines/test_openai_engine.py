@@ -69,7 +69,7 @@ def test_sampling_seed_and_key_are_sent(
     [
         ("BROKEN", "api_key_env: BROKEN holds line breaks or other characters"),
         ("sk-proj-1", "give a variable's name, not what it holds"),
-        ("NO_SUCH_KEY", "the environment has no variable NO_SUCH_KEY"),
+        ("NO_SUCH_KEY", "no environment variable NO_SUCH_KEY"),
     ],
 )
 def test_a_wrong_key_is_told_unseen(

@@ -20,7 +20,7 @@ from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.eval.commands import in_engine
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
-from draftsmith.eval.commands.in_engine import cpu_cache_bytes, measured_arguments, read_engine_options
+from draftsmith.eval.commands.in_engine import cpu_cache_bytes, read_engine_options, vllm_arguments
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -118,7 +118,7 @@ WRONG = [
     (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
     (["--server", "http://a", "--correct-cpu-sampling"], "is for a server that is started here"),
     (["--engine-options", "{a"], "option --engine-options: give a mapping"),
-    (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no variable NOT_SET"),
+    (["--server", "http://a", "--api-key-env", "NOT_SET"], "no environment variable NOT_SET"),
     (["eval.stop=[x]"], "set eval.stop=[]"),
     (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
     (
@@ -168,7 +168,7 @@ CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
 def arguments(**options: Any) -> dict[str, Any]:
     recipe = Recipe.model_validate({"name": "x", "target": {"model": "a/model", "dtype": "float32"}})
     setting = EngineSetting(recipe, None, (2,))
-    return measured_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
+    return vllm_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
 
 
 def test_a_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from draftsmith.eval.commands.learning import (
     watched,
 )
 from draftsmith.eval.serving import server, worker
-from draftsmith.eval.serving.worker import Finished, Job, Worker
+from draftsmith.eval.serving.worker import CompletedAnswer, Job, Worker
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
@@ -69,7 +69,7 @@ def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
     """To be called by `Worker.answer`."""
     out: queue.SimpleQueue[Any] = queue.SimpleQueue()
     worker.submit(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
-    while not isinstance(end := out.get(timeout=60), Finished):
+    while not isinstance(end := out.get(timeout=60), CompletedAnswer):
         assert not isinstance(end, BaseException)
     return end.record.ids
 
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, 
 def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
     refused, kept = iter([True, True, False, False]), list[Any]()
 
-    def keep(finished: Finished) -> None:
+    def keep(finished: CompletedAnswer) -> None:
         if next(refused):
             raise OSError(28, "No space left on device")
         kept.append(finished.record.ids)
