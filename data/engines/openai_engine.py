@@ -65,15 +65,29 @@ THOUGHTS_APART = "the server gives reasoning_content, which the target's chat te
 class OpenAIOptions(Section):
     """`data.distill.options` of `engine: openai`."""
 
-    base_urls: list[str] = Field(min_length=1, description="of every server, with /v1; all serve the same model")
-    model: str | None = Field(None, description="its name there; by default the only one that the servers offer")
-    api: Api = Field("completions", description="`completions` sends our token ids, `chat` the messages")
-    extensions: bool = Field(True, description="send vLLM's fields too; false for servers that refuse unknown ones")
-    api_key_env: str | None = Field(None, description="environment variable that holds the API key")
-    concurrency_per_server: int = Field(64, ge=1, description="requests in flight at each server")
-    timeout_s: float = Field(600, gt=0, description="for one answer, from its request to its last byte")
-    max_attempts: int = Field(5, ge=1, description="of one request, each with the client's own two retries")
-    give_up_after_s: float = Field(600, gt=0, description="without any server that can be used")
+    base_urls: list[str] = Field(
+        min_length=1, description="URL of every server, ending in /v1; all must serve the same model"
+    )
+    model: str | None = Field(
+        None, description="name of the model on the servers; by default the only one that they offer"
+    )
+    api: Api = Field("completions", description="API to use: `completions` sends token ids, `chat` sends the messages")
+    extensions: bool = Field(
+        True,
+        description="also send the request fields that only vLLM has; false for servers that reject unknown fields",
+    )
+    api_key_env: str | None = Field(None, description="name of the environment variable that holds the API key")
+    concurrency_per_server: int = Field(64, ge=1, description="number of concurrent requests to each server")
+    timeout_s: float = Field(600, gt=0, description="seconds for one answer, from its request to its last byte")
+    max_attempts: int = Field(
+        5,
+        ge=1,
+        description="number of times that a request is sent before its conversation fails; each time the client "
+        "itself retries twice",
+    )
+    give_up_after_s: float = Field(
+        600, gt=0, description="seconds without any reachable server after which distillation stops"
+    )
 
     @field_validator("base_urls")
     @classmethod

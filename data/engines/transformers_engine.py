@@ -49,7 +49,7 @@ class TransformersEngine:
     class Options(Section):
         """`data.distill.options` of `engine: transformers`."""
 
-        batch_size: int = Field(16, ge=1, description="rows of one forward pass")
+        batch_size: int = Field(16, ge=1, description="number of answers that are generated concurrently")
 
     def __init__(self, target: Any, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
         if has_recurrent_layers(target):

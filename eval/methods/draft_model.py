@@ -117,8 +117,8 @@ class DraftModelMethod:
     class Options(Section):
         """Options of a Hugging Face causal LM with the target's vocabulary."""
 
-        model: str = Field(description="a Hub id or local folder")
-        num_tokens: int = Field(4, ge=1, description="gamma, the longest path that is drafted")
+        model: str = Field(description="Hub id or local folder of the draft model")
+        num_tokens: int = Field(4, ge=1, description="gamma, the most draft tokens along one path")
 
     @classmethod
     def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:

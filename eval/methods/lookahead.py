@@ -44,11 +44,17 @@ class Lookahead:
     class Options(Section):
         """Defaults are Spec-Bench's setting (its eval.sh)."""
 
-        level: int = Field(5, ge=2, description="N, the length of an n-gram")
-        window: int = Field(7, ge=1, description="W, columns that look ahead")
-        guesses: int = Field(7, ge=1, description="G, n-grams of one first token that are kept, and verified")
-        from_prompt: bool = Field(False, description="the prompt's n-grams go into the pool first; ours")
-        accept_window: bool = Field(False, description="guesses of the window may be accepted too; ours")
+        level: int = Field(5, ge=2, description="N, the length of the n-grams")
+        window: int = Field(7, ge=1, description="W, the number of columns of the lookahead branch")
+        guesses: int = Field(
+            7,
+            ge=1,
+            description="G, the most n-grams with the same first token that the pool holds and a round verifies",
+        )
+        from_prompt: bool = Field(False, description="put the prompt's n-grams into the pool first; not in the paper")
+        accept_window: bool = Field(
+            False, description="allow guesses of the lookahead branch to be accepted too; not in the paper"
+        )
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name

@@ -117,8 +117,13 @@ class Ngram:
     class Options(Section):
         """Options of an n-gram model."""
 
-        order: int = Field(3, ge=1, le=4, description="n: 1 counts single tokens, 3 what followed the last two")
-        num_tokens: int = Field(4, ge=1, description="the longest path that is drafted")
+        order: int = Field(
+            3,
+            ge=1,
+            le=4,
+            description="n of the n-grams: 1 counts single tokens, 3 the tokens that followed each pair of tokens",
+        )
+        num_tokens: int = Field(4, ge=1, description="most draft tokens along one path")
 
     @classmethod
     def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:

@@ -33,10 +33,16 @@ class PromptLookup:
     class Options(Section):
         """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""
 
-        max_ngram: int = Field(3, ge=1, description="the longest n-gram that is looked up; shorter ones follow")
-        num_tokens: int = Field(10, ge=1, description="drafted at most")
-        match: Literal["earliest", "latest"] = Field("earliest", description="which occurrence of an n-gram counts")
-        partial: bool = Field(False, description="one counts that fewer than `num_tokens` tokens follow")
+        max_ngram: int = Field(
+            3, ge=1, description="length of the longest n-gram that is looked up; shorter ones are tried after it"
+        )
+        num_tokens: int = Field(10, ge=1, description="most draft tokens per round")
+        match: Literal["earliest", "latest"] = Field(
+            "earliest", description="occurrence of the n-gram whose continuation is drafted"
+        )
+        partial: bool = Field(
+            False, description="also use an occurrence that is followed by fewer than `num_tokens` tokens"
+        )
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name

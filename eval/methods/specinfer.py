@@ -50,11 +50,16 @@ class SpecInfer:
         """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`."""
 
         models: list[str] = Field(
-            min_length=1, description="Hub ids, local folders, or folders of trained `draft_model` drafters"
+            min_length=1,
+            description="draft models: Hub ids, local folders, or folders of trained `draft_model` drafters",
         )
-        num_tokens: int = Field(8, ge=1, description="the longest path")
-        expansion: list[PositiveInt] = Field([1, 1, 3], description="k_1, k_2, ...; 1 below the last one given")
-        samples: int = Field(1, ge=1, description="trees of each model at T > 0")
+        num_tokens: int = Field(8, ge=1, description="most draft tokens along one path")
+        expansion: list[PositiveInt] = Field(
+            [1, 1, 3],
+            description="k_1, k_2, ...: number of children of a node at each depth; 1 at depths after the last one "
+            "given",
+        )
+        samples: int = Field(1, ge=1, description="number of trees that each model samples at temperatures above 0")
 
         @model_validator(mode="after")
         def _fits_a_tree(self) -> SpecInfer.Options:

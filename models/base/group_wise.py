@@ -47,20 +47,29 @@ class OneForwardOptions(GroupWiseOptions, DepthOptions):
     markov_rank: int = Field(
         0,
         ge=0,
-        description="rank of a Markov head, by which a depth's drafts depend on the token before (DSpark; 256 for a "
-        "target of 8B), at the price of a product of this width for each drafted token; 0: none. Not in the papers of "
-        "the other kinds, and no engine serves those with it",
+        description="rank of a Markov head (DSpark), which makes a draft token's logits depend on the draft "
+        "token before it, at the cost of one product of this width per draft token (DSpark's: 256 for a target "
+        "of 8B); 0: none. Not in the papers of the other kinds, and no engine serves those with it",
     )
 
 
 class MaskOptions(OneForwardOptions):
     """Options of all kinds with masks."""
 
-    num_masks: int = Field(4, ge=0, le=MOST_DEPTHS, description="K; a round drafts K+1 tokens")
+    num_masks: int = Field(4, ge=0, le=MOST_DEPTHS, description="K, the number of [MASK]s; a round drafts K+1 tokens")
     keep_ratio: float = Field(
-        1.0, gt=0, le=1, description="train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE); 1 keeps all"
+        1.0,
+        gt=0,
+        le=1,
+        description="train [MASK]_j at a random share keep_ratio**j of the positions (P-EAGLE), for memory; 1: "
+        "at all positions",
     )
-    keep_ratio_min: float = Field(0.0, ge=0, le=1, description="but at no smaller share of them than this")
+    keep_ratio_min: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="smallest share of positions at which a [MASK] is trained, whatever keep_ratio gives",
+    )
 
     @property
     def num_depths(self) -> int:
@@ -93,8 +102,8 @@ MaskTokenId = Annotated[
     int | None,
     AfterValidator(_mask_token),
     Field(
-        description="the token that every [MASK] reads, best one that no text has; by default the target's padding "
-        "token, or the last one of its vocabulary"
+        description="id of the token whose embedding every [MASK] reads, best one that no text contains; by "
+        "default the target's padding token, or the last one of its vocabulary"
     ),
 ]
 

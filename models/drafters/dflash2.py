@@ -69,10 +69,15 @@ class ConvolutionOptions(DFlashConfig.Options):
     """Options of all kinds with convolutions around their sublayers."""
 
     conv_kernel_size: int = Field(
-        2, ge=1, le=MOST_DEPTHS, description="taps: number of rows of its block that a row reads, itself included"
+        2,
+        ge=1,
+        le=MOST_DEPTHS,
+        description="taps of the convolution: number of rows of the block that a row reads, itself included",
     )
     conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
-        16, ge=1, description="channels that share what a row adds to the kernel"
+        16,
+        ge=1,
+        description="number of channels in a group; the kernel's row-dependent part has one number per group and tap",
     )
 
 
@@ -86,12 +91,14 @@ class DFlash2Config(DFlashConfig):
         selector_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             16,
             ge=1,
-            description="candidates of each row among which the selector chooses (published: 16; llama.cpp wants "
-            "k(k + 1) at most the hidden size)",
+            description="number of candidates per row among which the selector chooses (published: 16; llama.cpp "
+            "needs k(k + 1) of at most the hidden size)",
         )
-        selector_weight: float = Field(1.0, gt=0, description="weight of the selector's loss; that of the drafts has 1")
+        selector_weight: float = Field(
+            1.0, gt=0, description="weight of the selector's loss, relative to 1 for the loss of the drafts"
+        )
         markov_rank: Annotated[Literal[0], one_message("must be 0: the selector is what reads the token before")] = (
-            Field(0, description="0: the selector is what reads the token before")
+            Field(0, description="always 0: in place of a Markov head, the selector reads the previous token")
         )
 
         @model_validator(mode="after")

@@ -47,17 +47,19 @@ NOISE_LENGTH = 512
 class EagleLayerOptions(GroupWiseOptions):
     """Options of EAGLE's own flavour and ParallelSpec's; `loss` is the distance of the distributions."""
 
-    class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss`; the regression has 1")
+    class_weight: float = Field(
+        0.1, ge=0, description="w_cls, the weight of `loss`, relative to 1 for the regression of the features"
+    )
     feature_noise: float = Field(
         0.1,
         ge=0,
-        description="a of the uniform noise U(-a, a) * 512 / (length of the sequence) on the features that are read in "
-        "training",
+        description="a of the uniform noise U(-a, a) * 512 / (length of the sequence) that training adds to the "
+        "features",
     )
     first_token: FirstToken = True
     layers: Layers = Field(None, validate_default=True)
     rope: Rope = None
-    fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
+    fc_bias: bool = Field(False, description="give `fc` a bias, as in the authors' Vicuna and Llama 2 drafters")
 
 
 class EagleConfig(DrafterConfig):

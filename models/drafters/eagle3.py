@@ -65,19 +65,23 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
         None,
         validate_default=True,
-        description="layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the "
-        "embeddings. By default EAGLE-3's low, middle and high one",
+        description="target layers whose hidden states are fused, ascending; k = after k layers, 0 = the "
+        "embeddings. By default EAGLE-3's three: a low, a middle and a high one",
     )
     init: Init = "target"
     layers: Layers = Field(None, validate_default=True)
     rope: Rope = None
     first_token: FirstToken = True
     norm_before_residual: bool = Field(
-        False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
+        False,
+        description="the residual stream starts from the normed fused features, as in speculators' drafters, not "
+        "from the unnormed ones",
     )
-    fc_norm: bool = Field(False, description="norm each layer's features by itself before they are fused, as EAGLE-3.1")
+    fc_norm: bool = Field(
+        False, description="norm each layer's features separately before they are fused, as in EAGLE-3.1"
+    )
     norm_before_fc: bool = Field(
-        False, description="norm all features together before they are fused, as speculators' drafters do"
+        False, description="norm all features together before they are fused, as in speculators' drafters"
     )
 
     @model_validator(mode="after")
@@ -217,13 +221,14 @@ class Eagle3Config(DrafterConfig):
             5,
             ge=1,
             le=MOST_DEPTHS,
-            description="depths that are trained, each on the outputs of the one before; 1 is no such training",
+            description="number of depths in training (training-time test), each on the outputs of the depth "
+            "before; 1: no training-time test",
         )
         draft_depth: DraftDepth | None = Field(
-            None, validate_default=True, description="the longest path that is drafted; `ttt_steps` by default"
+            None, validate_default=True, description="most draft tokens along one path; by default `ttt_steps`"
         )
         norm_output: bool = Field(
-            False, description="a step reads the output of the step before after the final norm, as EAGLE-3.1"
+            False, description="a depth reads the previous depth's output after the final norm, as in EAGLE-3.1"
         )
 
         @field_validator("draft_depth")

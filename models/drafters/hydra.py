@@ -48,10 +48,10 @@ class HydraConfig(DrafterConfig):
     class Options(HeadOptions):
         """The keys of `drafter.options` in a recipe. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
 
-        prefix_attention: bool = Field(False, description="Hydra++'s decoder layer over the prefix")
-        embedding_norm: bool = Field(True, description="normalise the embeddings that the heads read")
+        prefix_attention: bool = Field(False, description="add Hydra++'s decoder layer over the prefix")
+        embedding_norm: bool = Field(True, description="normalise the token embeddings that the heads read")
         lm_head_bias: bool = Field(
-            False, description="biases of the LM heads, which stay as they are, as imported ones of the authors' have"
+            False, description="give the LM heads biases that are not trained, as in the authors' published drafters"
         )
         attention: Attention = "folded"
         layers: Layers = Field(None, validate_default=True)

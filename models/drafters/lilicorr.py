@@ -86,35 +86,53 @@ class LiLiCorrConfig(DFlashConfig):
             2,
             ge=0,
             le=MOST_DEPTHS,
-            description="taps: number of rows of its block that a row reads, itself included; 0: no convolutions",
+            description="taps of DFlash2's convolution: number of rows of the block that a row reads, itself "
+            "included; 0: no convolutions",
         )
         lattice_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
-            8, ge=1, description="candidates of each row (published: 8; engines want a power of two up to 16)"
+            8, ge=1, description="number of candidates per row (published: 8; engines need a power of two up to 16)"
         )
         lattice_heads: int = Field(8, ge=1, description="attention heads of the lattice")
         lattice_hidden_size: Annotated[int | None, AfterValidator(_width_of_the_lattice)] = Field(
             None,
             ge=1,
             validate_default=True,
-            description="width of the lattice; by default a quarter of the target's (published: 1,024 for 4,096)",
+            description="hidden size of the lattice; by default a quarter of the target's (published: 1,024 for 4,096)",
         )
         lattice_factor_dim: Annotated[int | None, AfterValidator(_width_of_a_factor)] = Field(
-            None, ge=1, validate_default=True, description="width of a factor; by default the lattice's, as published"
+            None,
+            ge=1,
+            validate_default=True,
+            description="size of the factors `in` and `out`; by default the lattice's hidden size, as published",
         )
-        lattice_layers: int = Field(2, ge=1, le=MOST_LAYERS, description="layers of the lattice")
-        lattice_mlp_ratio: float = Field(2.0, gt=0, description="width of the lattice's MLPs over its own")
-        lattice_logit_scale: float = Field(8.0, gt=0, description="what the factors' cosines are multiplied with")
+        lattice_layers: int = Field(2, ge=1, le=MOST_LAYERS, description="number of layers of the lattice")
+        lattice_mlp_ratio: float = Field(
+            2.0, gt=0, description="width of the lattice's MLPs, relative to its hidden size"
+        )
+        lattice_logit_scale: float = Field(
+            8.0, gt=0, description="factor from the cosine of two factors to the score of a pair of candidates"
+        )
         lattice_vector_eps: float = Field(
-            1e-4, gt=0, lt=0.5, description="the least length that a factor is divided by"
+            1e-4, gt=0, lt=0.5, description="smallest length by which a factor is divided when it is normalised"
         )
-        lattice_ce_weight: float = Field(0.25, ge=0, description="weight of the cross entropy among the candidates")
-        lattice_margin_weight: float = Field(0.0, ge=0, description="weight of the hinge over the best other candidate")
-        lattice_margin: float = Field(2.0, gt=0, description="by how much the label's score is to be ahead of that")
+        lattice_ce_weight: float = Field(0.25, ge=0, description="weight of the cross entropy over the candidates")
+        lattice_margin_weight: float = Field(
+            0.0, ge=0, description="weight of the hinge loss between the label and the best other candidate"
+        )
+        lattice_margin: float = Field(
+            2.0,
+            gt=0,
+            description="margin of the hinge loss: by how much the label's score should exceed the best other "
+            "candidate's",
+        )
         lattice_penalty_weight: float = Field(
-            0.25, ge=0, description="weight of the target's logit gap to the candidates, as likely as they are chosen"
+            0.25,
+            ge=0,
+            description="weight of the target's logit gap between the label and the candidates, averaged with "
+            "the candidates' probabilities",
         )
         markov_rank: Annotated[Literal[0], one_message("must be 0: the lattice is what reads the token before")] = (
-            Field(0, description="0: the lattice is what reads the token before")
+            Field(0, description="always 0: in place of a Markov head, the lattice reads the previous token")
         )
 
         @model_validator(mode="after")

@@ -56,22 +56,30 @@ class Medusa2Config(MedusaConfig):
     class Options(MedusaConfig.Options):
         """The keys of `drafter.options` in a recipe: Medusa's, and those of the target's change."""
 
-        lora_rank: int = Field(32, ge=1, description="of the change in the target's layers")
-        lora_alpha: float = Field(16.0, gt=0, description="the change is scaled with lora_alpha / lora_rank")
+        lora_rank: int = Field(32, ge=1, description="rank of the LoRA in the target's layers")
+        lora_alpha: float = Field(16.0, gt=0, description="the LoRA's output is scaled by lora_alpha / lora_rank")
         lora_targets: Annotated[
             Literal["all-linear"] | Annotated[list[str], Field(min_length=1)],
             one_message(
                 "must be `all-linear` or a list of names of the target's linear layers, such as [q_proj, v_proj]"
             ),
-        ] = Field("all-linear", description="the target's linear layers that change, by name; the LM head never")
+        ] = Field(
+            "all-linear", description="names of the target's linear layers that get a LoRA; the LM head never does"
+        )
         lora_learning_rate: float = Field(
-            0.25, gt=0, description="the LoRA's learning rate as a share of the heads', which is `train.learning_rate`"
+            0.25, gt=0, description="learning rate of the LoRA, as a share of the heads' (`train.learning_rate`)"
         )
         lm_loss: Literal["kl", "ce"] = Field(
-            "kl", description="to the original target, for self-distilled answers; `ce` with the next token, for others"
+            "kl",
+            description="loss L_LM that keeps the target's behaviour: `kl`: divergence from the original target, "
+            "for self-distilled answers; `ce`: cross entropy with the next token, for other answers",
         )
-        heads_weight: float = Field(0.5, gt=0, description="lambda_0")
-        warmup_steps: int = Field(200, ge=0, description="optimiser steps in which only the heads learn")
+        heads_weight: float = Field(
+            0.5, gt=0, description="lambda_0, the weight of the heads' loss, relative to 1 for `lm_loss`"
+        )
+        warmup_steps: int = Field(
+            200, ge=0, description="number of first optimizer steps in which only the heads are trained"
+        )
 
     lora_shapes: dict[str, list[int]] = field(default_factory=dict)
 

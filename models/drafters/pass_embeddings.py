@@ -37,7 +37,7 @@ class PassEmbeddingsConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe. The first depth's weight moves nothing: it is always right."""
 
         num_masks: int = Field(
-            4, ge=1, le=MOST_DEPTHS, description="T, the look-ahead embeddings; a round drafts T+1 tokens"
+            4, ge=1, le=MOST_DEPTHS, description="T, the number of look-ahead embeddings; a round drafts T+1 tokens"
         )
         loss: Loss = "ce"
         depth_weights: DepthWeights = 1.0
