@@ -40,7 +40,8 @@ class SpeculativeDecoder:
         tokenizer: The target's. None: prompts are token ids, and nothing but the limit ends an answer.
         drafter: Attached to this target. None: the same loop without a draft.
         tree: The draft tree, as a row of `eval.methods`.
-        max_length_tokens: Of a prompt and its answer together; by default 1024, or what the target can hold.
+        max_length_tokens: Most tokens of a prompt with its answer; by default 1024, or the target's limit if it is
+            lower.
         lenience: Below 1 the answers are not the target's any more (arXiv 2211.17192, A.5).
 
     Raises:

@@ -63,7 +63,7 @@ def compiled(
             of them, and nothing else about a call is looked at. None: compiled again for every shape of its tensors.
 
     Raises (when it is called):
-        UserError: It cannot be compiled.
+        UserError: The function cannot be compiled.
     """
     allow_many_shapes()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))

@@ -145,7 +145,7 @@ class CpuLayers:
                 and returns the residual stream [R, D] and what its projections read.
             rotary: cos and sin [R, A].
             keys, values: [L, 1, G, S, H].
-            start: Where the first row is written; the others follow it.
+            start: Column of the cache for the first row; the other rows follow it.
             mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
             taps: Features to return, as of `FeatureTap`.
             parents: In place of a mask: of the nodes of a draft tree, -1 for none, whose last R are the rows. A row

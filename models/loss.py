@@ -431,7 +431,7 @@ class _Rows:
     Args:
         terms: Products that add up to the logits, of rows [N, D] and a weight [V, D]; the first is the head's, to which
             its bias and its shape belong.
-        dtype: Of the products.
+        dtype: Dtype of the products.
     """
 
     terms: list[tuple[Tensor, Tensor]]
@@ -485,7 +485,7 @@ class _Rows:
         """Take all rows through the head.
 
         Args:
-            needs_grad: Of each term, whether gradients of its rows and of its weight are needed.
+            needs_grad: For each term whether gradients of its rows and of its weight are needed.
 
         Returns:
             Losses [N], whether the label is the argmax, cross entropies and perhaps alphas; of each term the gradients

@@ -48,9 +48,9 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
     except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
         if is_out_of_memory(error):
             raise UserError(
-                f"{what} {location} does not fit into the memory there is ({reason(error)}): for a target set "
+                f"{what} {location} does not fit into memory ({reason(error)}): for a target set "
                 "target.dtype=bfloat16 or target.quantization=nf4, or train with several processes and "
-                "data.features.sharded=true; or take a device with more"
+                "data.features.sharded=true; or use a device with more memory"
             ) from None
         raise UserError(f"{what} {location} cannot be loaded ({reason(error)}): {_way_out(what, error)}") from None
 
@@ -85,8 +85,8 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
     said = tensors_said(info["missing_keys"], info["unexpected_keys"], mismatched, "not of this architecture")
     if said:
         raise UserError(
-            f"{what} {location} has not the weights that its config.json asks for ({said}): what is absent "
-            "would be random; restore the files that belong together, or make them again"
+            f"{what} {location} does not have the weights that its config.json requires ({said}): missing "
+            "weights would be random; restore the folder's files, or create them again"
         )
     return model
 

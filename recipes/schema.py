@@ -19,7 +19,7 @@ def check_name(name: str) -> str:
     """Check a name of files and folders, and return it.
 
     Raises:
-        ValueError: It is not valid.
+        ValueError: The name is not valid.
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name) is None:
         raise ValueError(
@@ -475,7 +475,10 @@ class MethodConfig(Section):
         if self.tree == "adaptive" and self.kind != DRAFTER_KIND:
             raise ValueError("`tree: adaptive` goes with `kind: drafter` and with no other")
         if self.kind == DRAFTER_KIND and self.options:
-            raise ValueError("`options` are of methods of another `kind`; a drafter's are stored with its weights")
+            raise ValueError(
+                "leave `options` out: it is for methods of another `kind`; a drafter's options are stored with its "
+                "weights"
+            )
         return self
 
 

@@ -94,7 +94,7 @@ def llama_server(
     """Start a server of one sequence, and end it afterwards.
 
     Args:
-        context_tokens: Of the longest prompt with its answer.
+        context_tokens: Length of the longest prompt with its answer.
         drafting: Options of its draft: `--model-draft` and what goes with it.
         ends: Whether an end token ends an answer.
 
@@ -102,7 +102,7 @@ def llama_server(
         A function of a prompt's ids and the most tokens of its answer, which is greedy.
 
     Raises:
-        UserError: It does not start, or does not answer with tokens.
+        UserError: The server does not start, or its answers have no token ids.
     """
     # A new connection for each answer: the server closes those that wait while others have their turn.
     alone = httpx2.Limits(max_keepalive_connections=0)

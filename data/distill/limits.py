@@ -79,7 +79,7 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
     """Check the tokens that the chat template itself writes into a prompt.
 
     Raises:
-        UserError: One of them is beyond the target's embedding.
+        UserError: A token of the template is beyond the target's embedding.
     """
     size = limits.vocabulary_size
     outside = [each for each in prompt_token_ids(tokenizer, PROBE[:1]) if size is not None and each >= size]

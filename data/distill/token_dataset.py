@@ -163,7 +163,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
-                + (f", {report.thoughts_alone} with thoughts alone" if report.thoughts_alone else "")
+                + (f", {report.thoughts_alone} with reasoning only" if report.thoughts_alone else "")
                 + "): raise data.max_length_tokens"
                 + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
@@ -191,7 +191,7 @@ def _first_refusal(view: LedgerView, work: Work) -> UserError:
             tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)
         except TemplateProblem as problem:
             return problem
-    return UserError("the target's chat template takes no conversation: correct tokenizer.chat_template")
+    return UserError("the target's chat template rejects every conversation: correct tokenizer.chat_template")
 
 
 def write_token_rows(

@@ -46,7 +46,7 @@ class BoundedClient(httpx2.AsyncClient):
     """An HTTP client that limits the size and the total time of its responses, except of streamed ones.
 
     Args:
-        timeout_s: From the request's first byte to the response's last.
+        timeout_s: Seconds from the request's first byte to the response's last.
         most_bytes: Largest unpacked body.
     """
 

@@ -100,7 +100,7 @@ class OpenAIOptions(Section):
         except httpx2.InvalidURL:  # which names the place, and may quote a password there
             raise ValueError("a URL is malformed; in a password, write / as %2F and @ as %40") from None
         if len(set(bare)) < len(bare):
-            raise ValueError("a server is named twice")
+            raise ValueError("the same server is listed twice")
         return urls
 
 
@@ -140,12 +140,15 @@ class OpenAIEngine:
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
         if setting.recipe.data.distill.top_k > 0 and not options.extensions:
-            raise UserError(f"data.distill.top_k is not of OpenAI's API: it needs {self.option('extensions')}: true")
+            raise UserError(
+                "OpenAI's API has no top_k, as data.distill.top_k sets it: use a vLLM server with "
+                f"{self.option('extensions')}: true"
+            )
         self._template_kwargs = setting.recipe.target.chat_template_kwargs
         if self._template_kwargs and options.api == "chat" and not options.extensions:
             raise UserError(
-                f"target.chat_template_kwargs is not of OpenAI's API: it needs {self.option('extensions')}: true, or "
-                f"{self.option('api')}: completions"
+                "OpenAI's chat API takes no target.chat_template_kwargs: use a vLLM server with "
+                f"{self.option('extensions')}: true, or {self.option('api')}: completions"
             )
         self._tokenizer = setting.tokenizer
         turns = PROBE[:1]
@@ -165,8 +168,8 @@ class OpenAIEngine:
         self._api_key = None if variable is None else self._from_environment(variable, "api_key_env").strip()
         if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
             raise UserError(
-                f"{self.option('api_key_env')}: {variable} holds line breaks or other characters that no HTTP header "
-                "takes: set it to the key alone"
+                f"{self.option('api_key_env')}: {variable} contains line breaks or other characters that HTTP "
+                "headers do not allow: set it to the key alone"
             )
         self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
@@ -241,8 +244,8 @@ class OpenAIEngine:
             server.usable.set()
         if all(problems):
             raise UserError(
-                f"no server answers ({self._problems()}): start one, or correct {self.option('base_urls')}; "
-                "`python -m vllm.entrypoints.openai.api_server --model ...` is one"
+                f"no server answers ({self._problems()}): start one, as with `python -m "
+                "vllm.entrypoints.openai.api_server --model ...`, or correct {self.option('base_urls')}"
             )
         for server in self._servers:
             if server.problem:
@@ -318,7 +321,7 @@ class OpenAIEngine:
 
         Raises:
             ServerFails: The server does not answer now.
-            UserError: It never will: another model, a shorter context, a refusal.
+            UserError: The server cannot be used: it offers another model or a shorter context, or refuses the request.
         """
         try:
             page = await self.response(server, server.client.models.list())
@@ -337,18 +340,22 @@ class OpenAIEngine:
         outcome = await self.complete(server, self._trial) if self.asks_trial else None
         if outcome == Failure(OTHER_PROMPT):
             raise UserError(
-                f"{server.url} renders `{PROBE[0].content}` by another chat template than the target's: "
-                f"set {self.option('api')}: completions"
+                f"{server.url} renders `{PROBE[0].content}` with another chat template than the "
+                f"target's: set {self.option('api')}: completions"
             )
         if isinstance(outcome, Failure):
             raise UserError(
                 f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
-                f"vLLM's fields set {self.option('extensions')}: false, for one that takes no token ids api: chat"
+                f"vLLM's fields set {self.option('extensions')}: false, for a server that takes no token ids set "
+                "api: chat"
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if isinstance(longest, int) and (bound is None or longest < bound):
             if self._tasks and bound is not None:
-                raise UserError(f"{server.url} takes {longest} tokens, the other servers {bound}")
+                raise UserError(
+                    f"{server.url} takes sequences of {longest} tokens, the other servers {bound}: start it with the "
+                    "same limit"
+                )
             self.max_length_tokens = longest
 
     async def complete(self, server: Server, request: Request) -> Outcome:
@@ -420,8 +427,8 @@ class OpenAIEngine:
                 raise Refused(reason) from None
             if 300 <= status < 400:
                 raise UserError(
-                    f"{server.url} sends us on to {redirected_to(error.response)} (HTTP {status}), which is not "
-                    f"followed: give the address that answers in {self.option('base_urls')}"
+                    f"{server.url} redirects to {redirected_to(error.response)} (HTTP {status}), which is not "
+                    f"followed: put the final address into {self.option('base_urls')}"
                 ) from None
             if status < 400 or status in (408, 409, 429) or status >= 500:
                 raise ServerFails(reason, is_throttled=status == 429) from None

@@ -55,7 +55,7 @@ class TransformersEngine:
         if has_recurrent_layers(target):
             raise UserError(
                 f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with "
-                "another recurrent state, which transformers cannot batch over several lengths here: set "
+                "another recurrent state, for which this engine cannot batch prompts of different lengths: set "
                 "data.distill.engine=vllm"
             )
         self._target, self._end_ids = target, end_ids
@@ -67,9 +67,9 @@ class TransformersEngine:
         kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
         if kind in CHANGING_ROPE_TYPES and unchanged and self.max_length_tokens > unchanged:
             raise UserError(
-                f"the target's RoPE ({kind}) changes beyond {unchanged} tokens, for all rows of a batch when one of "
-                f"them gets there: keep data.max_length_tokens and data.distill.max_new_tokens within {unchanged} "
-                "tokens together, or take data.distill.engine: vllm"
+                f"the target's RoPE ({kind}) changes for the whole batch when one sequence exceeds {unchanged} "
+                f"tokens: keep the sum of data.max_length_tokens and data.distill.max_new_tokens within {unchanged}, "
+                "or set data.distill.engine=vllm"
             )
         takes_count = "logits_to_keep" in inspect.signature(target.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}

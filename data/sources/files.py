@@ -61,7 +61,7 @@ def json_of(line: bytes, where: str) -> Any:
     """Parse a line of JSON.
 
     Raises:
-        InvalidConversation: It is not UTF-8, no JSON, or more than any record is.
+        InvalidConversation: The line is not UTF-8, not JSON, or too large for a record.
     """
     try:
         if len(line) > MOST_RECORD_BYTES:
@@ -109,7 +109,7 @@ def _parquet_records(file: Path) -> Records:
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file} cannot be read as Parquet ({reason(error)}): fetch or write it again") from None
     if number == 0:
-        raise UserError(f"{file} is empty: it must hold a conversation a row")
+        raise UserError(f"{file} is empty: it must hold one conversation per row")
 
 
 def table_record(row: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _csv_records(file: Path, delimiter: str) -> Records:
         except csv.Error as error:
             raise UserError(f"{file} line {rows.reader.line_num} is no CSV ({error}): write the file again") from None
     if number == 0:
-        raise UserError(f"{file} is empty: it must hold a header line and a conversation a row")
+        raise UserError(f"{file} is empty: it must hold a header line and one conversation per row")
 
 
 @contextmanager
@@ -219,7 +219,9 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
             record = error
         yield where, record
     if empty:
-        raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
+        raise UserError(
+            f"{file} is empty: it must hold one JSON conversation per line, or a JSON array of conversations"
+        )
 
 
 def _spans_lines(head: bytes) -> bool:

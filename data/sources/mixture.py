@@ -105,7 +105,7 @@ def load_conversations(
     """Yield the recipe's conversations one at a time, in an order that depends on the sources alone.
 
     Args:
-        recipe: Its `data` section is used, and `eval.questions` by default for decontamination.
+        recipe: Recipe whose `data` section is used, and by default its `eval.questions` for decontamination.
         counts: Is filled with the counts of kept and dropped records.
         tokenizer: The target's, for `filters.max_tokens`, which is not applied without one.
 

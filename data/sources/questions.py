@@ -89,7 +89,7 @@ def questions_file(source: str) -> Path:
     except OSError as error:
         raise UserError(f"Spec-Bench's questions cannot be fetched from {URL} ({reason(error)}): {way_out}") from None
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise UserError(f"what {URL} gave is not Spec-Bench's question file (another SHA-256): {way_out}")
+        raise UserError(f"the file at {URL} is not Spec-Bench's question file (its SHA-256 differs): {way_out}")
     write_atomically(file, content.decode("utf-8"))
     return file
 
@@ -210,8 +210,8 @@ class Contamination:
             file = questions_file(source)
             if not file.is_file():
                 raise UserError(
-                    f"questions file {source}, which conversations are kept apart from, does not exist: correct "
-                    "eval.questions or data.conversations.decontaminate ([] keeps them apart from none)"
+                    f"questions file {source}, whose questions are removed from the conversations, does not exist: "
+                    "correct eval.questions or data.conversations.decontaminate ([] for none)"
                 )
             for question in load_questions(source):
                 name, first = f"{file.name}:{question.question_id}", words_of(question.turns[0])

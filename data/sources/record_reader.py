@@ -97,10 +97,10 @@ def parse_conversation(
     """Read one record of any of the formats.
 
     Args:
-        record: What JSON gave: a mapping with a list of turns or a prompt column, or the list of turns itself.
+        record: Parsed JSON: a mapping with a list of turns or a prompt column, or the list of turns itself.
         where: File and line, for the error message.
-        columns: The recipe's names of columns. If it names that of prompts, a list of turns is not read.
-        keeps_answers: The record's own answers are used. If not, keys that are about them alone are not looked at.
+        columns: The recipe's names of columns. If it names the prompt column, a list of turns is not read.
+        keeps_answers: The record's own answers are used; otherwise keys that concern only answers are ignored.
         unread: Receives the keys that were not read; those of a turn as `turns.key`.
 
     Raises:

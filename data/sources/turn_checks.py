@@ -24,7 +24,7 @@ def text_of(content: Any, where: str) -> str:
     """Return the text of a string, or of OpenAI's list of text parts.
 
     Raises:
-        InvalidConversation: It is neither.
+        InvalidConversation: The content is neither.
     """
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in content):
         parts = [part.get("text", "") for part in content]
@@ -80,7 +80,7 @@ def checked_call(call: Any, here: str) -> dict[str, Any]:
     """Check a tool call: OpenAI's, or its inner {"name": ..., "arguments": ...}, with an object or JSON text.
 
     Raises:
-        InvalidConversation: It is no such call.
+        InvalidConversation: The call has neither form.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:

@@ -278,7 +278,7 @@ def _first_marked(marked: list[int], start: int, content_end: int, number: int) 
     The template may exclude text that it inserts before an answer, such as an empty <think> block.
 
     Raises:
-        TemplateProblem: It marks no token of this answer.
+        TemplateProblem: The template marks no token of this answer.
     """
     first = next((t for t in range(start, content_end) if marked[t]), None)
     if first is None:
@@ -303,7 +303,7 @@ def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> lis
     """Return all tokens that end an answer: the eos tokens of model and tokenizer, and the template's end token.
 
     Raises:
-        UserError: There is none, or the chat template cannot be used.
+        UserError: No token ends an answer, or the chat template cannot be used.
     """
     of_model = generation_config.eos_token_id
     of_model = of_model if isinstance(of_model, list) else [of_model]

@@ -137,12 +137,12 @@ def find_span(
     """Find assistant turn `index` in the rendering `text` (steps 1 to 3 of the module).
 
     Args:
-        special: Ids among which an end token is.
+        special: Ids of the special tokens, one of which ends a turn.
         asking: `text` ends with a generation prompt.
-        tools: Of the conversation.
+        tools: Tools of the conversation.
 
     Raises:
-        TemplateProblem: The template drops or rewrites what is needed to tell.
+        TemplateProblem: The template drops or rewrites the text by which the turn is found.
     """
     if turns[index].tool_calls:
         return _calling_span(tokenizer, turns, index, text, special, asking, tools)

@@ -44,7 +44,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     way_out = "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
     if tools and template_calls(tokenizer) is None:
         raise TemplateRefusal(
-            f"the target's chat template does not write tools, their calls or their results, which conversations have: "
+            "the target's chat template does not write tools, their calls or their results, which conversations have: "
             f"{way_out}"
         )
     try:
@@ -69,7 +69,7 @@ def template_messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str,
     """Return the turns as messages, thoughts where the template looks for them.
 
     Raises:
-        TemplateProblem: It looks for thoughts nowhere.
+        TemplateProblem: The template has no field for thoughts.
     """
     messages = [turn.message for turn in turns]
     if not any(turn.reasoning_content for turn in turns):
@@ -86,7 +86,7 @@ def thoughts_field(tokenizer: Any) -> str:
     """Return the field of a message in which the template looks for thoughts.
 
     Raises:
-        TemplateProblem: It does not even write those of the last answer.
+        TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
     """
     field = _thoughts_field(tokenizer, str(tokenizer.chat_template))
     if field is None:
@@ -175,14 +175,16 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     """Tokenise rendered text, in which the template has written the BOS, if there is one.
 
     Raises:
-        UserError: It holds half a surrogate pair, as bytes that are no UTF-8 become on a command line.
+        UserError: The text contains half a surrogate pair, as from a command line that is not UTF-8.
     """
     try:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     except TypeError:
         if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
             raise
-        raise UserError("a text to be tokenised is no UTF-8 (it holds half a surrogate pair): convert it") from None
+        raise UserError(
+            "a text to tokenize is not valid UTF-8 (it contains half a surrogate pair): convert it"
+        ) from None
 
 
 @lru_cache(maxsize=8)

@@ -45,8 +45,8 @@ class CallForm:
         """Return an answer as a turn: with its calls, or as text if it has none or they cannot be read.
 
         Args:
-            text: Of the answer, special tokens included, without its end token.
-            call_ids: Of its calls, as far as the results that follow name them.
+            text: Text of the answer, special tokens included, without its end token.
+            call_ids: Ids of the answer's calls, as far as the results that follow name them.
         """
         calls: list[dict[str, Any]] = []
         end, start = 0, None

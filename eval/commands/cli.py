@@ -180,7 +180,7 @@ def evaluate_command(
     llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
     if engine is None:
         if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(llamacpp_options):
-            raise UserError("an option of an engine is given without one: add `--engine vllm` or `--engine llamacpp`")
+            raise UserError("an option for an engine needs --engine: add `--engine vllm` or `--engine llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
         _print_next_steps(loaded)

@@ -587,7 +587,7 @@ def _overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> l
     except UserError as error:
         return [Finding(check, "defect", str(error))]
     if result is None:
-        return [Finding(check, "ok", f"not checked: {kind} trains no layers, which could learn an answer by heart")]
+        return [Finding(check, "ok", f"not checked: a {kind} drafter trains no layers that could memorise an answer")]
     return [Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))]
 
 

@@ -142,7 +142,7 @@ def gpus_for(processes: int) -> list[str]:
     if processes > len(visible):
         raise UserError(
             f"option --processes {processes} needs {processes} GPUs, and torch sees {len(visible)}: processes on one "
-            "device, or on one CPU, falsify each other's times; give a smaller number"
+            "device, or on one CPU, slow each other down and falsify the times; give a smaller number"
         )
     return visible[:processes]
 

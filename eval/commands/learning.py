@@ -208,7 +208,7 @@ class Learned:
             self.write(State(weights))
         if self.state.begun_with != weights:
             raise UserError(
-                f"{self.folder} was learned from other weights than those in {self.begun_with}: restore those weights, "
+                f"{self.folder} was trained from other weights than those in {self.begun_with}: restore those weights, "
                 "or delete the folder to learn from scratch"
             )
         self.newer()

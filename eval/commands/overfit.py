@@ -104,7 +104,7 @@ def overfit(
 
     Args:
         recipe: The recipe.
-        target: Its target, in the dtype that it is trained with.
+        target: The drafter's target, in the dtype of training.
         tokenizer: The target's.
         rows: Examples, of which the first gives the prompt; without any the recipe's first conversation does.
 

@@ -157,7 +157,7 @@ class TargetSession:
         """Check that a prompt, with an answer of `new_tokens`, fits.
 
         Raises:
-            UserError: It does not.
+            UserError: Prompt and answer are too long.
         """
         if not 0 < len(prompt_ids) <= self.max_length_tokens - new_tokens:
             answer = f" and an answer of {new_tokens} do" if new_tokens else " does"

@@ -130,7 +130,7 @@ def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting
     """Load the draft model of a folder or Hub id, to draft paths of `num_tokens`.
 
     Raises:
-        UserError: It cannot be loaded, or has another vocabulary or too few positions.
+        UserError: The draft model cannot be loaded, or has another vocabulary or too few positions.
     """
     model = _load(location, setting.target, setting.tokenizer)
     limit = tokens_within_windows(model)  # its trees have a mask for full attention alone

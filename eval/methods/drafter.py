@@ -231,7 +231,7 @@ class StaticPaths:
         """Check that the drafter has enough depths and tokens for the tree.
 
         Raises:
-            UserError: It does not.
+            UserError: The tree is too deep or too wide for the drafter.
         """
         depth, width = self.shape.max_depth, max(self.ranks) + 1
         if depth > num_depths or width > vocabulary:

@@ -34,7 +34,7 @@ class NgramModel:
         vocab_size: V; V**order must fit into 63 bits.
 
     Raises:
-        ValueError: It does not, or no token is counted.
+        ValueError: V**order is too large, or no token is counted.
     """
 
     def __init__(self, rows: Iterable[tuple[np.ndarray, np.ndarray]], order: int, vocab_size: int) -> None:

@@ -125,8 +125,8 @@ class Worker:
     186 tokens/s with SmolLM2 on two cores).
 
     Args:
-        recipe: Its first method drafts.
-        waiting: Length of the queue.
+        recipe: Recipe whose first method drafts.
+        waiting: Length of the queue of jobs.
         on_answer: Called with every complete answer.
         newer: Called before every answer; returns the folder of another drafter to serve from then on, or None.
         at_once: Number of concurrent answers, each with its KV cache.

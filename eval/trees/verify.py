@@ -85,7 +85,7 @@ class TreeShape:
         Args:
             nodes: The subset.
             parents: The parents of all nodes of the tree.
-            num_candidates: As for the whole tree.
+            num_candidates: Number of candidates, as for the whole tree.
         """
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
         new_parents = tuple(new_index[parents[node]] for node in nodes)

@@ -38,11 +38,11 @@ ROWS_AT_ONCE = 1000
 
 
 class MarkovHead(nn.Module):
-    """B = W1 W2, with DSpark's names.
+    """Markov head: the bias of logits by the previous token, a matrix B = W1 W2 of low rank. DSpark's names.
 
     Args:
-        vocabulary: V, the tokens that may come before.
-        drafted: V', the columns of the logits.
+        vocabulary: V, the number of possible previous tokens.
+        drafted: V', the number of columns of the logits.
         rank: r.
     """
 
@@ -65,17 +65,17 @@ class MarkovHead(nn.Module):
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The LM head that rows are trained through, with its vocabulary, its teacher and its loss.
+    """An LM head in training, with its vocabulary, its teacher and its loss.
 
     Args:
         linear: [V', D], the target's or the drafter's own.
         loss: The losses of a row, keys of `LOSSES`, and their weights.
-        teacher: The target's head; `linear` itself where its rows are the target's.
-        teacher_columns: [V'] the tokens of the head's rows among the teacher's, where these are more.
-        t2d: [V] bool, whether the head has a token; None if it has all.
-        markov: Adds to the logits by the token before.
-        shape, teacher_shape: From the head's product to logits, and from the teacher's.
-        weight: Of the loss through it.
+        teacher: The target's LM head; `linear` itself if it is the target's.
+        teacher_columns: [V'] rows of the teacher's head for the tokens of this head; None if both have the same tokens.
+        t2d: [V] bool, whether the head has a row for a token; None if it has all.
+        markov: Markov head, which adds a bias by the previous token to the logits.
+        shape, teacher_shape: Scale and cap that turn the head's product, and the teacher's, into logits.
+        weight: Weight of the loss through this head.
         needs_acceptance: Whether the auxiliary loss reads every row's alpha.
     """
 
@@ -97,7 +97,7 @@ class DraftHead:
         return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
 
     def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return 1 for the rows that the loss reads [M], given `rows_of`: `ce` alone reads none without a label."""
+        """Return a mask [M] of the rows with loss, given `rows_of`: with `ce` alone, only rows with a label."""
         return (rows_m >= 0).to(dtype) if not has_teacher(self.loss) else torch.ones_like(rows_m, dtype=dtype)
 
     def teacher_of(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
@@ -112,7 +112,8 @@ class DraftHead:
 class VocabCoverage:
     """Share of the training data's tokens with loss that a drafter can draft.
 
-    size, vocabulary: tokens that it drafts, and that there are; seen: different ones in the data.
+    size, vocabulary: number of tokens that the drafter can draft, and of all tokens; seen: number of different tokens
+    in the data.
     """
 
     size: int
@@ -154,18 +155,18 @@ class DraftVocab:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether it is smaller than the target's."""
+        """Return whether the draft vocabulary is smaller than the target's."""
         return self._drafter.config.draft_vocab_size is not None
 
     @property
     def ids(self) -> Tensor | None:
-        """Return the target's ids of the head's rows [V'], ascending; None if it has all of them."""
+        """Return the target's token ids of the head's rows [V'], ascending; None if the head has all tokens."""
         d2t = self._drafter.d2t if self.is_reduced else None
         return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
     @property
     def columns(self) -> TokenColumns:
-        """Return the tokens that the drafter's decoders' logits are of."""
+        """Return the tokens of the columns of the decoders' logits."""
         return TokenColumns(self.ids, len(self._drafter.t2d)) if self.is_reduced else ALL_TOKENS
 
     def widen(self, logits: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ class DraftVocab:
         )
 
     def teacher_mass(self, groups: Groups, features_pd: Tensor | None) -> Tensor | None:
-        """Return the target's probability of the drafted tokens after each token [P]; None where losses count by 1."""
+        """Return the target's probability of the draft vocabulary after each token [P]; None if losses are not weighted."""
         drafter = self._drafter
         options = drafter.config.options
         if features_pd is None or not (self.is_reduced and options.teacher_mass and has_teacher(options.loss)):
@@ -272,7 +273,7 @@ class DraftVocab:
 
     @property
     def coverage(self) -> VocabCoverage | None:
-        """Return the share of the data that it can draft; None if it drafts every token, or was not prepared."""
+        """Return the share of the data that the drafter can draft; None for a full vocabulary, or before `prepare`."""
         counts_v = self._drafter.token_counts_v
         if counts_v is None:
             return None
@@ -281,7 +282,7 @@ class DraftVocab:
 
     @property
     def names(self) -> set[str]:
-        """Return names in the state that only make sense together: the maps of the tokens, and own heads for these."""
+        """Return the names of the tensors that depend on the draft vocabulary: its maps, and own heads."""
         if not self.is_reduced:
             return set()
         heads = {id(head) for head in self.own_heads}

@@ -41,7 +41,7 @@ class Attached:
 
 
 class WithoutEmbeddings(PreTrainedModel):
-    """A model whose embeddings are another's: transformers and accelerate find none to tie, split or resize."""
+    """Model that borrows its embeddings: transformers and accelerate find none to tie, split or resize."""
 
     def get_input_embeddings(self) -> None:
         """Return none."""
@@ -142,10 +142,10 @@ class Drafter(WithoutEmbeddings):
         return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
 
     def label_counts(self, groups: Groups) -> Tensor:
-        """Return the divisors of a batch's loss, [2, G]: its labels of each depth, and those read through the head.
+        """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
 
-        They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
-        number expected, which all parts can know before the first of them is computed.
+        The divisors of a batch's parts, on any number of processes, add up to the batch's. If rows are dropped at
+        random, the expected number is used, which is known before any part is computed.
         """
         has_label_bgs = is_read_bgs = groups.labels_bgs != IGNORED_LABEL
         if self.vocab.is_reduced and not has_teacher(self.config.loss):
@@ -180,7 +180,7 @@ class Drafter(WithoutEmbeddings):
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
                 to its loss. By default these rows are all of it.
-            groups: Those of `groups(input_ids, loss_mask, position_ids)`, where they are known already.
+            groups: Result of `groups(input_ids, loss_mask, position_ids)`, if it was computed before.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
         if teacher_features is None and has_teacher(self.config.loss):
@@ -217,7 +217,7 @@ class Drafter(WithoutEmbeddings):
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
 
         Args:
-            groups: With the tokens and positions.
+            groups: Groups of the batch, with its tokens and positions.
             features: [B, S, F] of the target, AT each token; `previous_features` gives those that a group may read.
         """
         raise NotImplementedError
@@ -236,10 +236,10 @@ class Drafter(WithoutEmbeddings):
         result: HeadLoss,
         features_pd: Tensor | None,
     ) -> Auxiliary | None:
-        """Return a loss that a kind adds to that through a head; by default none.
+        """Return a loss that a kind adds to the loss through an LM head; by default none.
 
         Args:
-            hidden_nd: As `hidden_states` gives them.
+            hidden_nd: Result of `hidden_states`.
             normed_md: The head's inputs, of the rows at `place_m` among the N.
             result: The losses through the head.
             features_pd: [P, D] that the target's head reads, if there is a teacher.

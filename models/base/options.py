@@ -92,7 +92,7 @@ def _kind_of_layers(kind: str | None, info: ValidationInfo) -> str:
     model_type = (info.context or {}).get("model_type", SUPPORTED_MODEL_TYPES[0])
     own = model_type in SUPPORTED_MODEL_TYPES
     if kind == "target" and not own:
-        raise ValueError(f"layers of the target's own kind, {model_type}, are not supported: llama or qwen3")
+        raise ValueError(f"layers of the target's own kind, {model_type}, are not supported: use llama or qwen3")
     return kind or ("target" if own else "llama")
 
 
@@ -209,7 +209,7 @@ class DepthOptions(DrafterOptions):
     @model_validator(mode="after")
     def _one_way_of_coming_in(self) -> Self:
         if self.dpace_alpha is not None and self.depth_ramp > 0:
-            raise ValueError("`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0 with it")
+            raise ValueError("`dpace_alpha` already phases in the deeper depths: leave `depth_ramp` at 0 with it")
         return self
 
     @model_validator(mode="after")

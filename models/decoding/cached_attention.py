@@ -49,7 +49,7 @@ class CachedAttention(KVCache):
     A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
 
     Args:
-        window: Of `begin_step`: how many tokens a row sees back from its own, that included, or None for all.
+        window: Number of tokens that a row of `begin_step` sees, up to and including itself; None: all.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class CachedAttention(KVCache):
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
 
         Args:
-            parents: Of the M nodes of the tree, -1 for those below node 0.
+            parents: Parents of the M nodes of the tree, -1 for nodes below node 0.
         """
         end = self.length + (num_rows if parents is None else len(parents))
         self._prepare(end - num_rows, end, is_causal=parents is None, parents=parents)
@@ -207,7 +207,7 @@ class StaticLayers:
     Args:
         drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
         cache: With room for `LONGEST_STATIC_ROWS` after the rows that are ever wanted.
-        backend: Of `torch.compile`.
+        backend: Backend of `torch.compile`.
     """
 
     def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:

@@ -333,7 +333,7 @@ class MarkovDecoder(PathDecoder):
     """Decoder that adds the Markov head's bias by the previous token.
 
     Args:
-        bias_of: From previous tokens [W] to their bias of the logits [W, V'].
+        bias_of: Function from previous tokens [W] to the bias of the logits [W, V'].
     """
 
     def __init__(
@@ -354,7 +354,7 @@ def depths_below(parents: list[int], depths: list[int], num_depths: int, limit: 
     """Return the depths of W new nodes below `parents`, [W].
 
     Args:
-        depths: Of the nodes there are.
+        depths: Depths of the existing nodes.
         num_depths: Nodes of this depth would have no children.
         limit: Reason for that limit, for the error.
 

@@ -44,7 +44,7 @@ class KVCache:
         (t // PAGE * sequences + s) * PAGE + t % PAGE
 
     Args:
-        longest_tokens: Of a sequence, with the rows that a forward writes after it.
+        longest_tokens: Most tokens of a sequence, including the rows that a forward writes after it.
     """
 
     def __init__(self, longest_tokens: int, sequences: int = 1) -> None:

@@ -87,7 +87,7 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     @model_validator(mode="after")
     def _one_norm_of_features(self) -> Self:
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("`fc_norm` and `norm_before_fc` both norm the features: set one of them to false")
+            raise ValueError("`fc_norm` and `norm_before_fc` exclude each other: set one of them to false")
         return self
 
 

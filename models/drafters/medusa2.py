@@ -182,7 +182,7 @@ class Medusa2Drafter(MedusaDrafter):
 
         Args:
             features: As in `Drafter.forward`, of the changed target, with a gradient after the warm-up.
-            teacher_features: Of the original target, for the `kl` of L_LM.
+            teacher_features: Features of the original target, for the `kl` of L_LM.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
         output = super().forward(input_ids, features, loss_mask, position_ids, features, label_counts, groups)

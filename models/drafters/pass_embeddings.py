@@ -89,7 +89,7 @@ def _share_weights(copy: nn.Module, source: nn.Module) -> None:
     """
     names = {name for name, _ in copy.named_parameters()}
     if names != {name for name, _ in source.named_parameters()}:
-        raise ValueError(f"a {type(source).__name__} of the target is not built as its config says")
+        raise ValueError(f"a {type(source).__name__} of the target does not have the parts that its config describes")
     modules = dict(source.named_modules())
     for name, module in copy.named_modules():
         module._parameters.update(modules[name]._parameters)

@@ -228,7 +228,7 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     if {"candidate_selector.hidden_projection.weight", "lilicorr.out_head.weight"} & state.keys():
         for key, plain in PLAIN_LOGITS.items():
             if (known.get(key) or plain) != plain:
-                raise UserError(f"config.json: {key} is {known[key]}, which drafters here have not: only {plain}")
+                raise UserError(f"config.json: {key} is {known[key]}, which is not supported here, only {plain}")
         if "lilicorr.out_head.weight" in state:
             return _read_lattice(options, known, state, borrowed, target_config["hidden_size"])
         return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
@@ -268,12 +268,15 @@ def _window(known: Mapping[str, Any]) -> int | None:
         return None
     if len(kinds) > 1:
         raise UserError(
-            "config.json: some of `layer_types` slide and some do not: drafters here have one `sliding_window` in all "
-            "layers, so import one that has"
+            "config.json: `layer_types` mixes sliding and full attention, but drafters here have one `sliding_window` "
+            "in all layers: import a drafter that has"
         )
     width = known.get("swa_window_size") or known.get("sliding_window")
     if not width:
-        raise UserError("config.json: the layers slide, but `sliding_window` does not say how many tokens they see")
+        raise UserError(
+            "config.json: the layers have sliding attention, but `sliding_window`, its number of tokens, is missing: "
+            "add it"
+        )
     return int(width)
 
 

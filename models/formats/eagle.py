@@ -187,7 +187,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """Convert a checkpoint of EAGLE-3 or P-EAGLE, in any of these layouts, into our parameters.
 
     Raises:
-        UserError: It was made for another target, or its feature layers are not known.
+        UserError: The checkpoint was made for another target, or its feature layers are not known.
     """
     config = checkpoint.config
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
@@ -232,7 +232,7 @@ def check_fused_layers(config: Mapping[str, Any]) -> None:
     """Check that an EAGLE-3 checkpoint reads fused layers, and not only the target's final hidden states.
 
     Raises:
-        UserError: It does not.
+        UserError: The checkpoint reads no fused layers.
     """
     nested = config.get("eagle_config") or {}
     for place, keys in (("eagle_config.", nested), ("", config)):

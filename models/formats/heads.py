@@ -60,7 +60,7 @@ HYDRA_RULES = (
     DRAFT_VOCABULARY,
     Refusal(
         "more than two blocks a head", lambda config: config.num_layers > 2,
-        "all blocks of a head but the first are one block there", "drafter.options.num_layers=2",
+        "there, all blocks of a head after the first share their weights", "drafter.options.num_layers=2",
     ),
 )  # fmt: skip
 
@@ -128,7 +128,7 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
     """Convert a Medusa checkpoint of either layout, with or without FasterDecoding's prefix, into our parameters.
 
     Raises:
-        UserError: It was made for a target of another hidden size, or has no Medusa blocks.
+        UserError: The checkpoint was made for a target of another hidden size, or has no Medusa blocks.
     """
     state = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in checkpoint.tensors.items()}
     blocks = [int(match[1]) for name in state if (match := re.match(r"\d+\.(\d+)\.linear\.", name))]
@@ -151,7 +151,7 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     """Convert a Hydra checkpoint into our parameters.
 
     Raises:
-        UserError: Its heads are of another kind, or it was made for a target of another hidden size.
+        UserError: The checkpoint's heads are of another kind, or made for a target of another hidden size.
     """
     for key, expected in HYDRA_KEYS.items():
         value = checkpoint.config.get(key, HYDRA_DEFAULTS[key])

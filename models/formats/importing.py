@@ -46,7 +46,7 @@ class Imported:
     """`import.json`: what was imported.
 
     files_sha256: Hashes of the checkpoint's weights files.
-    assumed: What the checkpoint does not say, and was taken for so.
+    assumed: Assumptions about facts that the checkpoint does not state.
     """
 
     source: str
@@ -60,8 +60,8 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
     """Import a published checkpoint for the recipe's target. Returns the drafter's folder and what was imported.
 
     Args:
-        location: As of `import_drafter`.
-        folder: By default that of the run's own drafter.
+        location: As in `import_drafter`.
+        folder: Folder to write; by default that of the run's own drafter.
 
     Raises:
         UserError: As `import_drafter`, or no checkpoint is named.
@@ -75,17 +75,17 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
 
 
 def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Imported:
-    """Write `folder`, a drafter's, from a published checkpoint.
+    """Convert a published checkpoint to a drafter, written to `folder`.
 
     Args:
         location: A folder, or `user/repo[@revision]`.
-        target: What it was made for, with its weights.
+        target: The target that the checkpoint was made for, with its weights.
 
     Raises:
-        UserError: It cannot be read, is in no layout that is known here, or does not fit the target.
+        UserError: The checkpoint cannot be read, has no supported layout, or does not fit the target.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already: name another place with --to")
+        raise UserError(f"{folder} already exists: name another folder with --to")
     source = _place(location)
     drafter, assumed = _as_drafter(read_checkpoint(source), target)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -113,7 +113,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
 
 
 def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafter, tuple[str, ...]]:
-    """Make the drafter, in the checkpoint's dtype, attached; and say what was assumed.
+    """Build the drafter in the checkpoint's dtype, attached to the target. Returns it with the assumptions made.
 
     Raises:
         UserError: As `import_drafter`.
@@ -150,7 +150,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a flat config, and all tensors of all weights files.
 
     Raises:
-        UserError: There are none, or they are damaged.
+        UserError: The folder has no weights files, or they are damaged.
     """
     config, files = folder / "config.json", _weights_files(folder)
     if not config.is_file() or not files:
@@ -170,10 +170,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
-    """Return the layout's name, and what reads it.
+    """Return the name of the checkpoint's layout, and the function that reads it.
 
     Raises:
-        UserError: It is none that is known here.
+        UserError: The layout is not supported.
     """
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
@@ -191,7 +191,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     if "model.norm.weight" in names and "num_hidden_layers" in config:
         return "transformers", causal_lm.parameters
     raise UserError(
-        f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
+        f"the checkpoint ({some_of(sorted(names))}) has none of the supported layouts: EAGLE, EAGLE-3, P-EAGLE, "
         "DFlash, DFlash 2, LiLiCorr, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
     )
 

@@ -150,9 +150,9 @@ def write_gguf(
     """Write a checkpoint in an engine's layout as a GGUF file.
 
     Args:
-        kind: Of the drafter.
-        layers_of: Of its config.
-        tokenizer: The target's, of `tokenizer_of`.
+        kind: Kind of the drafter.
+        layers_of: Config of its layers, `DrafterConfig.layers_of`.
+        tokenizer: Keys of the target's tokenizer, from `tokenizer_of`.
         dtype: One of `DTYPES`.
 
     Raises:
@@ -193,7 +193,7 @@ def architecture_of(kind: str, layers_of: Mapping[str, Any]) -> str:
 
 
 def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Metadata by key, without the architecture before it."""
+    """Return the file's metadata by key, without the architecture as prefix."""
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     values: dict[str, Any] = {
@@ -268,7 +268,7 @@ def _turned(name: str, value: Tensor, config: Mapping[str, Any], back: bool = Fa
 
 
 def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
-    """Return [Dh/2] by which each frequency of RoPE is divided, if any is."""
+    """Return the divisors [Dh/2] of RoPE's frequencies; None if no frequency is divided."""
     kind = (layers_of.get("rope_parameters") or {}).get("rope_type", "default")
     if kind == "default":
         return None
@@ -280,7 +280,7 @@ def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
 
 
 def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
-    """Every key of the tokenizer of a target's GGUF file.
+    """Return all keys of the tokenizer in a target's GGUF file.
 
     Raises:
         UserError: The file cannot be read, or is of a target of another size.
@@ -306,7 +306,7 @@ def _package() -> Any:
     """Import the package gguf.
 
     Raises:
-        UserError: It is not installed.
+        UserError: The package is not installed.
     """
     try:
         import gguf
@@ -322,7 +322,7 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mappi
     """Read the tensors back, in fp32, under the names of the engine's layout that they were written from.
 
     Args:
-        config: Of that layout.
+        config: Config in that layout.
     """
     gguf = _package()
     tensors = {}

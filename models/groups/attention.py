@@ -83,8 +83,8 @@ class GroupAttention:
 
     Args:
         backend: As in `group_attention`.
-        groups: Of the rows.
-        depths: Those of the first depths, if not of all (`Groups.rows_of_depths`).
+        groups: Groups that the rows belong to.
+        depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
         causal: Whether a row sees only the earlier rows of its group.
         keeps: Whether rows of further depths follow, which attend to the keys and values of these.
         window: As in `group_attention`.
@@ -155,9 +155,9 @@ def group_attention(
         v_bhgsd: [B, Hkv, G, S, Dh].
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
-        documents: Of which the S positions consist, if of several that do not see each other.
+        documents: Documents that the S positions consist of, if several, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
-        window: How many tokens a query sees back from its own position, that included; at least G, or None for all.
+        window: Number of tokens that a query sees, up to and including its own position; at least G; None: all.
 
     Returns:
         [B, H, Q, S, Dh].

@@ -136,7 +136,7 @@ class Groups:
         core_shape: The grid of the attention core: batch, R and positions; of documents one sequence of all of them.
         core_index_n: [N] places on that, flattened.
         is_full: Whether there is a row for each place of the core's grid, in its order.
-        documents: Of the core's positions, if there are several.
+        documents: Documents that the core's positions consist of, if there are several.
     """
 
     input_ids: Tensor

@@ -20,7 +20,7 @@ class CpuTarget:
     """A causal language model whose forwards of few rows are one call; made by `of`.
 
     Args:
-        layers: Its layers, final norm and LM head.
+        layers: The target's layers, final norm and LM head.
         decoder: The module with its embedding and RoPE.
         positions: How many positions there are angles for.
     """

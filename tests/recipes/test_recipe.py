@@ -79,8 +79,8 @@ BOMB = "name: a\ntrain:\n  " + "\n  ".join(LEVELS) + "\n"
 FLOW_BOMB = "{" + ", ".join(LEVELS) + "}"
 OF_FILES = [
     ("seed: 1", [], "key `name` is missing: add it"),
-    ("- a\n- b\n", [], "must hold a YAML mapping of sections (name, target, data, ...), not a list"),
-    ("", [], "must hold a YAML mapping of sections (name, target, data, ...), not empty"),
+    ("- a\n- b\n", [], "must contain a YAML mapping of sections (name, target, data, ...), not a list"),
+    ("", [], "must contain a YAML mapping of sections (name, target, data, ...), not empty"),
     ("name: [a\n", [], "is not valid YAML"),
     ("name: a\nseed: 1" + "0" * 5000, [], "is not valid YAML: Exceeds the limit"),
     ("[" * 5000, [], "is not valid YAML: maximum recursion depth exceeded"),

@@ -68,7 +68,7 @@ def write_drafter_card(
         figures: `rows` of the summary, one a method at one temperature, each with its `acceptance_by_depth` where it
             was timed; the `machine`, the `questions`, their `dataset` and the `command` that they were measured with;
             None without a measurement of these weights.
-        proof: What `draftsmith prove` found of these weights.
+        proof: Result of `draftsmith prove` for these weights.
         publication: The card goes into that folder; one that somebody wrote by hand goes there as it is.
     """
     folder = RunFolder(recipe).drafter

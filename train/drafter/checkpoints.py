@@ -91,7 +91,8 @@ def refuse_other_launch(checkpoint: Path, launch: Launch) -> None:
     """Check that a checkpoint was written by an equal launch, as resuming would not be exact otherwise.
 
     Raises:
-        UserError: It was written by another number of processes, or with another way of splitting the model.
+        UserError: The checkpoint was written by another number of processes, or with another way of splitting the
+            model.
     """
     written = read_json(checkpoint / MANIFEST, Manifest, "")
     processes, restart = written.processes, f"or delete {checkpoint.parent} to train from scratch"

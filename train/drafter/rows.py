@@ -153,7 +153,7 @@ def check_packing(target: PreTrainedModel) -> None:
     """Check by one short forward that the target keeps packed documents apart.
 
     Raises:
-        UserError: It does not: an architecture that makes its mask otherwise.
+        UserError: The target does not keep them apart: its architecture builds its mask in another way.
     """
     ids_s = torch.arange(sum(PROBE_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
     positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
@@ -162,8 +162,8 @@ def check_packing(target: PreTrainedModel) -> None:
     tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
     if not (packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean():
         raise UserError(
-            f"key `data.packing`: a target of the kind {target.config.model_type} does not keep packed documents "
-            "apart; set data.packing=false"
+            f"key `data.packing`: a target of type {target.config.model_type} cannot keep packed conversations "
+            "separate: set data.packing=false"
         )
 
 

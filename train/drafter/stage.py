@@ -198,7 +198,8 @@ def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path |
     """Return the checkpoint to resume from, the same in all processes; say which it is, and which are damaged.
 
     Raises:
-        UserError: It was written by another number of processes, or under another way of splitting.
+        UserError: The checkpoint was written by another number of processes, or with another way of splitting the
+            model.
     """
     folder = Path(trainer.args.output_dir)
     if trainer.is_world_process_zero():

@@ -100,7 +100,7 @@ def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
     except wandb.errors.Error as error:
         said = " ".join(str(error).split())
         raise UserError(
-            f"wandb cannot begin ({said}): run `wandb login`, or set WANDB_MODE=offline in the environment"
+            f"wandb cannot start ({said}): run `wandb login`, or set WANDB_MODE=offline in the environment"
         ) from None
 
 

@@ -60,7 +60,7 @@ def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
     """
     values, validation = dict(recipe.train), recipe.validation
     if values.get("load_best_model_at_end"):
-        raise UserError("key `train.load_best_model_at_end`: leave it out; validation.keep=best is what it would be")
+        raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")
     evaluates = values.get("eval_strategy", "no")
     if validation.decides and evaluates in ("no", False):
         raise UserError("key `validation` needs evaluations: set train.eval_strategy=steps and train.eval_steps")
@@ -145,7 +145,7 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
     if global_batch % processes:
         raise UserError(
             f"key `train.{GLOBAL_BATCH}`: {global_batch} rows cannot be shared evenly by {processes} processes: launch "
-            "as many as divide it, or change it"
+            "a number of processes that divides it, or change it"
         )
     share = global_batch // processes
     rows = next(rows for rows in range(min(most, share), 0, -1) if share % rows == 0)
@@ -161,10 +161,10 @@ def _refuse_doubled_rows(args: TrainingArguments) -> None:
     config = args.accelerator_config
     for key in ("split_batches", "dispatch_batches"):
         if getattr(config, key) and args.world_size > 1:
-            raise UserError(f"key `train.accelerator_config`: {key} doubles an epoch's last rows: leave it out")
+            raise UserError(f"key `train.accelerator_config`: {key} repeats an epoch's last rows: leave it out")
     if args.train_sampling_strategy == "batch_rebalance" and args.world_size * args.gradient_accumulation_steps > 1:
         raise UserError(
-            "key `train.train_sampling_strategy`: batch_rebalance doubles an epoch's last rows: use group_by_length"
+            "key `train.train_sampling_strategy`: batch_rebalance repeats an epoch's last rows: use group_by_length"
         )
 
 
@@ -172,13 +172,13 @@ def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedMo
     """Enable gradient checkpointing where the recipe asks for it.
 
     Raises:
-        UserError: This kind of drafter has none.
+        UserError: This kind of drafter does not support it.
     """
     if not args.gradient_checkpointing:
         return
     if not drafter.supports_gradient_checkpointing:
         kind = drafter.config.model_type.rpartition("-")[2]
-        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} has none; leave it out")
+        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} does not support it: leave it out")
     drafter.gradient_checkpointing_enable()
 
 

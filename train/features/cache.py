@@ -38,7 +38,7 @@ SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: row `first_row + i` of the dataset is its tokens `offsets[i]` to `offsets[i + 1]`."""
+    """One file of features: example `first_row + i` of the dataset has its tokens `offsets[i]` to `offsets[i + 1]`."""
 
     file: str
     first_row: int
@@ -54,7 +54,7 @@ class Shard:
 
     @property
     def rows(self) -> range:
-        """Of the dataset."""
+        """Numbers of the examples in the dataset."""
         return range(self.first_row, self.first_row + len(self.offsets) - 1)
 
 
@@ -92,7 +92,7 @@ class FeatureIndex:
         """Check that these features have a recipe's settings and include its layers.
 
         Raises:
-            UserError: They do not; the message names the first key that differs.
+            UserError: Settings or layers differ; the message names the first key that differs.
         """
         check_same_settings(folder, self.settings, settings, "write the features again")
         if not set(layers) <= set(self.layers):
@@ -110,7 +110,7 @@ class FeatureIndex:
         """Read the folder's index, if it has one.
 
         Raises:
-            UserError: It is damaged, or of another format.
+            UserError: The index is damaged, or of another format.
         """
         file = folder / INDEX_NAME
         if not file.is_file():
@@ -214,7 +214,7 @@ class FeatureCache:
         return self._open[shard.file]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the workers of a data loader, each of which maps the files itself."""
+        """Leave out the open files: every worker of a data loader maps the files itself."""
         return {**self.__dict__, "_open": {}}
 
 
@@ -222,7 +222,7 @@ def check_offline_support(recipe: Recipe) -> None:
     """Check that drafters of this kind can be trained on features from disk.
 
     Raises:
-        UserError: They cannot; the message gives the reason.
+        UserError: The kind needs the target in training; the message gives the reason.
     """
     obstacle = load_drafter_class(recipe.drafter.kind).unsupported.get("offline")
     if obstacle is not None:
@@ -252,7 +252,7 @@ def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> Feature
     """Open the cache that `draftsmith features` wrote for this recipe, target and drafter.
 
     Raises:
-        UserError: There is none, it is not complete, or it was made from something else.
+        UserError: The cache is missing or incomplete, or it was written with other settings.
     """
     folder = RunFolder(recipe).features
     index = FeatureIndex.read(folder)

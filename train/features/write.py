@@ -83,7 +83,7 @@ class Projection:
         """Check that the missing shards fit on the disk, with a margin.
 
         Raises:
-            UserError: They do not fit.
+            UserError: The disk has too little space.
         """
         margin_bytes = round(MARGIN_FRAC * self.missing_bytes) + MARGIN_BYTES
         if self.missing_bytes + margin_bytes <= self.free_bytes:
@@ -160,8 +160,8 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         target = load_split_target(recipe, group.device)
     elif chosen.sharded:
         raise UserError(
-            "key `data.features.sharded`: the target is split among processes and there is one: leave it out, or "
-            "launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
+            "key `data.features.sharded`: it splits the target over several processes, and there is only one: leave "
+            "it out, or launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
         )
     else:
         target = load_target(recipe.target)[0]

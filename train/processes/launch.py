@@ -105,7 +105,7 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
     """Check that the launch, the recipe and the kind of drafter work together, before anything is loaded.
 
     Raises:
-        UserError: They do not; the message has the first obstacle and the way out.
+        UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
     """
     quantization_options(recipe.target)  # checks that its library is installed
     for obstacle in _obstacles(recipe, args, launch):

@@ -137,7 +137,7 @@ def test_wrong_options(recipe: str) -> None:
         assert sentence in result.stderr
     result = CliRunner().invoke(app, ["eval", recipe, "--server", "http://a"])
     assert result.exit_code == 2
-    assert "an option of an engine is given without one: add `--engine vllm`" in result.stderr
+    assert "an option for an engine needs --engine: add `--engine vllm`" in result.stderr
 
 
 def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:

@@ -200,7 +200,7 @@ def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path
     Learned(recipe)
     weights = RunFolder(recipe).drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
-    with pytest.raises(UserError, match="was learned from other weights than those in"):
+    with pytest.raises(UserError, match="was trained from other weights than those in"):
         Learned(recipe)
 
 

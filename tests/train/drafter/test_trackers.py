@@ -90,7 +90,7 @@ def test_resumed_run_continues_in_wandb(
 
 def test_wandb_error_is_reported(target_folder: Path, offline_wandb: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "no/such:project")
-    with pytest.raises(UserError, match=r"wandb cannot begin .*run `wandb login`, or set WANDB_MODE=offline"):
+    with pytest.raises(UserError, match=r"wandb cannot start .*run `wandb login`, or set WANDB_MODE=offline"):
         train_drafter(recipe_with(target_folder, "wandb"))
 
 
