@@ -448,7 +448,7 @@ def _pass_through(
     keys = iter(waiting)
     while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
         finished = []
-        for key in ledger.claim(page).taken:
+        for key in ledger.claim(page).claimed:
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]

@@ -114,7 +114,7 @@ def kept_record(conversation: Conversation) -> dict[str, Any]:
 class Claim(NamedTuple):
     """Claimed conversations by id, with their stored answers, and the ids that another process works on."""
 
-    taken: dict[str, list[dict[str, Any]]]
+    claimed: dict[str, list[dict[str, Any]]]
     held: list[str]
 
 
@@ -177,7 +177,7 @@ class LedgerView:
                 streams[line.file].seek(line.offset_bytes)
                 record = self._parse(streams[line.file].readline(), line.file, line.offset_bytes)
                 if record["id"] != key:
-                    raise self._damaged(line.file, line.offset_bytes)
+                    raise self._damage_error(line.file, line.offset_bytes)
                 yield record
 
     def distilled(self) -> Iterator[Distilled]:
@@ -217,10 +217,10 @@ class LedgerView:
             with file.open("rb") as stream:
                 stream.seek(self._read_bytes[file])
                 for line in takewhile(lambda line: line.endswith(b"\n"), stream):
-                    self._take(self._parse(line, file, self._read_bytes[file]), file)
+                    self._add_record(self._parse(line, file, self._read_bytes[file]), file)
                     self._read_bytes[file] += len(line)
 
-    def _take(self, record: dict[str, Any], file: Path) -> None:
+    def _add_record(self, record: dict[str, Any], file: Path) -> None:
         key = record["id"]
         if file.parent.name == SHARDS:
             line = _Line(file, self._read_bytes[file], record["state"], record["reason"])
@@ -236,9 +236,9 @@ class LedgerView:
         try:
             return _LINES[file.parent.name].validate_json(line, strict=True)
         except ValidationError as error:
-            raise self._damaged(file, offset_bytes) from error
+            raise self._damage_error(file, offset_bytes) from error
 
-    def _damaged(self, file: Path, offset_bytes: int) -> UserError:
+    def _damage_error(self, file: Path, offset_bytes: int) -> UserError:
         return UserError(
             f"{file} was changed or damaged at byte {offset_bytes}: restore it, or delete {self._folder} to distil "
             "again"
@@ -280,7 +280,7 @@ class Ledger(LedgerView):
                 self._unlock(key)
                 continue
             answers = self._answers.get(key, {})
-            claim.taken[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
+            claim.claimed[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
         return claim
 
     def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[FinishedConversation]) -> None:

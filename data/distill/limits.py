@@ -90,7 +90,7 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
         )
 
 
-def room_for_answers(
+def count_prompts_with_room(
     recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
 ) -> tuple[int, int]:
     """Count the first prompts of a sample that leave room for an answer, and all that the template does not refuse.
@@ -182,6 +182,6 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer)
     if not keeps_answers:
-        fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
+        fitting, looked_at = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
         if looked_at and not fitting:
             raise UserError(no_room_sentence(recipe, looked_at, limits))

@@ -211,7 +211,7 @@ def write_token_rows(
     """
     counts: Counter[str] = Counter()
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
-        for counted, rows in _chunks(iter(conversations), work, processes):
+        for counted, rows in _tokenize_in_processes(iter(conversations), work, processes):
             for row in rows:
                 writer.write(row | {CONVERSATION: counts["conversations"] + row[CONVERSATION]})
             counts += counted
@@ -221,7 +221,7 @@ def write_token_rows(
     return TokenReport(**totals, numbered=True)
 
 
-def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
+def _tokenize_in_processes(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
     chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
     # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
     ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
@@ -272,17 +272,17 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         counts["extra_rows"] += max(0, len(rows) - 1)
         if work.reasoning is not None:
             masked = [row.without_reasoning(*work.reasoning) for row in rows]
-            counts["reasoning_tokens"] += _loss_tokens(rows) - _loss_tokens(masked)
+            counts["reasoning_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
             rows = [row for row in masked if any(row.loss_mask)]
             counts["thoughts_alone"] += len(masked) - len(rows)
         if work.mask_copies:
             masked = [row.without_copies() for row in rows]
-            counts["copied_tokens"] += _loss_tokens(rows) - _loss_tokens(masked)
+            counts["copied_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
             rows = masked
         found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
-    counts["loss_tokens"] += _loss_tokens(row for _, row in found)
+    counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
     return counts, [
         {
             "input_ids": np.array(row.input_ids, dtype=np.int32),
@@ -294,7 +294,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
     ]
 
 
-def _loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
+def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
     return sum(sum(row.loss_mask) for row in rows)
 
 
@@ -311,7 +311,7 @@ def tokenize_rows(
         return [], False
     whole, dropped = result
     rows = [whole] if any(whole.loss_mask) else []
-    for turn in whole.unsaid_turns:
+    for turn in whole.rewritten_turns:
         row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
         if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole
             rows.append(row.with_last_answer_only())
@@ -376,7 +376,7 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
 def tokens_hash(tokens: datasets.Dataset) -> str:
     """Hash ids, masks and which rows belong together by SHA-256 (16 hex digits), whatever the Arrow chunks."""
     digest = hashlib.sha256()
-    begins = conversation_begins(tokens)
+    begins = first_rows_of_conversations(tokens)
     if len(set(begins)) < len(begins):  # else the hash is that of datasets which do not say
         digest.update(np.array(begins, dtype=np.int64).tobytes())
     for name in ("input_ids", "loss_mask"):
@@ -387,7 +387,7 @@ def tokens_hash(tokens: datasets.Dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def conversation_begins(tokens: datasets.Dataset) -> list[int]:
+def first_rows_of_conversations(tokens: datasets.Dataset) -> list[int]:
     """Return for each row the first row of its conversation: itself where the dataset does not say."""
     numbers = tokens[CONVERSATION] if CONVERSATION in tokens.column_names else range(len(tokens))
     first: dict[int, int] = {}

@@ -40,8 +40,8 @@ from draftsmith.data.engines.openai_answers import (
     OTHER_PROMPT,
     Api,
     BoundedClient,
-    Refused,
-    ServerFails,
+    RequestRefused,
+    ServerFailure,
     Vocabulary,
     read_answer,
     redirected_to,
@@ -91,7 +91,7 @@ class OpenAIOptions(Section):
 
     @field_validator("base_urls")
     @classmethod
-    def _distinct(cls, urls: list[str]) -> list[str]:
+    def _check_urls(cls, urls: list[str]) -> list[str]:
         urls = [url.rstrip("/") for url in urls]
         if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
             raise ValueError(f"{wrong[0]} does not begin with http:// or https://")
@@ -177,7 +177,7 @@ class OpenAIEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._giving_up: asyncio.TimerHandle | None = None
         self._out_since_s: float | None = None  # of the loop's clock: no server could be used, and no answer has come
-        self._servers = [self._server(url) for url in options.base_urls]
+        self._servers = [self._connect(url) for url in options.base_urls]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
         self._thread.start()
@@ -222,7 +222,7 @@ class OpenAIEngine:
         for server in self._servers:
             await server.client.close()
 
-    def _server(self, url: str) -> Server:
+    def _connect(self, url: str) -> Server:
         address, login = self._split_credentials(url)
         client = openai.AsyncOpenAI(
             base_url=address,
@@ -238,7 +238,7 @@ class OpenAIEngine:
         """Check every server, then start the workers."""
         problems = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
         for server, problem in zip(self._servers, problems, strict=True):
-            if problem is not None and not isinstance(problem, ServerFails):
+            if problem is not None and not isinstance(problem, ServerFailure):
                 raise problem
             server.problem = str(problem or "")
             server.usable.set()
@@ -264,9 +264,9 @@ class OpenAIEngine:
             try:
                 self._finished.put((request.key, await self.complete(server, request)))
                 server.failures, self._out_since_s = 0, None
-            except ServerFails as problem:
+            except ServerFailure as problem:
                 server.failures += 1
-                if problem.is_gone or server.failures >= FAILURES_IN_A_ROW:
+                if problem.is_unreachable or server.failures >= FAILURES_IN_A_ROW:
                     self._leave_out(server, str(problem))
                 attempts += not problem.is_throttled
                 if attempts >= self.options.max_attempts:
@@ -282,7 +282,7 @@ class OpenAIEngine:
         if not server.usable.is_set():
             return
         server.usable.clear()
-        self._tasks.append(self._loop.create_task(self._bring_back(server)))
+        self._tasks.append(self._loop.create_task(self._use_again(server)))
         if any(other.usable.is_set() for other in self._servers):
             warn(f"{server.url}: {problem}; its requests go to the other servers")
             return
@@ -291,15 +291,17 @@ class OpenAIEngine:
         self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
         pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)
         warn(f"no server answers ({self._problems()}): waiting up to {pause_s:.3g} s for one to come back")
-        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._gone_message())))
+        self._giving_up = self._loop.call_later(
+            pause_s, lambda: self._finished.put(UserError(self._no_server_message()))
+        )
 
-    async def _bring_back(self, server: Server) -> None:
+    async def _use_again(self, server: Server) -> None:
         while server.problem:
             await asyncio.sleep(PROBE_PAUSE_S)
             try:
                 await self._check(server)
                 server.problem = ""
-            except (ServerFails, UserError) as problem:
+            except (ServerFailure, UserError) as problem:
                 server.problem = str(problem)
         warn(f"{server.url} answers again")
         if self._giving_up is not None:
@@ -307,7 +309,7 @@ class OpenAIEngine:
         server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
         server.usable.set()
 
-    def _gone_message(self) -> str:
+    def _no_server_message(self) -> str:
         return (
             f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again and "
             "run the same command; nothing that was written is lost"
@@ -326,10 +328,10 @@ class OpenAIEngine:
         try:
             page = await self.response(server, server.client.models.list())
             offered = {card.id: (card.model_extra or {}).get("max_model_len") for card in page.data}
-        except Refused as refusal:
+        except RequestRefused as refusal:
             raise UserError(f"{server.url}/models says {refusal}") from None
         except (AttributeError, TypeError, ValueError):
-            raise ServerFails("malformed list of models") from None
+            raise ServerFailure("malformed list of models") from None
         names = ", ".join(map(str, offered)) or "no model"
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
@@ -371,7 +373,7 @@ class OpenAIEngine:
         endpoint: Any = server.client.completions if api == "completions" else server.client.chat.completions
         try:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
-        except Refused as refusal:
+        except RequestRefused as refusal:
             return Failure(str(refusal))
         outcome = read_answer(response.content, request, api, self._vocabulary)
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
@@ -418,20 +420,20 @@ class OpenAIEngine:
         try:
             return await call
         except openai.APITimeoutError:
-            raise ServerFails("timeout") from None
+            raise ServerFailure("timeout") from None
         except openai.APIConnectionError as error:
-            raise ServerFails(f"no connection ({error.__cause__ or error})", is_gone=True) from None
+            raise ServerFailure(f"no connection ({error.__cause__ or error})", is_unreachable=True) from None
         except openai.APIStatusError as error:
             status, reason = error.status_code, refusal_reason(error, self._api_key)
             if status in REQUEST_REFUSED:
-                raise Refused(reason) from None
+                raise RequestRefused(reason) from None
             if 300 <= status < 400:
                 raise UserError(
                     f"{server.url} redirects to {redirected_to(error.response)} (HTTP {status}), which is not "
                     f"followed: put the final address into {self.option('base_urls')}"
                 ) from None
             if status < 400 or status in (408, 409, 429) or status >= 500:
-                raise ServerFails(reason, is_throttled=status == 429) from None
+                raise ServerFailure(reason, is_throttled=status == 429) from None
             raise UserError(
                 f"{server.url} says {reason}: check {self.option('base_urls')} (usually with /v1 at the end), "
                 f"{self.option('model')} and {self.option('api_key_env')}"

@@ -102,7 +102,7 @@ class TransformersEngine:
         outcomes, self._refused = self._refused, []
         with _gpu_memory_errors(self.concurrency):
             while self._waiting and (self._ended or len(self._rows) < self.concurrency):
-                self._begin(self._waiting.popleft())
+                self._prefill(self._waiting.popleft())
             while not outcomes:
                 outcomes = self._advance()
         return outcomes
@@ -110,14 +110,14 @@ class TransformersEngine:
     def close(self) -> None:
         self._waiting.clear()
 
-    def _begin(self, request: Request) -> None:
+    def _prefill(self, request: Request) -> None:
         """Prefill a prompt in the row that holds its beginning, or in a free row."""
         row = next((row for row in self._ended if row.holds_beginning_of(request)), None)
         if row is not None:
             self._ended.remove(row)
         else:
             if len(self._rows) == self.concurrency:
-                self._leave(self._ended[-1])
+                self._remove_row(self._ended[-1])
             row = _Row(torch.Generator(self._target.device))
             self._rows.append(row)
         start, row.request, row.ids, row.held_ids = len(row.held_ids), request, [], list(request.prompt_ids)
@@ -125,7 +125,7 @@ class TransformersEngine:
         with self._cache.one_row(self._rows.index(row), start):
             positions = [*range(start, len(request.prompt_ids))]
             logits = self._forward([request.prompt_ids[start:]], [positions], None, **self._last_logits)
-        self._take(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
+        self._append_token(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
 
     def _advance(self) -> list[tuple[str, Outcome]]:
         """Run a forward of all rows, unless an answer has ended with its first token; return the ended answers.
@@ -133,7 +133,7 @@ class TransformersEngine:
         Their rows stay until the next call, in case the next turns of their conversations are submitted before it.
         """
         while self._ended:
-            self._leave(self._ended[-1])
+            self._remove_row(self._ended[-1])
         if not any(self._has_ended(row) for row in self._rows):
             lengths = [len(row.held_ids) for row in self._rows]
             lengths_a = self._cache.begin_rows(lengths, self._target.device)
@@ -145,7 +145,7 @@ class TransformersEngine:
             greedy_ids = logits.max(-1).indices.tolist()  # for all rows, so that the device is waited for once
             for row, logits_v, greedy_id in zip(self._rows, logits, greedy_ids, strict=True):
                 row.held_ids.append(row.ids[-1])
-                self._take(row, logits_v, greedy_id)
+                self._append_token(row, logits_v, greedy_id)
         self._ended = [row for row in self._rows if self._has_ended(row)]
         return [
             (row.request.key, Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length"))
@@ -165,14 +165,14 @@ class TransformersEngine:
         ).logits
         return logits
 
-    def _take(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
+    def _append_token(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
         settings = row.request.settings
         row.ids.append(greedy_id if settings.greedy else first_token(logits_v, settings, row.generator))
 
     def _has_ended(self, row: _Row) -> bool:
         return row.ids[-1] in self._end_ids or len(row.ids) == row.request.settings.max_new_tokens
 
-    def _leave(self, row: _Row) -> None:
+    def _remove_row(self, row: _Row) -> None:
         """Remove a row from the batch; the last row moves to its place."""
         index, last = self._rows.index(row), len(self._rows) - 1
         if index != last:

@@ -57,7 +57,7 @@ class InvalidConversation(UserError):
         self.reason, self.sentence = reason, sentence
 
 
-def json_of(line: bytes, where: str) -> Any:
+def parse_json_line(line: bytes, where: str) -> Any:
     """Parse a line of JSON.
 
     Raises:
@@ -131,7 +131,7 @@ def _csv_records(file: Path, delimiter: str) -> Records:
     """Read rows under a header line. A cell may go over several lines, in quotation marks."""
     csv.field_size_limit(MOST_RECORD_BYTES)
     number = 0
-    with _readable(file), _open_bytes(file) as stream:
+    with _decoding_errors(file), _open_bytes(file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:
@@ -149,7 +149,7 @@ def _csv_records(file: Path, delimiter: str) -> Records:
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _decoding_errors(file: Path) -> Iterator[None]:
     """Raise a UserError in place of what decoding and decompressing raise."""
     from zstandard import ZstdError
 
@@ -172,15 +172,15 @@ def read_json_records(file: Path) -> Records:
         UserError: The file is empty or cannot be decompressed; or, unless its records are lines, it is not UTF-8, or a
             record no JSON.
     """
-    with _readable(file):
+    with _decoding_errors(file):
         with _open_bytes(file) as stream:
             head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
             while head and not head.strip():
                 head = stream.readline(HEAD_BYTES)
-        if _spans_lines(head):
+        if _is_spread_over_lines(head):
             with _open_bytes(file) as stream:
                 text = stream.read().decode("utf-8-sig")
-            if not text.lstrip().startswith("{") or _first_value_ends(text):
+            if not text.lstrip().startswith("{") or _starts_with_value(text):
                 yield from _spread_records(file, text)
                 return
         with _open_bytes(file) as stream:
@@ -214,7 +214,7 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
             continue
         empty, where = False, f"{file} line {number}"
         try:
-            record = json_of(line, where)
+            record = parse_json_line(line, where)
         except InvalidConversation as error:
             record = error
         yield where, record
@@ -224,7 +224,7 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
         )
 
 
-def _spans_lines(head: bytes) -> bool:
+def _is_spread_over_lines(head: bytes) -> bool:
     """Return True if the first line is an array, `{"data": [`, or the beginning of a JSON object."""
     text = head.decode("utf-8", errors="replace").strip()
     if text.startswith("[") or CONTAINER.match(text):
@@ -238,17 +238,17 @@ def _spans_lines(head: bytes) -> bool:
     return False
 
 
-def _first_value_ends(text: str) -> bool:
+def _starts_with_value(text: str) -> bool:
     """Return whether the file starts with a JSON value; otherwise it is read, and errors are reported, by line."""
     with suppress(json.JSONDecodeError, RecursionError):
-        DECODER.raw_decode(text, _after_blanks(text, 0))
+        DECODER.raw_decode(text, _skip_blanks(text, 0))
         return True
-    return CONTAINER.match(text, _after_blanks(text, 0)) is not None
+    return CONTAINER.match(text, _skip_blanks(text, 0)) is not None
 
 
 def _spread_records(file: Path, text: str) -> Records:
     """Read the records of an array, of `{"data": [...]}`, or of values one after the other."""
-    at, number = _after_blanks(text, 0), 0
+    at, number = _skip_blanks(text, 0), 0
     container = CONTAINER.match(text, at)
     in_list = container is not None or text[at] == "["
     at = container.end() if container is not None else at + in_list
@@ -257,7 +257,7 @@ def _spread_records(file: Path, text: str) -> Records:
         return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
 
     while True:
-        at = _after_blanks(text, at)
+        at = _skip_blanks(text, at)
         is_over = text.startswith("]", at) and number == 0 if in_list else at == len(text)
         if is_over:
             at += 1
@@ -271,19 +271,19 @@ def _spread_records(file: Path, text: str) -> Records:
             raise problem(at, f"is {TOO_DEEP}") from None
         yield f"{file} conversation {number}", record
         if in_list:
-            at = _after_blanks(text, at) + 1
+            at = _skip_blanks(text, at) + 1
             if text[at - 1 : at] not in (",", "]"):
                 raise problem(at - 1, "is not JSON: a comma or ] is missing")
             if text[at - 1] == "]":
                 break
-    at = _after_blanks(text, at)
+    at = _skip_blanks(text, at)
     if container is not None and not text.startswith(("}", ","), at):  # with what else there may be about the data
         raise problem(at, "is not JSON: a } is missing")
     if in_list and container is None and at < len(text):
         raise problem(at, "is not JSON: there is text after the array")
 
 
-def _after_blanks(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.sources.files import InvalidConversation, json_of
+from draftsmith.data.sources.files import InvalidConversation, parse_json_line
 from draftsmith.data.sources.turn_checks import json_kind, text_of
 from draftsmith.errors import UserError, reason
 from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
@@ -148,7 +148,7 @@ def load_questions(
 
 def _parse(line: bytes, where: str) -> Question:
     try:
-        fields: Any = json_of(line, where)
+        fields: Any = parse_json_line(line, where)
     except InvalidConversation as error:
         raise UserError(f"{where} is {error.sentence}: {FORMAT}") from None
     if not isinstance(fields, dict):
@@ -158,9 +158,9 @@ def _parse(line: bytes, where: str) -> Question:
             raise UserError(f"{where} has no `{key}`: {FORMAT}")
     identity, category, turns = fields["question_id"], fields["category"], fields["turns"]
     if not isinstance(identity, (int, str)) or not str(identity).isprintable():
-        raise UserError(f"{where}: question_id must be a number or text of one line, not {_shown(identity)}")
+        raise UserError(f"{where}: question_id must be a number or text of one line, not {_quote(identity)}")
     if not isinstance(category, str) or not category.isprintable() or category.strip() in ("", "overall"):
-        raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_shown(category)}")
+        raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_quote(category)}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where}: turns must be a list of one or more non-empty texts")
     if placeholder := next(filter(None, map(PLACEHOLDER.search, turns)), None):
@@ -171,7 +171,7 @@ def _parse(line: bytes, where: str) -> Question:
     return Question(identity, category, tuple(text_of(turn, where) for turn in turns))
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return repr(value)[:80] if isinstance(value, (str, float)) else json_kind(value)
 
 

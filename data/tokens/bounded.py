@@ -53,7 +53,7 @@ class _Run:
     raised_s: float = 0.0
 
 
-class _Watch:
+class _Watchdog:
     """The running templates by number, and the thread that watches them."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Watch:
             self._number += 1
             if self._thread is None:
                 self._size_bytes = _size_bytes()
-                self._thread = threading.Thread(target=self._look, name="templates", daemon=True)
+                self._thread = threading.Thread(target=self._stop_long_runs, name="templates", daemon=True)
                 self._thread.start()
             self._runs[self._number] = _Run(threading.get_ident(), self._size_bytes)
             return self._number
@@ -81,7 +81,7 @@ class _Watch:
         with self._lock:
             self._runs.pop(number, None)
 
-    def _look(self) -> None:
+    def _stop_long_runs(self) -> None:
         idle_since_s = time.monotonic()
         while True:
             time.sleep(LOOKS_EVERY_S)
@@ -118,7 +118,7 @@ def _size_bytes() -> int:
     return 0
 
 
-_watch = _Watch()
+_watch = _Watchdog()
 
 
 def bounded(write: Callable[[], str]) -> str:

@@ -8,7 +8,7 @@ prompt. They then include whatever the template writes between the prompt and an
 block), and an answer that was cut short has no end token that would carry loss.
 
 A template may rewrite an answer once later turns follow (Qwen3 removes its thoughts). The target then reads another
-text than it generated: such turns stay, without loss, as `unsaid_turns`. So do answers of weight 0.
+text than it generated: such turns stay, without loss, as `rewritten_turns`. So do answers of weight 0.
 """
 
 from dataclasses import replace
@@ -64,13 +64,13 @@ def tokenize_conversation(
     turns, tools, given = conversation.turns, conversation.tools, _ids_by_turn(conversation, answer_ids)
     last = len(turns) - 1
     # If the last answer has ids, they are put after its prompt, so the answer itself is not rendered.
-    asking = last in given
-    shown = turns[:-1] if asking else turns
-    text = render(tokenizer, shown, add_generation_prompt=asking, tools=tools)
-    if not asking:
+    generation_prompt = last in given
+    shown = turns[:-1] if generation_prompt else turns
+    text = render(tokenizer, shown, add_generation_prompt=generation_prompt, tools=tools)
+    if not generation_prompt:
         _check_last_answer_is_whole(turns, text)
     special = special_ids(tokenizer)
-    spans = find_spans(tokenizer, shown, text, special, asking, tools)
+    spans = find_spans(tokenizer, shown, text, special, generation_prompt, tools)
     borders = []
     for index, span in spans.items():
         is_cut_short = index in given and given[index][-1] not in special
@@ -104,18 +104,18 @@ def tokenize_conversation(
         silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
         loss_mask += [0] * silent + [turns[index].weight] * (len(answer) - silent)
         learned += [index] * turns[index].weight
-    final = given[last] if asking else []
+    final = given[last] if generation_prompt else []
     input_ids += pieces[-1] + final
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
-    learned += [last] * turns[last].weight * asking
-    ends += [len(input_ids)] if asking else []
+    learned += [last] * turns[last].weight * generation_prompt
+    ends += [len(input_ids)] if generation_prompt else []
     if learned:  # else its answers are of weight 0, or are learned in separate rows
         _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if (
         turns[last].role == "assistant"
-        and not asking
-        and _has_another_prompt(tokenizer, conversation, text, spans[last])
+        and not generation_prompt
+        and _prompt_differs(tokenizer, conversation, text, spans[last])
     ):
         # Once more, the last answer's ids given now, so that it comes after the prompt that asks for it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
@@ -217,7 +217,7 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
     return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
 
 
-def _has_another_prompt(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
+def _prompt_differs(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
     """Return whether the text before the last answer differs from the prompt that generates it.
 
     Mistral's templates write the system prompt in the last turn if it is the user's, and nowhere otherwise. A prompt

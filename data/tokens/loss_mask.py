@@ -17,14 +17,14 @@ OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer
 class TokenizedConversation:
     """A tokenised conversation.
 
-    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. unsaid_turns: assistant turns
+    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. rewritten_turns: assistant turns
     that the template rewrites in the history, which carry no loss. answer_ends_tokens: number of tokens up to the end
     of each answer.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
-    unsaid_turns: tuple[int, ...] = ()
+    rewritten_turns: tuple[int, ...] = ()
     answer_ends_tokens: tuple[int, ...] = ()
 
     def answers(self) -> list[list[int]]:

@@ -48,7 +48,7 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
             f"{way_out}"
         )
     try:
-        return _written(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
+        return _render(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
     except (EndlessTemplate, TemplateProblem):
         raise
     except Exception as error:  # of any kind: templates are programs
@@ -58,10 +58,12 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         ) from None
 
 
-def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
+def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool) -> str:
     messages, tools = template_messages(tokenizer, conversation.turns), list(conversation.tools) or None
     return bounded(
-        lambda: tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asking)
+        lambda: tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+        )
     )
 
 
@@ -78,7 +80,7 @@ def template_messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str,
     for message in messages:
         thoughts = message.pop("reasoning_content", "")
         if thoughts:
-            message |= _thinking(field, thoughts, message["content"])
+            message |= _thoughts_fields(field, thoughts, message["content"])
     return messages
 
 
@@ -88,7 +90,7 @@ def thoughts_field(tokenizer: Any) -> str:
     Raises:
         TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
     """
-    field = _thoughts_field(tokenizer, str(tokenizer.chat_template))
+    field = _find_thoughts_field(tokenizer, str(tokenizer.chat_template))
     if field is None:
         raise TemplateProblem(
             "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
@@ -97,7 +99,7 @@ def thoughts_field(tokenizer: Any) -> str:
     return field
 
 
-def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
+def _thoughts_fields(field: str, thoughts: str, content: str) -> dict[str, str]:
     """Return the fields of a message that hold these thoughts and this content."""
     if field == "content":
         return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
@@ -105,12 +107,12 @@ def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _thoughts_field(tokenizer: Any, template: str) -> str | None:
+def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
     """Find the field of `thoughts_field`; None if there is none."""
     asked, answer = (turn.message for turn in PROBE)
     fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
     for field in fields:
-        thinking = answer | _thinking(field, THOUGHTS, answer["content"])
+        thinking = answer | _thoughts_fields(field, THOUGHTS, answer["content"])
         try:
             if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [asked, thinking], tokenize=False))):
                 return field
@@ -152,12 +154,12 @@ def missing_header_sentence(tokenizer: Any) -> str:
 
 def template_calls(tokenizer: Any) -> CallForm | None:
     """Return the template's form of tool calls; None if it does not write tools, calls and results."""
-    return _template_calls(tokenizer, str(tokenizer.chat_template))
+    return _find_call_form(tokenizer, str(tokenizer.chat_template))
 
 
 @lru_cache(maxsize=8)
-def _template_calls(tokenizer: Any, template: str) -> CallForm | None:
-    return call_form(partial(_written, tokenizer))
+def _find_call_form(tokenizer: Any, template: str) -> CallForm | None:
+    return call_form(partial(_render, tokenizer))
 
 
 def template_answer_lead(tokenizer: Any) -> str:

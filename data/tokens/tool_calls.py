@@ -72,13 +72,17 @@ def call_form(render: Render) -> CallForm | None:
     tools = ({"type": "function", "function": FUNCTION},)
     calls = [tool_call(name, {ARGUMENT: VALUE}, CALL_ID.format(n)) for n, name in enumerate((NAME, SECOND), start=1)]
 
-    def rendered(*turns: Turn, asking: bool = False) -> str:
-        return render(Conversation("probe", (*ASKED, *turns), tools=tools), asking)
+    def rendered(*turns: Turn, generation_prompt: bool = False) -> str:
+        return render(Conversation("probe", (*ASKED, *turns), tools=tools), generation_prompt)
 
     called = Turn("assistant", "", tuple(calls[:1]))
     result = Turn("tool", RESULT, name=NAME, tool_call_id=calls[0]["id"])
     try:
-        prompt, text, whole = rendered(asking=True), rendered(called), rendered(called, result, asking=True)
+        prompt, text, whole = (
+            rendered(generation_prompt=True),
+            rendered(called),
+            rendered(called, result, generation_prompt=True),
+        )
     except EndlessTemplate:
         raise
     except Exception:  # of any kind: templates are programs
@@ -96,13 +100,14 @@ def call_form(render: Render) -> CallForm | None:
         raise
     except Exception:  # as above, or without a place for the second
         pass
-    written = "|".join(dict.fromkeys(_loosely(each) for each in openings if each.strip()))
+    written = "|".join(dict.fromkeys(_ignoring_white_space(each) for each in openings if each.strip()))
     if not written:
         return None
     between = rest[: max(rest.find("{", 0, rest.index(ARGUMENT)), 0)]
     is_json = rest[len(between) : len(between) + 1] == "{"
     return CallForm(
-        re.compile(rf"(?:{written})(?P<name>[\w.-]+)"), re.compile(_loosely(between)) if is_json and between else None
+        re.compile(rf"(?:{written})(?P<name>[\w.-]+)"),
+        re.compile(_ignoring_white_space(between)) if is_json and between else None,
     )
 
 
@@ -112,6 +117,6 @@ def common_end(left: str, right: str) -> str:
     return left[len(left) - sum(1 for _ in alike) :]
 
 
-def _loosely(text: str) -> str:
+def _ignoring_white_space(text: str) -> str:
     """Return a pattern for the text, whatever its white space."""
     return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text))) + r"\s*" * text[-1:].isspace()

@@ -29,8 +29,8 @@ from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, Ledg
 from draftsmith.data.distill.limits import (
     ITS_TOKENIZER,
     TargetLimits,
+    count_prompts_with_room,
     no_room_sentence,
-    room_for_answers,
     target_limits,
 )
 from draftsmith.data.distill.token_dataset import load_tokens, recorded_report, tokenize_rows
@@ -369,7 +369,7 @@ def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversation
     """Check whether prompts leave room for answers; no finding if nothing is to be distilled."""
     if recipe.data.distill.engine == "none":
         return []
-    fitting, looked_at = room_for_answers(recipe, expected.tokenizer, conversations, limits)
+    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, limits)
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
     way_out = f"{counted}, and would fail: lower that key, or use shorter conversations"
     return [

@@ -218,7 +218,7 @@ class DraftVocab:
         )
 
     def teacher_mass(self, groups: Groups, features_pd: Tensor | None) -> Tensor | None:
-        """Return the target's probability of the draft vocabulary after each token [P]; None if losses are not weighted."""
+        """Return the target's probability of the draft vocabulary after each token [P], as loss weights, if used."""
         drafter = self._drafter
         options = drafter.config.options
         if features_pd is None or not (self.is_reduced and options.teacher_mass and has_teacher(options.loss)):

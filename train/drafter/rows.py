@@ -27,7 +27,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.data.distill.token_dataset import answer_lengths, conversation_begins, row_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import target_features
@@ -56,7 +56,7 @@ def split_rows(
     if not eval_rows_frac and answer_tokens is None:
         return tokens, None
     rows = tokens.with_format("numpy", columns=["input_ids"])["input_ids"]
-    begins = conversation_begins(tokens)
+    begins = first_rows_of_conversations(tokens)
     of_first = {row: _place(np.asarray(rows[row])) for row in dict.fromkeys(begins)}
     places = np.array([of_first[row] for row in begins])
     out = places < eval_rows_frac
