@@ -149,11 +149,12 @@ def our_side(session: TargetSession, measured: Arm, workload: Workload) -> Side:
 def take_turns(
     sides: dict[str, Side], prompts: list[list[int]], runs: int, is_tie: Callable[[int, list[int], list[int]], bool]
 ) -> dict[str, Any]:
-    """Return for each side: tokens/s of each run, tau, and how many answers of the first run are not the baseline's.
+    """Return for each side tokens/s of each run, tau, and the number of answers unlike the baseline's in the first run.
 
     Args:
         sides: The baseline first.
-        is_tie: Given a prompt's number, the baseline's answer and one that differs.
+        is_tie: Function that tells, from a prompt's number, the baseline's answer and another one, whether they differ
+            by a numerical tie.
     """
     answers: dict[str, list[list[TimedAnswer]]] = {name: [] for name in sides}
     for _ in range(runs + 1):

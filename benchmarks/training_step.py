@@ -83,14 +83,14 @@ class Step:
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=1e-4)
 
     def run(self, ids_bs: Tensor, loss_mask_bs: Tensor, features: tuple[Tensor, Tensor | None] | None = None) -> None:
-        """One optimiser step; the target is run where no features are given."""
+        """Run one optimizer step, and the target if no features are given."""
         inputs, teacher = features or self.drafter.training_features(self.target, ids_bs)
         self.drafter(ids_bs, inputs, loss_mask_bs, teacher_features=teacher).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def run_random(self, length: int) -> None:
-        """One optimiser step on a row of random tokens, all of them labelled."""
+        """Run one optimizer step on a row of random tokens, all of them labelled."""
         ids_bs = torch.randint(0, self.target.config.vocab_size, (1, length))
         self.run(ids_bs, torch.ones_like(ids_bs))
 
@@ -228,7 +228,7 @@ def step_beside_its_parts(target: PreTrainedModel, backend: str, length: int, ma
 
 
 def causal_layer(target: PreTrainedModel, depths: int, length: int, half: Callable[[], Any]) -> Work:
-    """Make a forward and backward of transformers' layer in fp32 weights, on [G, S, D]: a causal sequence a depth."""
+    """Build a forward and backward of transformers' layer, fp32, on [G, S, D]: one causal sequence per depth."""
     config = type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
     with torch.device(DEVICE):
         model = LlamaModel._from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()

@@ -23,15 +23,15 @@ SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for
 
 
 def compiles_by_default(device: torch.device) -> bool:
-    """Return True if decoding is compiled here by default: small operations take longer to call than to compute.
+    """Return True if decoding is compiled by default on this device: calling small operations costs more than they do.
 
-    It takes a C++ compiler, which inductor and Triton need; and `$DRAFTSMITH_COMPILE` is not 0.
+    It needs a C++ compiler, for inductor and Triton, and `$DRAFTSMITH_COMPILE` other than 0.
     """
     return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function. Compiled code is stored with its code: without guards another closure would run it."""
+    """Copy a function with its code object: torch stores compiled code there, which another closure must not run."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -62,7 +62,7 @@ def compiled(
         dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least: one graph serves all
             of them, and nothing else about a call is looked at. None: compiled again for every shape of its tensors.
 
-    Raises (when it is called):
+    Raises (when the result is called):
         UserError: The function cannot be compiled.
     """
     allow_many_shapes()

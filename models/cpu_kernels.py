@@ -56,7 +56,7 @@ _lanes: int | None = None  # of a vector of this processor; 0: there are no kern
 def has_kernels() -> bool:
     """Return True if the operations are available; the first call builds them, in half a minute.
 
-    Where they cannot be, the reason is logged once.
+    If they cannot be built, the reason is logged once.
     """
     global _lanes
     if _lanes is None:
@@ -65,7 +65,7 @@ def has_kernels() -> bool:
 
 
 def vector_lanes() -> int:
-    """Return how many fp32 values a vector of this processor holds; 0 where there are no kernels."""
+    """Return the number of fp32 values in a vector register of this processor; 0 without kernels."""
     return (_lanes or 0) if has_kernels() else 0
 
 
@@ -86,7 +86,7 @@ def _load() -> bool:
 
 
 def can_attend(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if `attention` takes these: query [B, H, R, D], mask [1, 1, R, S] additive, or None for a single row.
+    """Return True if our kernel supports query [B, H, R, D], with an additive mask [1, 1, R, S] or None for one row.
 
     Keys and values must be like the query: in dtype, in head size, and contiguous in it.
     """
@@ -207,7 +207,7 @@ class PackedLinear(nn.Linear):
     copy `cpu_kernels.cpp` reads it at all of it, and a tree's rows cost what one costs until arithmetic is what counts.
     The copy is the price: `packable_bytes`.
 
-    A layer becomes one in place, by its class (`pack_linears`), so that drafters that borrow it have the packed one.
+    `pack_linears` changes a layer's class in place, so that drafters that borrow the layer use the packed one.
     """
 
     packed: Tensor | None = None
@@ -233,7 +233,7 @@ class PackedLinear(nn.Linear):
 
 
 class FastNorm(nn.RMSNorm):
-    """A frozen norm whose few rows are one operation; torch's takes 60 us for a row. One becomes it in place."""
+    """A frozen norm that runs few rows in one operation; torch's takes 60 us for a row. See `pack_linears`."""
 
     def forward(self, x: Tensor) -> Tensor:
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
@@ -243,7 +243,7 @@ class FastNorm(nn.RMSNorm):
 
 
 def can_fuse(linear: nn.Linear, rows: Tensor) -> bool:
-    """Return True if `fused` takes this linear layer with these rows [R, ...] of one sequence."""
+    """Return True if `fused` supports this linear layer with rows [R, ...] of one sequence."""
     known = isinstance(linear, PackedLinear) and rows.dtype == linear.weight.dtype and not torch.is_grad_enabled()
     return known and rows.dim() == 2 and len(rows) <= MOST_ROWS
 

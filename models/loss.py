@@ -100,12 +100,12 @@ def tv(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def lk_alpha(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Compute -log alpha, summed in the logarithm: alpha underflows where p and q share nothing, as at first."""
+    """Compute -log alpha in log space: alpha underflows where p and q hardly overlap, as at first."""
     return -torch.minimum(_log_softmax(teacher_logits), _log_softmax(logits)).logsumexp(-1)
 
 
 def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor, eta: float = LK_ETA) -> Tensor:
-    """Mix KL, whose gradient is large where little is accepted, and TV, more of it as alpha grows."""
+    """Mix KL, whose gradient is large at low acceptance rates, and TV, with more weight on TV as alpha grows."""
     log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
     total_variation = _tv(log_p, log_q)
     weight = torch.exp(-eta * (1.0 - total_variation.detach()))
@@ -173,9 +173,9 @@ def losses_in_place(
     results: Sequence[Tensor],
     wants_grad: bool,
 ) -> None:
-    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits.
+    """Write losses, hits (label is argmax) and cross entropies [n] to `results`; the gradient replaces the logits.
 
-    With a teacher there may be a fourth result, alpha [n].
+    A fourth tensor in `results` gets alpha [n]; it needs a teacher.
     """
     losses, correct, cross_entropy, *overlap = results
     correct.copy_(_is_argmax(logits, labels))
@@ -281,7 +281,7 @@ def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """The target's final features and its head: p of N rows. Rows with one label have the same features."""
+    """The target's final features and LM head, which give p for N rows; rows with the same label share features."""
 
     features_pd: Tensor  # [P, D] of all tokens
     token_n: Tensor  # [N] the token whose features predict a row's label
@@ -382,10 +382,10 @@ def _factors_of(factors: Factors | None, rows: Tensor | slice) -> Factors | None
 def mass_inside(
     features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor, shape: LogitShape = PLAIN
 ) -> Tensor:
-    """Return the mass of softmax(shape(head(features))) inside a vocabulary [V] bool, [P] in fp32 at least.
+    """Return the probability [P] that a head gives the tokens of `inside_v` ([V] bool), in fp32 at least.
 
-    It takes a product with the whole head, for every token once, however many depths predict its label. On a CPU
-    only for the wanted tokens [P] bool, the others have 1; elsewhere for all, as counting them would wait.
+    One product with the whole head per token, whatever the number of depths that predict its label. On a CPU
+    only for the tokens in `wanted_p` ([P] bool), and 1 for the others; elsewhere for all, as counting them would wait.
     """
     head, is_cpu = _linear(head), _device_type(features_pd) == "cpu"
     dtype = _product_dtype(head.weight)
@@ -405,7 +405,7 @@ def mass_inside(
 
 @contextmanager
 def chunks_made_for(device_type: str) -> Iterator[None]:
-    """Make chunks as large as on such a device within this context, whatever device the tensors are on."""
+    """Use the chunk size of this type of device in the context, whatever device the tensors are on."""
     token = _made_for.set(device_type)
     try:
         yield
@@ -414,7 +414,7 @@ def chunks_made_for(device_type: str) -> Iterator[None]:
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
-    """Return how many rows' logits exist at the same time.
+    """Return the number of rows in a chunk, whose logits are in memory at the same time.
 
     As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
     would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
@@ -426,7 +426,7 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 
 @dataclass
 class _Rows:
-    """N rows before a head, taken through it in chunks.
+    """Inputs of an LM head for N rows, which pass through it in chunks.
 
     Args:
         terms: Products that add up to the logits, of rows [N, D] and a weight [V, D]; the first is the head's, to which
@@ -482,7 +482,7 @@ class _Rows:
     def take(
         self, needs_grad: Sequence[tuple[bool, bool]]
     ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-        """Take all rows through the head.
+        """Compute losses and gradients of all rows, chunk by chunk.
 
         Args:
             needs_grad: For each term whether gradients of its rows and of its weight are needed.
@@ -605,7 +605,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _adds_to_a_large_one(weight: Tensor) -> bool:
-    """Return True if the weight's gradient is large and an earlier micro-batch left another one in memory."""
+    """Return True if this would hold two large gradients of the weight: its own and an earlier micro-batch's."""
     is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
     return is_large and weight.is_leaf and weight.grad is not None
 

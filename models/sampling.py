@@ -65,7 +65,7 @@ class Sampling:
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return p / Exp(1) for p [..., V]: the largest is a draw from p, and the order that of draws without replacement.
+    """Return p / Exp(1) for p [..., V]: its argmax is a draw from p, its descending order draws without replacement.
 
     (Gumbel-max trick.)
     """

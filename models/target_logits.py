@@ -73,10 +73,10 @@ _measured: weakref.WeakKeyDictionary[nn.Module, LogitShape] = weakref.WeakKeyDic
 def logit_shape(target: PreTrainedModel) -> LogitShape:
     """Return the shape of the target's logits, read off its config and compared with its own logits.
 
-    A target without weights, as in a plan, is taken at its config's word.
+    For a target without weights, as in a plan, the config alone decides.
 
     Raises:
-        UserError: Its logits are another function of the LM head's product.
+        UserError: The target's logits are another function of the LM head's product.
     """
     if target not in _measured:
         shapes = _possible_shapes(target.config.get_text_config())
@@ -110,7 +110,7 @@ def _compared(target: PreTrainedModel, shapes: list[LogitShape]) -> LogitShape:
     """Return the shape that gives the target's logits.
 
     Raises:
-        UserError: None does.
+        UserError: No shape gives them.
     """
     head = target.get_output_embeddings()
     weight = head.weight

@@ -39,7 +39,7 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
     """Call a `from_pretrained`; report its failures in one sentence.
 
     Args:
-        what: Name of the loaded thing for the user: a key of the recipe, say.
+        what: Name of the loaded model in messages, such as a key of the recipe.
     """
     try:
         return load()
@@ -72,7 +72,7 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
     """Call `model_class.from_pretrained(location, **options)`; no tensor stays random and none is left over.
 
     Raises:
-        UserError: A tensor is missing, not of this architecture or of another shape: names it.
+        UserError: A tensor is missing, not of this architecture or of another shape; the message names it.
     """
     model, info = read_pretrained(
         what,
@@ -92,7 +92,7 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
 
 
 def tensors_said(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str) -> str:
-    """Name tensors that a checkpoint lacks, that it has and should not (`not_in` what), and of another shape."""
+    """Describe a checkpoint's tensors that are missing, superfluous (not in `not_in`), or of another shape."""
     wrong = {"missing": sorted(missing), not_in: sorted(unexpected), "of another shape": sorted(mismatched)}
     return "; ".join(f"{some_of(names)} {kind}" for kind, names in wrong.items() if names)
 
@@ -103,7 +103,7 @@ def weights_sha256(folder: Path) -> dict[str, str]:
 
 
 def sampled_hash(files: Iterable[Path]) -> str:
-    """Hash sizes and parts of files: it changes when another model is put in a file's place, and takes a moment."""
+    """Hash sizes and samples of files, in a moment; another model in a file's place changes the hash."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {file.stat().st_size}".encode())

@@ -28,7 +28,10 @@ ANSWERS_WITHIN_S = 600.0
 
 @dataclass(frozen=True)
 class LlamaAnswer:
-    """ids: end token included; rest_s: from the first token to the last; drafted, accepted: tokens, by its timings."""
+    """One answer of llama-server.
+
+    ids: end token included. rest_s: seconds from the first token to the last. drafted, accepted: number of tokens.
+    """
 
     ids: list[int]
     rest_s: float
@@ -40,7 +43,7 @@ Complete = Callable[[list[int], int], LlamaAnswer]
 
 
 def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path | None) -> tuple[Path, dict[str, Path]]:
-    """Find `llama-server` and the target by dtype for it; no file, after a sentence, where nothing can be compared.
+    """Find `llama-server`, and the target's GGUF file by dtype; prints a reason and returns no file if there is none.
 
     Raises:
         UserError: The named server is no program, or the target cannot be converted.
@@ -95,7 +98,7 @@ def llama_server(
 
     Args:
         context_tokens: Length of the longest prompt with its answer.
-        drafting: Options of its draft: `--model-draft` and what goes with it.
+        drafting: Options of the server that make it draft, `--model-draft` and others.
         ends: Whether an end token ends an answer.
 
     Yields:

@@ -38,13 +38,13 @@ def traffic_name(spec: str) -> str:
 
 
 class Traffic:
-    """A client of the worker."""
+    """A client that sends conversations to the server's worker at a given load."""
 
     def __init__(self, worker: Worker, new_tokens: int, load: float) -> None:
         self._worker, self._new_tokens, self._load = worker, new_tokens, load
 
     def ask(self, questions: list[str]) -> Iterator[tuple[CompletedAnswer, float]]:
-        """Each answer of a conversation, and the seconds that it took."""
+        """Yield each answer of a conversation, and its duration in seconds."""
         turns: list[Turn] = []
         for question in questions:
             turns.append(Turn("user", question))
@@ -65,7 +65,7 @@ class Traffic:
 
 
 def interval(tokens: np.ndarray, before: np.ndarray, after: np.ndarray) -> dict[str, float]:
-    """Tau after over tau before, with 90 % of the resamplings of the answers."""
+    """Return tau after / tau before, with the interval of 90 % of the resamplings of the answers."""
     drawn = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
     ratios = before[drawn].sum(axis=1) / after[drawn].sum(axis=1)
     low, high = np.quantile(ratios, [0.05, 0.95])

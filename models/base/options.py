@@ -28,7 +28,7 @@ from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 
 
 def one_message(message: str) -> WrapValidator:
-    """Replace pydantic's messages, one a possible type of a value, by this sentence."""
+    """Replace pydantic's messages, one for each possible type of a value, by this sentence."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -131,7 +131,7 @@ Rope = Annotated[
 
 
 class DrafterOptions(Section):
-    """`drafter.options` that every kind has. One depth is trained; deeper ones are drafted with the same weights."""
+    """Options that every kind has. By default one depth is trained; deeper ones are drafted with the same weights."""
 
     loss: Loss = "kl"
     draft_vocab_size: DraftVocabSize = None
@@ -169,7 +169,7 @@ class DrafterOptions(Section):
 
     @property
     def credit(self) -> Credit | None:
-        """Return how rows are weighted by their group, or None where they are weighted by depth alone."""
+        """Return the rules that weight a row by its group's earlier rows; None if only its depth counts."""
         return None
 
 

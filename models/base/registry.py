@@ -44,8 +44,8 @@ class Start:
 class Training:
     """`training.json`, the record of a training. Earlier versions noted less.
 
-    draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has. best_step: whose
-    weights these are, where not the last ones were kept.
+    draft_vocabulary_coverage: share of the tokens with loss that a reduced draft vocabulary has. best_step: step whose
+    weights were kept, if not the last one's.
     """
 
     steps: int
@@ -88,7 +88,7 @@ def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str,
 
 
 def drafter_kinds() -> list[str]:
-    """Return the files of `models/drafters/` that define a `DRAFTER`."""
+    """Return the names of the files of `models/drafters/` that define a `DRAFTER`."""
     files = sorted((Path(__file__).parents[1] / "drafters").glob("*.py"))
     return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
 

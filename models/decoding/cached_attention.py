@@ -78,13 +78,13 @@ class CachedAttention(KVCache):
     def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
         """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
 
-        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
+        For compiled forwards, whose shapes are then always the same, until `end_static_step`.
         """
         self.write_at(places, self.capacity)
         self._mask, self._first = mask, 0
 
     def end_static_step(self) -> None:
-        """Go back to steps of any shape."""
+        """End the static steps; further steps may have any shape."""
         self.write_at(0, 0)
         self._mask = None
 

@@ -24,7 +24,7 @@ from draftsmith.models.target.windows import Masks
 class CachedModel:
     """A causal language model that reads and writes a KV cache.
 
-    On a CPU few rows are one call, where `CpuTarget` computes the model; the first prompt makes the cache for it.
+    On a CPU few rows run in one call, if `CpuTarget` supports the model; the first prompt allocates the cache.
 
     Args:
         model: In eval mode; any that takes a 4-D attention mask and a transformers `Cache`.

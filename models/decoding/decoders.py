@@ -29,7 +29,7 @@ LONGEST_TREE_NODES = 256
 
 
 class TokenColumns:
-    """Which tokens the columns of a drafter's logits are: all of the target's, or those of a draft vocabulary.
+    """Map from the columns of a drafter's logits to token ids: of the whole vocabulary, or of a draft vocabulary.
 
     A drafter with a reduced draft vocabulary reads V' rows of a head, and its logits have V' columns. Trees are made of
     these columns and name the target's tokens; only what verification samples against is made V wide.
@@ -48,7 +48,7 @@ class TokenColumns:
 
     @property
     def reduced(self) -> bool:
-        """Return True if tokens are missing, or may be."""
+        """Return True for a draft vocabulary, which may lack tokens."""
         return self.ids is not None
 
     def __contains__(self, token: int) -> bool:

@@ -61,7 +61,7 @@ PUBLISHED_FEATURE_LAYERS = 5
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Spread layers evenly from the second to the last but two of L; of few, up to the last but one."""
+    """Return up to five of L layers, evenly from the second to the third-last; of few layers, to the second-last."""
     last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
     first = min(2, last)
     count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
@@ -143,10 +143,10 @@ class DFlashDrafter(GroupWiseDrafter):
         self.first_depth = 1 if config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start, with `init: target`, c near the mean of the features and the layers from layers of the target.
+        """Initialise, with `init: target`: c near the mean of the features, the layers from the target's.
 
-        These are spread evenly from its first to its last, where they are Qwen 3's but for its q/k norms: a block
-        enters as embeddings and leaves as features.
+        The target's layers are spread evenly from first to last, if they are like Qwen 3's apart from q/k norms: a
+        block enters as embeddings and leaves as features.
         """
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:

@@ -185,7 +185,7 @@ class CandidateSelector(nn.Module):
 
 
 class CandidateDrafter(DFlashDrafter):
-    """DFlash with convolutions, whose candidates are scored after the token before; a kind defines the scores."""
+    """DFlash with convolutions, and scores of candidates given the previous token, which a kind defines."""
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
@@ -264,7 +264,7 @@ class DFlash2Drafter(CandidateDrafter):
         result: HeadLoss,
         features_pd: Tensor | None,
     ) -> Auxiliary:
-        """Return the selector's loss of the rows that the loss through the LM head reads, and whether it is right."""
+        """Return the selector's loss of the rows that the LM head's loss reads, and whether its choice is the label."""
         linear, selector, (_, label_m, before_m) = head.linear, self.candidate_selector, groups.labels(place_m)
         rows_m = head.rows_of(label_m)
         known_m = rows_m >= 0
@@ -332,7 +332,7 @@ class _TopLogits(torch.autograd.Function):
 
 
 class CandidateDecoder(PathDecoder):
-    """A `StepwiseDecoder` over a block, with the candidates' scores after the token before as logits."""
+    """A `StepwiseDecoder` over a block, whose logits are the candidates' scores given the previous token."""
 
     def __init__(self, block: BlockDecoder, drafter: CandidateDrafter) -> None:
         super().__init__(block, drafter.config.num_depths, drafter.device)

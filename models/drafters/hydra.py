@@ -70,7 +70,7 @@ class ResidualBlock(nn.Module):
         return self.residual(inputs) + nn.functional.silu(self.linear(inputs))
 
     def pass_on(self) -> None:
-        """Start as the identity on the first `out_size` inputs."""
+        """Initialise as the identity on the first `out_size` inputs."""
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         if isinstance(self.residual, nn.Linear):
@@ -143,7 +143,7 @@ class HydraDrafter(HeadsDrafter):
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start with heads that hand h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
+        """Initialise heads that pass h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
         for module in self.modules():
             if isinstance(module, ResidualBlock):
                 module.pass_on()
@@ -275,7 +275,7 @@ class _AttendedPrefix(CachedDecoder):
         self._dtype = prefix.dtype
 
     def newest_state(self) -> Tensor:
-        """Read what is queued; return the state [1, D] before the newest committed token."""
+        """Run the queued tokens; return the state [1, D] before the newest committed token."""
         ids, features = self._take_pending()
         states_1d, _ = self._causal_logits(features.to(self._dtype), len(ids) - 1)
         self._cache.length += len(ids)

@@ -282,7 +282,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         result: HeadLoss,
         features_pd: Tensor | None,
     ) -> Auxiliary:
-        """Return the lattice's loss of the rows that the loss through the LM head reads, and whether it is right."""
+        """Return the lattice's loss of the rows that the LM head's loss reads, and whether its choice is the label."""
         config, (depth_m, label_m, before_m) = self.config, groups.labels(place_m)
         normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, place_m, depth_m)
         rows_m = head.rows_of(label_m)

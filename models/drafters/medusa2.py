@@ -85,7 +85,7 @@ class Medusa2Config(MedusaConfig):
 
 
 class Medusa2Drafter(MedusaDrafter):
-    """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
+    """The drafter q, and its LoRA in the target; see the module's docstring."""
 
     config_class = Medusa2Config
     unsupported = {  # noqa: RUF012
@@ -245,7 +245,7 @@ def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str
         endings: `all-linear`, or last parts of names such as `q_proj`.
 
     Raises:
-        UserError: No linear layer has one of them.
+        UserError: No linear layer has one of these names.
     """
     prefix = f"{target.base_model_prefix}."
     found = {
@@ -267,7 +267,7 @@ def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str
 
 
 def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank: int, alpha: float) -> None:
-    """Add the pairs of this tree to the target, which has no adapter."""
+    """Insert the LoRA pairs of this module tree into the target, which must have no adapter."""
     names = list(names)
     config = LoraConfig(
         r=rank,
@@ -283,7 +283,7 @@ def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank:
 
 
 def remove(target: PreTrainedModel) -> None:
-    """Put the target's own layers back; after a `merge`, up to rounding."""
+    """Remove the adapter and restore the target's own layers; after a `merge`, up to rounding."""
     for name, layer in adapted_layers(target).items():
         with torch.no_grad():
             if layer.merged:
@@ -297,7 +297,7 @@ def remove(target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def merge(target: PreTrainedModel) -> None:
-    """Add the changes to the target's weights, so that it runs at the speed that it has without an adapter."""
+    """Merge the LoRA into the target's weights, so that the target runs as fast as without an adapter."""
     for layer in adapted_layers(target).values():
         if not layer.merged:
             layer.merge()
@@ -311,7 +311,7 @@ def _count_change(layer: Any) -> None:
 
 @contextmanager
 def switched_off(target: PreTrainedModel) -> Iterator[None]:
-    """Make a context in which the target computes as if it had no adapter."""
+    """Switch the adapter off in this context, so that the target computes as without it."""
     layers = list(adapted_layers(target).values())
     # peft freezes whatever it switches off, and marks whatever it switches on as trainable.
     pairs = [pair[ADAPTER_NAME] for layer in layers for pair in (layer.lora_A, layer.lora_B)]

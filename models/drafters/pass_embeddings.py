@@ -83,9 +83,9 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
 
 
 def _share_weights(copy: nn.Module, source: nn.Module) -> None:
-    """Put the source's parameters and buffers, the very objects, into a copy of the same structure.
+    """Share the source's parameters and buffers, as the same objects, with a copy of the same structure.
 
-    The objects rather than their memory: what is later done to the target (a dtype, a device) then holds for both.
+    As objects, not only their memory, so that later changes of the target (dtype, device) apply to both.
     """
     names = {name for name, _ in copy.named_parameters()}
     if names != {name for name, _ in source.named_parameters()}:

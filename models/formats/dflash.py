@@ -197,7 +197,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """Convert a checkpoint of either engine into our parameters.
 
     Raises:
-        UserError: The checkpoint was made for a target of another shape.
+        UserError: The checkpoint was made for a target of other sizes.
     """
     kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
     rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))

@@ -81,7 +81,7 @@ class Export:
 
 @dataclass
 class Exported:
-    """An exported folder, and its description for the user."""
+    """Result of `export_run`: the exported folder and its description."""
 
     folder: Path
     made: Export

@@ -86,7 +86,7 @@ class GroupAttention:
         groups: Groups that the rows belong to.
         depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
         causal: Whether a row sees only the earlier rows of its group.
-        keeps: Whether rows of further depths follow, which attend to the keys and values of these.
+        keeps: Keep keys and values, as rows of further depths follow that attend to them.
         window: As in `group_attention`.
     """
 
@@ -107,11 +107,11 @@ class GroupAttention:
             self.resume(depths)
 
     def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
-        """Add keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
+        """Append keys and values [1, Hkv, N, Dh] of rows without a query, for further depths to attend to."""
         self._earlier.setdefault(layer_index, []).append((self._to_grid(k_bhnd), self._to_grid(v_bhnd)))
 
     def resume(self, depths: DepthRows) -> None:
-        """Continue with the rows of the next depths, on a grid of these alone."""
+        """Continue with the rows of the next depths, on a grid of only these depths."""
         _, self._shape, self._index_n = depths
         self._is_full = False
 
@@ -196,7 +196,7 @@ def group_attention(
 
 @functools.cache
 def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> Any:
-    """Compile a function that would hold a value for each query and key: of a mask 25 GiB for five depths of 32k."""
+    """Compile a function of FlexAttention: eagerly, its mask of five depths of 32k tokens would take 25 GiB."""
     from torch.nn.attention import flex_attention
 
     allow_many_shapes()
@@ -363,7 +363,7 @@ def _own_group_backward(
 
 @dataclass(frozen=True)
 class _Past:
-    """Part (a) for the last of 1 + `num_masks` depths, folded into the heads [B, H*Q, S, Dh]."""
+    """Attention to the real past, part (a), of the last Q of 1 + `num_masks` depths, folded into heads [B, H*Q, S, Dh]."""
 
     query_depths: int
     num_masks: int
@@ -409,7 +409,7 @@ class _Past:
 
     @property
     def _windows(self) -> list[int]:
-        """Return, for each depth with queries, how many real tokens it sees back from its group's newest."""
+        """Return for each depth with queries the number of real tokens that it sees, up to its group's newest."""
         assert self.window is not None
         first = 1 + self.num_masks - self.query_depths
         return [self.window - depth for depth in range(first, first + self.query_depths)]
@@ -436,7 +436,7 @@ def _causal_forward(
         Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and other tensors for the backward.
 
     Raises:
-        UserError: A device or dtype that no kernel is known for.
+        UserError: No kernel supports this device or dtype.
     """
     if documents is None:
         return _forward(q_bhsd, k_bhsd, v_bhsd, scale, window)

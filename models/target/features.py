@@ -35,7 +35,7 @@ def target_features(
 
 
 class FeatureReader(Protocol):
-    """A drafter: the layers whose features it reads, and whether its loss compares with the target's distribution."""
+    """Reader of the target's features: its layers, and whether its loss compares with the target's distribution."""
 
     feature_layers: tuple[int, ...]
 

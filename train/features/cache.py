@@ -54,7 +54,7 @@ class Shard:
 
     @property
     def rows(self) -> range:
-        """Numbers of the examples in the dataset."""
+        """Return the numbers of the shard's examples in the dataset."""
         return range(self.first_row, self.first_row + len(self.offsets) - 1)
 
 
@@ -85,7 +85,7 @@ class FeatureIndex:
         return len(self.layers) * self.hidden_size * self.dtype.itemsize
 
     def missing(self, folder: Path) -> list[Shard]:
-        """Shards that are not written yet."""
+        """Return the shards that are not written yet."""
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
 
     def check_matches(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
@@ -119,7 +119,7 @@ class FeatureIndex:
 
 
 def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]:
-    """Rows of these lengths in their order, as many to a shard as fit into SHARD_BYTES, one at least."""
+    """Divide rows of these lengths into shards of at most SHARD_BYTES, in order, with at least one row each."""
     shards: list[Shard] = []
     most_tokens = SHARD_BYTES // bytes_per_token
     for row, length in enumerate(lengths):
@@ -150,7 +150,7 @@ def write_shard(file: Path, features: dict[str, Tensor]) -> None:
 
 
 class FeatureCache:
-    """A complete cache, mapped into memory.
+    """A complete cache of the target's features, mapped into memory.
 
     Args:
         folder: `runs/<name>/features`.
@@ -176,7 +176,7 @@ class FeatureCache:
 
     @property
     def width(self) -> int:
-        """F."""
+        """Return F, the size of a token's features."""
         return len(self._layers) * self._index.hidden_size
 
     @property

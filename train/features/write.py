@@ -112,7 +112,7 @@ class FeatureReport:
 
 
 def project_features(recipe: Recipe) -> Projection:
-    """Compute how much there is to write. Loads configs and tokens, no weights, and writes nothing.
+    """Compute the size of the features to write. Loads configs and tokens, no weights, and writes nothing.
 
     Raises:
         UserError: No tokens yet, the drafter cannot be trained on features from disk, or the folder holds others.
@@ -134,7 +134,7 @@ def project_features(recipe: Recipe) -> Projection:
 
 @with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
-    """Write the missing shards; of several processes each writes a part.
+    """Write the missing shards of features; several processes share the work.
 
     Raises:
         UserError: The target cannot be loaded, or is not the target of the existing shards.
@@ -196,9 +196,9 @@ def row_features(
     """Yield every row's number and its features [S, F]; the longest rows first, so that too large a batch fails soon.
 
     Args:
-        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
-        batch_size: Rows of like length share a forward.
-        autocast: Products in bf16, the residual stream not.
+        layers: Feature layers, numbered as in `draftsmith.models.target.features.FeatureTap`.
+        batch_size: Rows in one forward; they have similar lengths.
+        autocast: Compute matrix products in bf16, but not the residual stream.
 
     Raises:
         UserError: The device's memory does not hold a batch.

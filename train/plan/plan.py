@@ -63,7 +63,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Answers of the command; `memory` adds up to `peak_bytes`. `set_ups`: bytes of a process by launch and target."""
+    """Result of `draftsmith plan`. `memory` adds up to `peak_bytes`; `set_ups`: bytes of a process by launch."""
 
     name: str
     parameters: list[Line]
