@@ -49,7 +49,7 @@ class MeasuredCosts:
 
     @cached_property
     def curve(self) -> Curve:
-        """Seconds of a verification forward by number of nodes."""
+        """Return the seconds of a verification forward by number of nodes."""
         return verify_curve(self._session, self._prompt)
 
     def set_costs(self, method: Method) -> None:

@@ -245,7 +245,7 @@ def measure_untimed(bench: SpecBench, methods: list[Arm], questions: int) -> dic
     """Measure `OverlapMeter.figures` of every method except the baseline, by `method@temperature`.
 
     Args:
-        questions: Number of questions, spread over the bench's, of which all turns are answered.
+        questions: Number of questions, spread over the bench's; all their turns are answered.
     """
     chosen = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
     figures = {}

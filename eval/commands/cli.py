@@ -89,7 +89,7 @@ def distill(
     """Generate every assistant turn of the conversations with the target."""
     loaded = load_recipe(recipe, overrides)
     tell(run_distill(loaded, retry_failed))
-    _next("train", recipe, overrides)
+    _print_next_command("train", recipe, overrides)
 
 
 @app.command()
@@ -104,7 +104,7 @@ def features(
     loaded = load_recipe(recipe, overrides)
     tell(run_features(loaded, confirmed=yes))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
-    _next("train", recipe, [*offline, "data.features.source=offline"])
+    _print_next_command("train", recipe, [*offline, "data.features.source=offline"])
 
 
 @app.command()
@@ -112,7 +112,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Train the drafter in one process. On several GPUs: accelerate launch train/train_parallel.py RECIPE."""
     loaded = load_recipe(recipe, overrides)
     tell(run_train(loaded))
-    _next("eval", recipe, overrides)
+    _print_next_command("eval", recipe, overrides)
 
 
 @app.command(name="eval")
@@ -252,7 +252,7 @@ def chat(
     """Chat with the target in the terminal, accepted draft tokens in colour; /plain switches the drafter off."""
     from draftsmith.eval.commands.chat import chat as talk
 
-    loaded = _talking(recipe, overrides, drafter)
+    loaded = _get_chat_recipe(recipe, overrides, drafter)
     evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
     heading("chat", loaded.target.model)
     tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
@@ -303,13 +303,13 @@ def serve(
     if rollback and not learn:
         raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
-        from draftsmith.eval.serving.protection import key_in
+        from draftsmith.eval.serving.protection import read_api_key
         from draftsmith.eval.serving.server import run as run_server
         from draftsmith.eval.serving.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
-    loaded = _talking(recipe, overrides, drafter)
-    api_key = None if api_key_env is None else key_in(api_key_env)
+    loaded = _get_chat_recipe(recipe, overrides, drafter)
+    api_key = None if api_key_env is None else read_api_key(api_key_env)
     heading("serve", loaded.target.model)
     if learn:
         from draftsmith.eval.commands.learning import Learned, start_learning, watched
@@ -334,13 +334,13 @@ def serve(
             at_once,
         )
     else:
-        worker = Worker(loaded, waiting, at_once=at_once)
+        worker = Worker(loaded, waiting, concurrency=at_once)
     api, page = f"http://{host}:{port}/v1", f"http://{host}:{port}/"
     console.print(f"OpenAI's API: {api}, chat page: {page}; Ctrl-C stops the server", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
 
 
-def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
+def _get_chat_recipe(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
     """Return the recipe, or that of the shipped drafter, reduced to the one method that drafts."""
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
@@ -382,7 +382,7 @@ def doctor(
     if diagnosis.count("defect"):
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
-    _next("train" if is_distilled else "distill", recipe, overrides)
+    _print_next_command("train" if is_distilled else "distill", recipe, overrides)
 
 
 @app.command()
@@ -552,7 +552,7 @@ def plan(
     )
     tell(asdict(planned))
     show_plan(planned, console, memory_gib)
-    _next("doctor", recipe, overrides)
+    _print_next_command("doctor", recipe, overrides)
 
 
 @app.command()
@@ -626,7 +626,7 @@ def _print_next_steps(*measured: Recipe) -> None:
         console.print(f"{shipped}, set target.model, then `draftsmith run yours.yaml`.", markup=False)
 
 
-def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:
+def _print_next_command(command: str, recipe: Path, overrides: list[str] | None) -> None:
     words = ["draftsmith", command, str(recipe), *(overrides or [])]
     console.print(f"Next: {masked(shlex.join(words))}", markup=False)
 

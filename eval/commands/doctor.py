@@ -160,25 +160,25 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
         exporting.check_format(serve)
     target, tokenizer = load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
-    _data(recipe, target, diagnosis)
+    _check_data(recipe, target, diagnosis)
     diagnosis.parts["target"] = [
         Finding("device", "ok", device_sentence(target.device)),
         Finding("attention", "ok", running_sentence(target)),
-        *_tried("logits", lambda: f"the LM head's, {logit_shape(target)}"),
-        *_tried("draft trees", lambda: _draft_trees(target)),
-        *_dtype(target),
+        *_run_check("logits", lambda: f"the LM head's, {logit_shape(target)}"),
+        *_run_check("draft trees", lambda: _check_draft_trees(target)),
+        *_check_dtype(target),
     ]
     diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
-        *_tried("train section", lambda: _training_arguments(recipe)),
-        *_tried("drafter.init", lambda: _start(recipe, target)),
-        *_tried("drafter", lambda: _drafter(recipe, target, diagnosis, overfits)),
+        *_run_check("train section", lambda: _check_training_arguments(recipe)),
+        *_run_check("drafter.init", lambda: _check_start(recipe, target)),
+        *_run_check("drafter", lambda: _check_drafter(recipe, target, diagnosis, overfits)),
     ]
     if serve is not None:
-        diagnosis.parts[f"served by {serve}"] = _tried("export", lambda: _served(recipe, target, serve))
+        diagnosis.parts[f"served by {serve}"] = _run_check("export", lambda: _check_export(recipe, target, serve))
     return diagnosis
 
 
-def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
+def _run_check(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
     """Run a check: its sentence becomes an "ok", its `UserError` a defect; None means that it does not apply."""
     try:
         result = look()
@@ -224,7 +224,7 @@ class Expected:
         return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
-def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
+def _check_data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
     tokenizer = diagnosis.tokenizer
     special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
     limits = target_limits(target.config)
@@ -247,24 +247,24 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
         of_template.append(Finding("thoughts", "warning", sentence))
     if of_template:
         diagnosis.parts["chat template"] = of_template
-    if engine := _tried("engine", lambda: _engine(recipe)):
+    if engine := _run_check("engine", lambda: _check_engine(recipe)):
         diagnosis.parts["distillation"] = engine
-    _source(recipe, expected, limits, diagnosis)
+    _check_source(recipe, expected, limits, diagnosis)
     run = RunFolder(recipe)
     if (run.data / "tokens").is_dir():
         try:
-            _token_rows(load_tokens(run, recipe.name), run.data, expected, diagnosis)
+            _check_token_rows(load_tokens(run, recipe.name), run.data, expected, diagnosis)
         except UserError as error:
             diagnosis.parts["tokens to train on"] = [Finding("tokens", "defect", str(error))]
 
 
-def _engine(recipe: Recipe) -> None:
+def _check_engine(recipe: Recipe) -> None:
     """Check the engine's options and its installation."""
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
 
 
-def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis: Diagnosis) -> None:
+def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis: Diagnosis) -> None:
     """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
@@ -273,7 +273,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
     def read() -> None:
         found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
 
-    unreadable, findings = _tried("source", read), []
+    unreadable, findings = _run_check("source", read), []
     if invalid := counts.total.invalid:
         counted = f"{counted_reasons(invalid)}, {len(found)} valid conversations"
         stops = "distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
@@ -316,7 +316,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
         too_long += not found_rows
         shortened += is_shortened
         if conversation.is_answered:
-            rows += _as_trained(found_rows, recipe, thoughts)
+            rows += _mask_as_in_training(found_rows, recipe, thoughts)
 
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
@@ -340,7 +340,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
             (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
             (many, "warning", f"{counted}: {way_out}"),
         ),
-        *_room(recipe, expected, limits, found),
+        *_check_room(recipe, expected, limits, found),
         *check_rows(
             rows,
             expected,
@@ -355,7 +355,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
     diagnosis.rows = rows
 
 
-def _as_trained(
+def _mask_as_in_training(
     rows: list[TokenizedConversation], recipe: Recipe, thoughts: tuple[int, int] | None
 ) -> list[TokenizedConversation]:
     """Return the examples with the loss mask of training: without thoughts and copies, as the recipe says."""
@@ -365,7 +365,9 @@ def _as_trained(
     return [row.without_copies() for row in rows] if recipe.data.loops == "mask" else rows
 
 
-def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]) -> list[Finding]:
+def _check_room(
+    recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]
+) -> list[Finding]:
     """Check whether prompts leave room for answers; no finding if nothing is to be distilled."""
     if recipe.data.distill.engine == "none":
         return []
@@ -383,7 +385,7 @@ def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversation
     ]
 
 
-def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:
+def _check_token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:
     """Check every row of the dataset that distillation wrote to `folder`/tokens."""
     findings = []
     if (folder / SHARDS).exists():
@@ -504,13 +506,13 @@ def check_rows(
 # ---- the target and the drafter ----
 
 
-def _draft_trees(target: PreTrainedModel) -> str:
+def _check_draft_trees(target: PreTrainedModel) -> str:
     """Check that the target obeys a 4-D attention mask and position ids."""
     TargetSession(target, max_length_tokens=8).close()
     return "the target obeys 4-D attention masks and position ids"
 
 
-def _dtype(target: PreTrainedModel) -> list[Finding]:
+def _check_dtype(target: PreTrainedModel) -> list[Finding]:
     """Check, for a CPU, whether another dtype would be faster.
 
     A decoding step is bound by reading the weights: bf16, whose kernels sum in fp32, has half the bytes.
@@ -532,13 +534,13 @@ def _dtype(target: PreTrainedModel) -> list[Finding]:
     return [Finding("dtype", *fitting)] if target.device.type == "cpu" and fitting else []
 
 
-def _training_arguments(recipe: Recipe) -> str:
+def _check_training_arguments(recipe: Recipe) -> str:
     folder = RunFolder(recipe).drafter / "checkpoints"
     training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
     return "transformers.TrainingArguments accepts it"
 
 
-def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
+def _check_start(recipe: Recipe, target: PreTrainedModel) -> str | None:
     """Check that the drafter named by `drafter.init` exists and fits; None without `drafter.init`."""
     init, first = str(recipe.drafter.init), first_stage(recipe)
     if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
@@ -550,7 +552,7 @@ def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
     return start_sentence(start_from(drafter, folder, init))
 
 
-def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
+def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     """Check whether this drafter could be exported, before it is trained."""
     config = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options).config
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
@@ -568,13 +570,13 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     return findings if warned is None else [*findings, Finding("first token", "warning", warned)]
 
 
-def _drafter(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis, overfits: bool) -> list[Finding]:
+def _check_drafter(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis, overfits: bool) -> list[Finding]:
     """Check the drafter's training and decoding; overfitting comes first, as the other check changes the dtype."""
-    learned = _overfit(recipe, target, diagnosis) if overfits else []
-    return [*_train_equals_decode(recipe, target, diagnosis.rows), *learned]
+    learned = _check_overfit(recipe, target, diagnosis) if overfits else []
+    return [*_check_parity(recipe, target, diagnosis.rows), *learned]
 
 
-def _overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> list[Finding]:
+def _check_overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> list[Finding]:
     """Check that a new drafter learns one answer of the target by heart."""
     kind, check = recipe.drafter.kind, "overfit"
     if diagnosis.count("defect"):
@@ -591,7 +593,7 @@ def _overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> l
     return [Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))]
 
 
-def _train_equals_decode(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
+def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
     """Check that training and decoding give equal logits, for a new drafter on one of the examples."""
     kind, check = recipe.drafter.kind, "train = decode"
     try:

@@ -105,8 +105,8 @@ def overfit(
     Args:
         recipe: The recipe.
         target: The drafter's target, in the dtype of training.
-        tokenizer: The target's.
-        rows: Examples, of which the first gives the prompt; without any the recipe's first conversation does.
+        tokenizer: The target's tokenizer.
+        rows: Examples; the first one gives the prompt. Without examples the recipe's first conversation does.
 
     Returns:
         None if this kind of drafter trains no layers, so that it could not learn an answer by heart.

@@ -156,7 +156,7 @@ def rosenblatt(p: Tensor, tokens: Tensor, generator: torch.Generator) -> tuple[T
     """Map tokens [n] to numbers that are uniform on [0, 1] if the tokens were drawn from the rows of p [n, V].
 
     Args:
-        generator: Draws v, which spreads each token over an interval as long as its probability.
+        generator: Source of v, which spreads each token over an interval as long as its probability.
 
     Returns:
         The numbers, fp64, for tokens of probability above 0; and the number of tokens with probability 0.

@@ -159,7 +159,7 @@ class Generation:
         self.method, self._reads_logits = method, isinstance(method, ReadsLogits)
 
     def begin(self, logits_v: Tensor) -> int:
-        """Keep the first token, which comes from the prompt's logits [V]; returns it."""
+        """Add the first token, which comes from the prompt's logits [V]; returns it."""
         first = first_token(logits_v, self.sampling, self.generator)
         self._keep([first])
         return first
@@ -190,7 +190,7 @@ class Generation:
         return Round(tree, step.logits, verification, kept, features)
 
     def _keep(self, committed: list[int]) -> int:
-        """Add tokens to the answer up to its end; returns how many.
+        """Add tokens to the answer up to its end; returns their number.
 
         It ends at an end token, at the token that completes a stop string, or at the limit.
         """

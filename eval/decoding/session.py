@@ -143,7 +143,7 @@ class TargetSession:
             torch.backends.cuda.enable_cudnn_sdp(TargetSession._cudnn_before)
 
     def close(self) -> None:
-        """Take the feature hooks off the target again."""
+        """Remove the feature hooks from the target."""
         self.model.tap.close()
         self._cudnn_off()
 

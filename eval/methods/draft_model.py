@@ -36,7 +36,8 @@ class DraftModelDecoder:
         model: In eval mode.
         num_depths: gamma, the longest path worth drafting.
         max_length_tokens: Committed tokens that fit, the prompt included.
-        vocab_size: V; further tokens of the model are never drafted, missing ones have no probability.
+        vocab_size: V of the target; the draft model's tokens beyond it are never drafted, missing ones get probability
+            0.
     """
 
     reads_tokens = True
@@ -100,7 +101,7 @@ class DraftModelDecoder:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
+        """Build the additive mask [1, 1, R, committed + columns] of [R, columns] bool; committed tokens are visible."""
         committed = self._cache.length
         mask = zero_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
         mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)

@@ -37,7 +37,7 @@ from draftsmith.recipes.schema import Section
 
 
 class Lookahead:
-    """See the module's docstring; `options` are those of `Options`."""
+    """Method of Lookahead decoding; see the module's docstring. `options` are the fields of `Options`."""
 
     sequential = False
 

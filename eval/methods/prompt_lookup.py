@@ -26,7 +26,7 @@ from draftsmith.recipes.schema import Section
 
 
 class PromptLookup:
-    """See the module's docstring; `options` are those of `Options`."""
+    """Method of prompt lookup; see the module's docstring. `options` are the fields of `Options`."""
 
     sequential = False
 

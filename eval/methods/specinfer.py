@@ -37,11 +37,11 @@ class SpecInfer:
     """See the module's docstring.
 
     Args:
-        name: The row of the table.
-        decoders: [M], of the models; each drafts as deep as its `num_depths` at most.
+        name: Name of the method, a row of the table.
+        decoders: [M] decoders of the draft models; each drafts at most `num_depths` deep.
         expansion: k_d of depths 1, 2, ...
-        samples: Trees that each model grows at T > 0; at T = 0 they would all be the same.
-        sampling: The target's, applied to every q too.
+        samples: Number of trees that each model grows at T > 0; at T = 0 they would all be equal.
+        sampling: The target's sampling, applied to every q too.
     """
 
     sequential = True

@@ -94,22 +94,22 @@ class TimedRequests(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if not self._waits:
-            self._forget()
+        if not self._is_waiting:
+            self._cancel_timer()
         elif self._late is None:
             self._late = self.loop.call_later(REQUEST_WITHIN_S, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._cancel_timer()
         super().connection_lost(exc)
 
-    def _forget(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
     @property
-    def _waits(self) -> bool:
+    def _is_waiting(self) -> bool:
         """Return whether a request is incomplete, or the connection's first one has not arrived.
 
         Between two requests uvicorn's own keep-alive limit applies.
@@ -140,7 +140,7 @@ def page_response(page: str) -> Response:
     return HTMLResponse(page, headers=headers)
 
 
-def key_in(variable: str) -> str:
+def read_api_key(variable: str) -> str:
     """Return the API key in an environment variable.
 
     Raises:

@@ -186,7 +186,7 @@ def ids_of_turns(tokenizer: Any, turns: list[Turn], most_tokens: int) -> list[in
 
     Raises:
         UserError: The chat template rejects the conversation.
-        TooLong: The text certainly has more than `most_tokens` tokens.
+        PromptTooLong: The text certainly has more than `most_tokens` tokens.
     """
     return _bounded_ids(tokenizer, lambda: render(tokenizer, tuple(turns), add_generation_prompt=True), most_tokens)
 
@@ -195,7 +195,7 @@ def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
     """Return the token ids of a text prompt.
 
     Raises:
-        TooLong: The text certainly has more than `most_tokens` tokens.
+        PromptTooLong: The text certainly has more than `most_tokens` tokens.
     """
     return _bounded_ids(tokenizer, lambda: text, most_tokens)
 

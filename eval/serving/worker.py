@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass
 class CompletedAnswer:
-    """A complete answer, for the client and for `on_answer`."""
+    """A complete answer. reason: OpenAI's finish reason, `stop` or `length`."""
 
     prompt_ids: list[int]
     record: AnswerRecord
@@ -73,10 +73,10 @@ class CompletedAnswer:
 
 @dataclass
 class Job:
-    """A queued or running request. The worker passes results to `put` and checks `cancelled` every round.
+    """A queued or running request. The worker passes results to `send` and checks `cancelled` every round.
 
-    put: gets the pieces, then the complete answer or an error. gone: set when the client has disconnected.
-    streamed: False: `put` gets no pieces, each of which would wake the listening thread.
+    send: gets the pieces, then the complete answer or an error. cancelled: set when the client has disconnected.
+    streamed: False: `send` gets no pieces, each of which would wake the listening thread.
     """
 
     prompt_ids: list[int]
@@ -84,7 +84,7 @@ class Job:
     sampling: Sampling
     seed: int
     stops: tuple[str, ...]
-    put: Callable[[Piece | CompletedAnswer | BaseException], object]
+    send: Callable[[Piece | CompletedAnswer | BaseException], object]
     cancelled: threading.Event = field(default_factory=threading.Event)
     streamed: bool = True
 
@@ -110,7 +110,7 @@ class Running:
         """Add a piece to the answer's text, and send it if the answer is streamed."""
         self.texts.append(piece.text)
         if self.job.streamed:
-            self.job.put(piece)
+            self.job.send(piece)
 
 
 class RequestCancelled(Exception):
@@ -126,10 +126,10 @@ class Worker:
 
     Args:
         recipe: Recipe whose first method drafts.
-        waiting: Length of the queue of jobs.
+        queue_length: Most waiting jobs.
         on_answer: Called with every complete answer.
-        newer: Called before every answer; returns the folder of another drafter to serve from then on, or None.
-        at_once: Number of concurrent answers, each with its KV cache.
+        get_newer: Called before every answer; returns the folder of a drafter to serve from then on, or None.
+        concurrency: Number of concurrent answers, each with its KV cache.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
@@ -138,17 +138,17 @@ class Worker:
     def __init__(
         self,
         recipe: Recipe,
-        waiting: int,
+        queue_length: int,
         on_answer: Callable[[CompletedAnswer], None] | None = None,
-        newer: Callable[[], Path | None] = lambda: None,
-        at_once: int = 1,
+        get_newer: Callable[[], Path | None] = lambda: None,
+        concurrency: int = 1,
     ) -> None:
-        self.recipe, self.on_answer, self._newer = recipe, on_answer, newer
+        self.recipe, self.on_answer, self._get_newer = recipe, on_answer, get_newer
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, self.drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
-        self.jobs: queue.Queue[Job] = queue.Queue(waiting)
+        self.jobs: queue.Queue[Job] = queue.Queue(queue_length)
         self._stopping = threading.Event()
         self._running = list[Running]()
         self.registry = CollectorRegistry()
@@ -165,7 +165,7 @@ class Worker:
         self._keeps = True
         Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
-        self._session = open_session(self.target, self.length, recipe.eval.compile, at_once)
+        self._session = open_session(self.target, self.length, recipe.eval.compile, concurrency)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)
@@ -175,7 +175,7 @@ class Worker:
         self._measure()
         for together in range(1, 1 + min(2, self._session.sequences)):
             jobs = [Job(self._greeting, 8, Sampling(), 0, (), lambda _: None) for _ in range(together)]
-            running = [self._begin(job, counted=False) for job in jobs]
+            running = [self._start_answer(job, counted=False) for job in jobs]
             while running:
                 self._round(running)
                 running = [each for each in running if not each.generation.finished]
@@ -186,7 +186,7 @@ class Worker:
 
         Raises:
             queue.Full: The queue is full.
-            Gone: The worker has stopped or is stopping.
+            RequestCancelled: The worker has stopped or is stopping.
         """
         if self._stopping.is_set():
             raise RequestCancelled
@@ -204,10 +204,10 @@ class Worker:
             self._stopping.set()
             self._session.close()
             for running in self._running:
-                running.job.put(RequestCancelled())
+                running.job.send(RequestCancelled())
             with suppress(queue.Empty):
                 while True:
-                    self.jobs.get_nowait().put(RequestCancelled())
+                    self.jobs.get_nowait().send(RequestCancelled())
 
     def answer(self, client: Callable[[], Result]) -> Result:
         """Run `client` in another thread while this thread processes its jobs; return the client's result."""
@@ -246,16 +246,16 @@ class Worker:
                 continue
             self._take_newer()
             try:
-                self._begin(job)
+                self._start_answer(job)
             except Exception as error:  # of this prompt alone
                 logger.exception("an answer failed")
                 self.answers.labels("error").inc()
-                job.put(error)
+                job.send(error)
 
     def _take_newer(self) -> None:
         """Switch to a newer drafter if there is one; if it cannot be loaded, the current one stays."""
         try:
-            if (folder := self._newer()) is None:
+            if (folder := self._get_newer()) is None:
                 return
             drafter = load_drafter(folder, self.target)
             pack_linears(drafter)
@@ -270,21 +270,21 @@ class Worker:
         self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
 
-    def _free(self) -> int:
+    def _get_free_sequence(self) -> int:
         """Return the number of a free sequence of the session."""
         used = {running.generation.sequence for running in self._running}
         return next(number for number in range(self._session.sequences) if number not in used)
 
     def _measure(self) -> None:
         """Measure this drafter's round costs, which adaptive trees need; overwrites a free sequence."""
-        self._session.current = self._free()
+        self._session.current = self._get_free_sequence()
         self._session.read_layers(self.drafter.feature_layers)
         self._costs.set_costs(build_tree_drafter(self.recipe.eval.methods[0], self._decoder, Sampling()))
 
-    def _begin(self, job: Job, counted: bool = True) -> Running:
+    def _start_answer(self, job: Job, counted: bool = True) -> Running:
         """Prefill a prompt and start its answer."""
         started_s, session = time.perf_counter(), self._session
-        session.current = self._free()
+        session.current = self._get_free_sequence()
         session.read_layers(self.drafter.feature_layers)
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
         stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
@@ -317,7 +317,7 @@ class Worker:
             running.add_piece(running.pieces.of_round(round_))
 
     def _set_method(self, running: Running, is_alone: bool) -> None:
-        """Draft for an answer that runs alone, unless it started with a drafter of other feature layers."""
+        """Set the next round's method: the drafter if the answer runs alone and started with its feature layers."""
         generation, drafts = running.generation, is_alone and running.layers == self.drafter.feature_layers
         if isinstance(generation.method, TreeDrafter if drafts else Autoregressive):
             return
@@ -341,10 +341,10 @@ class Worker:
         finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
-        self._keep(finished)
+        self._store(finished)
         self._end(running, finished.reason, finished)
 
-    def _keep(self, finished: CompletedAnswer) -> None:
+    def _store(self, finished: CompletedAnswer) -> None:
         """Call `on_answer`; if it fails, as on a full disk, the client still gets its answer."""
         if self.on_answer is None:
             return
@@ -363,7 +363,7 @@ class Worker:
     def _end(self, running: Running, reason: str, result: CompletedAnswer | BaseException) -> None:
         self._running.remove(running)
         self.answers.labels(reason).inc()
-        running.job.put(result)
+        running.job.send(result)
 
     def _count(self, round_: Round) -> None:
         self.rounds.inc()
@@ -400,13 +400,13 @@ class AnswerPieces:
         return Piece(text[self._sent :])
 
     def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
-        held = max((num_held_characters(text, stop) for stop in self._stops), default=0)
+        held = max((count_held_characters(text, stop) for stop in self._stops), default=0)
         new = text[self._sent : max(self._sent, len(text) - held)]
         self._sent += len(new)
         return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
 
 
-def num_held_characters(text: str, stop: str) -> int:
+def count_held_characters(text: str, stop: str) -> int:
     """Return the number of characters at the text's end that may belong to a stop string.
 
     If the text holds the whole stop string, the number counts from its start.

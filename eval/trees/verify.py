@@ -98,7 +98,7 @@ class TreeShape:
 
     @cached_property
     def attention_mask(self) -> Tensor:
-        """[N, N] bool: row u is true at u and at u's ancestors."""
+        """Return the mask [N, N] bool: row u is true at u and at u's ancestors."""
         # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13
         # nodes, 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
         nodes = len(self.parents)
@@ -151,12 +151,12 @@ class DraftTree:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """[N], -1 for the root."""
+        """Return the parents [N], -1 for the root."""
         return self.shape.parents
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """[N], 0 for the root."""
+        """Return the depths [N], 0 for the root."""
         return self.shape.depths
 
     def children(self, node: int) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ class Chooser(Protocol):
 
 
 class RandomChooser:
-    """Draws from a torch.Generator."""
+    """Source of randomness from a torch.Generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
@@ -243,7 +243,7 @@ def verify(
     Args:
         tree: The draft tree.
         logits: [N, V] of the target at every node.
-        sampling: Applied to the target's logits; `tree.q` must have been computed with the same one.
+        sampling: Sampling to apply to the target's logits; `tree.q` must have been computed with the same one.
         generator: Source of randomness at temperatures > 0.
         lenience: In (0, 1]; 1 is lossless.
     """

@@ -363,7 +363,7 @@ def _own_group_backward(
 
 @dataclass(frozen=True)
 class _Past:
-    """Attention to the real past, part (a), of the last Q of 1 + `num_masks` depths, folded into heads [B, H*Q, S, Dh]."""
+    """Attention to the real past (part a) of the last Q of 1 + `num_masks` depths, folded in heads [B, H*Q, S, Dh]."""
 
     query_depths: int
     num_masks: int

@@ -18,7 +18,7 @@ LIMITS = {
     "recipes": 0,
     "data": 0,
     "models": 0,
-    "train": 6,
+    "train": 0,
     "eval": 10,
     "benchmarks": 0,
     "examples": 0,

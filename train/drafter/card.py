@@ -96,7 +96,7 @@ def write_drafter_card(
         target=target,
         of_target=of_target,
         source=", ".join(_public(source.source) for source in recipe.data.conversations.sources),
-        what=_what_it_is(recipe.drafter.kind),
+        what=_describe_kind(recipe.drafter.kind),
         recipe_yaml=_shown_recipe(recipe),
         training=training,
         start=None if training is None or training.start is None else start_sentence(training.start),
@@ -182,7 +182,7 @@ def _public(name: str) -> str:
     return Path(name).name if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) else name
 
 
-def _what_it_is(kind: str) -> str:
+def _describe_kind(kind: str) -> str:
     """Return the first paragraph of the drafter's module docstring, without names of other modules."""
     return re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(kind))
 

@@ -42,7 +42,7 @@ def write_manifest(checkpoint: Path, launch: Launch) -> None:
     write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
-def what_is_damaged(checkpoint: Path) -> str | None:
+def describe_damage(checkpoint: Path) -> str | None:
     """Describe the first file that is missing or incomplete; None if the checkpoint is complete."""
     try:
         files = read_json(checkpoint / MANIFEST, Manifest, "").files
@@ -67,7 +67,7 @@ def set_damaged_aside(folder: Path) -> list[str]:
     """
     sentences = []
     for checkpoint in _newest_first(folder):
-        damage = what_is_damaged(checkpoint)
+        damage = describe_damage(checkpoint)
         if damage is None:
             break
         names = (f"{DAMAGED}{checkpoint.name}{f'-{number}' if number else ''}" for number in range(1000))
@@ -87,7 +87,7 @@ def is_last_checkpoint(checkpoint: Path) -> bool:
     return stopped or state["global_step"] >= state["max_steps"]
 
 
-def refuse_other_launch(checkpoint: Path, launch: Launch) -> None:
+def check_same_launch(checkpoint: Path, launch: Launch) -> None:
     """Check that a checkpoint was written by an equal launch, as resuming would not be exact otherwise.
 
     Raises:

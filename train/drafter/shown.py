@@ -39,7 +39,7 @@ class ShownTraining(TrainerCallback):
         self._begun_step = 0
 
     @staticmethod
-    def where_it_can_be() -> "ShownTraining":
+    def create_if_supported() -> "ShownTraining":
         """With a panel if stderr is a terminal."""
         return ShownTraining(Console(stderr=True) if sys.stderr.isatty() and sys.stdout.isatty() else None)
 

@@ -28,7 +28,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 KNOWN = ("tensorboard", "trackio", "wandb")  # which the evaluation's table goes to as well
 
 
-def refuse_missing_trackers(names: list[str]) -> None:
+def check_trackers(names: list[str]) -> None:
     """Check that the trackers are known and installed.
 
     Raises:

@@ -88,7 +88,8 @@ def training_arguments(
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
     processes = get_int_from_env(WORLD_SIZES, 1)
     checked = {
-        key: _checked(key, value, fields, hints) for key, value in _shared_out(values, processes, fields, hints).items()
+        key: _checked(key, value, fields, hints)
+        for key, value in _split_global_batch(values, processes, fields, hints).items()
     }
     defaults = {
         "output_dir": str(output_dir),
@@ -113,11 +114,13 @@ def training_arguments(
     if args.n_gpu > 1:
         # Without a launcher the Trainer would take all of them by nn.DataParallel, which copies no target.
         args._n_gpu = 1
-    _refuse_doubled_rows(args)
+    _check_no_repeated_rows(args)
     return args
 
 
-def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]) -> dict[str, Any]:
+def _split_global_batch(
+    values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]
+) -> dict[str, Any]:
     """Replace the global batch by the largest allowed rows per forward of a process, and accumulation steps."""
     values = dict(values)
     if GLOBAL_BATCH not in values:
@@ -152,7 +155,7 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
     return {**values, "per_device_train_batch_size": rows, "gradient_accumulation_steps": share // rows}
 
 
-def _refuse_doubled_rows(args: TrainingArguments) -> None:
+def _check_no_repeated_rows(args: TrainingArguments) -> None:
     """Check that no option fills an epoch's last step with rows that were trained on already.
 
     Raises:

@@ -178,7 +178,7 @@ def test_a_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytes
     def full(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "_begin", full)
+    monkeypatch.setattr(engine, "_prefill", full)
     engine.submit(Request("0", [5], [], GREEDY, 0))
     with pytest.raises(
         UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"

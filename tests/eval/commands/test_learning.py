@@ -29,11 +29,11 @@ from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli, learning
 from draftsmith.eval.commands.learning import (
     Answer,
+    CandidateResult,
     Learned,
     Learner,
-    Weighed,
     cycle_or_pause_s,
-    keep_some_of,
+    interpolate_weights,
     paired_interval,
     start_learning,
     tau_of,
@@ -215,7 +215,7 @@ def test_the_interval_by_hand() -> None:
     assert (low, high) == pytest.approx((0.5, 0.5))
     low, high = paired_interval(tokens, [2.0] * 20, [1.6, 2.4] * 10)
     assert low < 0 < high
-    shares = [answer.is_kept_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
+    shares = [answer.is_held_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
     assert np.mean(shares) == pytest.approx(learning.KEPT_OUT_FRAC, abs=0.03)
 
 
@@ -228,7 +228,7 @@ def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_
               folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
     noted = {"steps": 1, "history": [], "weights_sha256": weights_sha256(folder)}
     (folder / "training.json").write_text(json.dumps(noted))
-    keep_some_of(begun, folder, 0.25)
+    interpolate_weights(begun, folder, 0.25)
     found = load_file(folder / "model.safetensors")
     for name, value in weights.items():
         expected = value + 0.75 if value.is_floating_point() else value
@@ -254,13 +254,13 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     monkeypatch.setattr(learner, "_train", noted)
     first = learner.cycle()
     assert first is not None
-    kept_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_kept_out]
+    kept_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_held_out]
     assert first.answers == len(kept_out) >= learning.FEWEST_KEPT_OUT
     assert not [ids for ids in kept_out if ids in seen]
     assert 0 < first.low < first.candidate - first.serving < first.high
     assert (first.number, learned.state.current, learned.state.previous) == (1, 1, 0)
     assert learner.cycle() is None  # nothing is new
-    worker = Worker(again, 4, newer=Learned(again).newer)
+    worker = Worker(again, 4, get_newer=Learned(again).newer)
     worker._newer = iter([learned.serving(), *[None] * 99]).__next__
     assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:8]]) == served[2][:8]
     assert worker.drafters._value.get() == 1
@@ -317,7 +317,7 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
     workers: list[Any] = []
 
-    def noted(*given: Any, at_once: int = 1) -> Any:
+    def noted(*given: Any, concurrency: int = 1) -> Any:
         workers.append(given[:4])
         return SimpleNamespace()
 
@@ -359,7 +359,7 @@ def test_a_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: An
         made_of = trained.with_name("candidate")
         monkeypatch.setattr(learner, "_train", lambda *_: trained)
         monkeypatch.setattr(learner, "_candidate", lambda each: Path(shutil.copytree(each, made_of)))
-        monkeypatch.setattr(learner, "_proven", lambda *_: True)
+        monkeypatch.setattr(learner, "_is_lossless", lambda *_: True)
         return learner
 
     monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))
@@ -422,5 +422,5 @@ def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> Non
 
 
 def test_the_sentence() -> None:
-    weighed = Weighed(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
+    weighed = CandidateResult(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
     assert weighed.sentence() == "candidate: tau 1.50 -> 1.70 (+0.10 to +0.30) on 20 held-out answers: serves as 2"

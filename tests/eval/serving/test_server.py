@@ -29,7 +29,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.serving import protection, server, worker
 from draftsmith.eval.serving.api import application
-from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, key_in
+from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, read_api_key
 from draftsmith.eval.serving.requests import ChatRequest
 from draftsmith.eval.serving.server import Listening
 from draftsmith.eval.serving.worker import AnswerPieces, CompletedAnswer, Job, Piece, RequestCancelled, Worker
@@ -69,7 +69,7 @@ def greedy(recipe: Recipe) -> dict[str, list[int]]:
 class RunningServer:
     def __init__(self, recipe: Recipe, waiting: int = 64, at_once: int = 1) -> None:
         self.finished: list[CompletedAnswer] = []
-        self.worker = Worker(recipe, waiting, self.finished.append, at_once=at_once)
+        self.worker = Worker(recipe, waiting, self.finished.append, concurrency=at_once)
         self.worker.warm_up()
         self._working = threading.Thread(target=self.worker.work, daemon=True)
         self._working.start()
@@ -410,11 +410,11 @@ def test_a_key_that_no_client_could_send(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=sentence) as told:
-        key_in(variable)
+        read_api_key(variable)
     assert "sk-" not in str(told.value)
     assert "secret" not in str(told.value)
     monkeypatch.setenv("KEY", "secret\n")
-    assert key_in("KEY") == "secret"
+    assert read_api_key("KEY") == "secret"
 
 
 def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
