@@ -57,13 +57,13 @@ from draftsmith.recipes.schema import MethodConfig, Recipe
 GREEDY = Sampling()
 BASELINE = "transformers: generate"
 PLAIN = "ours: autoregressive"
-# Ours with the same draft: of the same model, or of the same n-grams.
+# Our methods with the same draft as one of transformers': from the same draft model, or the same n-grams.
 SAME_DRAFT = {
     PLAIN: BASELINE,
     "ours: speculative sampling": "transformers: assisted generation",
     "ours: prompt lookup": "transformers: prompt lookup",
 }
-# What a side's answers are of.
+# Name of the model whose answers a side generates.
 TARGET = "the target"
 SAME_WEIGHTS = "the target's weights in another implementation"
 OTHER_MODEL = "another model"

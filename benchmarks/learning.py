@@ -75,7 +75,9 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
         old = []
         for questions in conversations(options.old) if options.old else ():
             old += [Answer(end.prompt_ids, end.record.ids) for end, _ in traffic.ask(questions[:1])]
-        (learned.folder / "answers.jsonl").unlink(missing_ok=True)  # what is old is not traffic
+        (learned.folder / "answers.jsonl").unlink(
+            missing_ok=True
+        )  # answers of earlier calls are not part of this traffic
         process = start_learning(learned, options.minutes)
         served: list[ServedAnswer] = []
         begin_s = time.monotonic()

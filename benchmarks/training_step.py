@@ -119,7 +119,7 @@ def measure_step(length: int, masks: int, turns: int) -> dict[str, Any]:
     times_s = in_turns(works, CPU, turns, warmup=1)
     figures: dict[str, Any] = {f"{backend}_tokens_per_s": length / median(times) for backend, times in times_s.items()}
     figures |= ratios("speedup", times_s["dense"], times_s["folded"])
-    for backend in BACKENDS:  # in fresh processes: what a resident set once held it never gives back reliably
+    for backend in BACKENDS:  # in fresh processes: a resident set does not shrink reliably
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             figures[f"{backend}_mib"] = process.submit(peak_growth_mib, backend, length, masks).result()
     return figures
@@ -127,7 +127,7 @@ def measure_step(length: int, masks: int, turns: int) -> dict[str, Any]:
 
 def peak_growth_mib(backend: str, length: int, masks: int) -> float:
     step = Step(num_masks=masks, attention=backend)
-    step.run_random(16)  # optimiser state and thread pools belong to the base
+    step.run_random(16)  # the baseline includes optimizer state and thread pools
     before_bytes = peak_resident_bytes()
     step.run_random(length)
     return (peak_resident_bytes() - before_bytes) / 2**20

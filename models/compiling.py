@@ -72,7 +72,7 @@ def compiled(
         mode = "reduce-overhead" if on_cuda and backend == BACKEND else None
         fast = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, mode=mode)
     else:
-        # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
+        # Guards that check every weight would take longer than a layer of a small model.
         unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
         options = None if unguarded is None else {"guard_filter_fn": unguarded}
         fast = torch.compile(_with_own_code(function), fullgraph=True, backend=backend, options=options)

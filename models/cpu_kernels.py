@@ -31,8 +31,8 @@ HEADERS = (SOURCE.with_name("cpu_math.h"), SOURCE.with_name("cpu_layers.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
 GROUPED_SDPA = "grouped_sdpa"
-MOST_PACKED_ROWS = 512  # of one product: beyond it torch's own is as fast
-MOST_ROWS = 64  # of one attention: beyond it, as in a prompt, torch's own is as fast
+MOST_PACKED_ROWS = 512  # rows of one product; with more of them torch's own kernel is as fast
+MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torch's own kernel is as fast
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 # Flags that a compiler may not know: for the processor's instructions, and for threads, which are torch's.
 MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
@@ -50,7 +50,7 @@ def cpp_compiler() -> str | None:
     return next(filter(None, map(shutil.which, [wanted] if wanted else ["c++", "g++", "clang++"])), None)
 
 
-_lanes: int | None = None  # of a vector of this processor; 0: there are no kernels, None: nobody has asked yet
+_lanes: int | None = None  # fp32 values in a vector register; 0: there are no kernels, None: not known yet
 
 
 def has_kernels() -> bool:

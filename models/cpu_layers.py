@@ -21,7 +21,7 @@ from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lan
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
+# Types of RoPE whose angles depend only on the position, so that a table of them can be computed once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -42,7 +42,8 @@ class CpuLayers:
         config: The layers' config.
     """
 
-    # Of all forwards in this process: two for each weight and row. torch's counter does not see into a call.
+    # Operations of all forwards in this process, two for each weight and row: torch's counter cannot see inside the
+    # call.
     linear_operations: ClassVar[int] = 0
 
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:

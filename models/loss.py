@@ -60,13 +60,13 @@ from draftsmith.models.target_logits import PLAIN, LogitShape
 # The LK paper's setting.
 LK_ETA = 3.0
 CHUNK_ELEMENTS = 1 << 22
-# Logits of a chunk that a CPU works on at a time: they stay in its cache.
+# Logits in a chunk on a CPU, so that they stay in its cache.
 BLOCK_ELEMENTS = 1 << 19
 # Rows of a chunk on any other device, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
 # Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28
-# The device type that chunks are made for, where it is not that of the tensors: in a plan.
+# Device type that sets the chunk size, if other than the tensors' (in a plan).
 _made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
 
 
@@ -341,14 +341,14 @@ def head_loss(
         known_n = (labels_n >= 0).to(softmax_dtype(hidden_nd.dtype))
         labels_n, factors = labels_n.clamp(min=0), (known_n, None if teacher is None else teacher.mass_n)
     if factors is not None and len({has_teacher(name) for name in loss}) == 1:
-        # Where all losses have one factor it is the row's, and nothing of [N, V] is multiplied.
+        # If all losses share one factor, multiply the rows by it, and no tensor of [N, V].
         common_n, factors = factors[has_teacher(loss)], None
         weights_n = weights_n if weights_n is None or common_n is None else weights_n * common_n
     if has_teacher(loss) or needs_acceptance:
         if teacher is None:
             raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
         teacher = teacher._replace(features_pd=teacher.features_pd.detach(), head=_linear(teacher.head or head))
-        if _device_type(hidden_nd) == "cpu":  # rows of one token together
+        if _device_type(hidden_nd) == "cpu":  # so that rows of the same token are neighbours
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
     else:
@@ -588,7 +588,10 @@ class _HeadLoss(torch.autograd.Function):
             weights_n, scale = grad_outputs[1], torch.ones_like(scale)
             if ctx.rows is not None:
                 ctx.rows.weights_n = weights_n
-        weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # a second backward computes them
+        weight_grads, ctx.weight_grads = (
+            ctx.weight_grads,
+            [None] * len(row_grads),
+        )  # a second backward computes them again
         missing = [needs and grad is None for needs, grad in zip(ctx.needed[1::2], weight_grads, strict=True)]
         if any(missing):
             _, _, computed = ctx.rows.take([(False, needs) for needs in missing])

@@ -116,7 +116,7 @@ def _compared(target: PreTrainedModel, shapes: list[LogitShape]) -> LogitShape:
     weight = head.weight
     rows = torch.randn(NUM_TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = rows.to(weight.device, weight.dtype)
-    # Far enough for a cap to be seen.
+    # Large enough to show a cap.
     reach = 2.0 * (shapes[0].cap or 8.0) / abs(shapes[0].scale)
     hidden *= reach / head(hidden).abs().amax().clamp(min=1e-6)
     product = head(hidden)

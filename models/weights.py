@@ -12,7 +12,7 @@ from draftsmith.errors import UserError, reason
 from draftsmith.files import file_sha256
 
 USUAL_WAY_OUT = "give a folder with a transformers checkpoint, or a Hub id that this machine can reach"
-# By a pattern of the error; the first that fits.
+# Advice by pattern of the error message; the first match counts.
 WAYS_OUT = (
     (
         "trust_remote_code",
@@ -28,10 +28,10 @@ WAYS_OUT = (
     ),
     (r"pip install|requires the following packages|No module named", "install the package that it names"),
 )
-# What torch's allocators say where they raise a plain RuntimeError.
+# Messages of torch's allocators that raise a plain RuntimeError.
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
 MOST_NAMES = 4  # of tensors, in one sentence
-# Of a weights file: a retrained model differs everywhere.
+# Bytes to sample from a weights file: a retrained model differs everywhere.
 HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
 
@@ -45,7 +45,7 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
         return load()
     except UserError:
         raise
-    except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
+    except Exception as error:  # of any type: it depends on how the damage shows in transformers and tokenizers
         if is_out_of_memory(error):
             raise UserError(
                 f"{what} {location} does not fit into memory ({reason(error)}): for a target set "
@@ -57,7 +57,7 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
 
 def _way_out(what: str, error: Exception) -> str:
     """Choose the advice for a failed load by the error of transformers or the system."""
-    of_the_target = WAYS_OUT if what.startswith("target.") else ()  # whose keys they name
+    of_the_target = WAYS_OUT if what.startswith("target.") else ()  # the advice names keys of the target
     return next((way_out for pattern, way_out in of_the_target if re.search(pattern, str(error))), USUAL_WAY_OUT)
 
 

@@ -295,5 +295,5 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
     first = first.model_copy(update={**same, "train": train, "name": name})
     if name in names:
         raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one of them another start")
-    first_stage(first, names)  # to find a circle before any training
+    first_stage(first, names)  # raises for a circle before any training
     return first

@@ -401,7 +401,7 @@ class ValidationRecipe(Section):
 
 # Far above any real drafter: a larger number in a downloaded config would only fill the memory.
 MOST_DEPTHS, MOST_LAYERS = 256, 512
-MOST_NODES = 256  # draft tokens of a tree that sessions have room for
+MOST_NODES = 256  # most draft tokens of a tree, for which sessions reserve room
 
 
 class MethodConfig(Section):
@@ -541,7 +541,7 @@ class Recipe(Section):
 
     extends: str | None = Field(
         None,
-        exclude=True,  # of stored recipes: they hold what it stood for
+        exclude=True,  # left out of stored recipes, which contain the extended recipe's values
         description="a shipped recipe's name, or a path from this file's folder: start from that recipe's values",
     )
     name: Annotated[str, AfterValidator(check_name)] = Field(description="name of the run's folder under runs_dir")

@@ -22,7 +22,7 @@ from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")
-TARGET_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
+TARGET_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # GGUF dtypes that store the target's weights unchanged
 ANSWERS_WITHIN_S = 600.0
 
 
@@ -84,7 +84,7 @@ def in_dtype(file: Path, dtype: str, server: Path) -> Path:
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
             raise UserError(f"{program} ended with exit code {done.returncode}; its last line: {said}")
-        partial.replace(made)  # in one step: where it is, it is whole
+        partial.replace(made)  # in one step, so that the file is never incomplete
     finally:
         partial.unlink(missing_ok=True)
     return made
@@ -107,7 +107,7 @@ def llama_server(
     Raises:
         UserError: The server does not start, or its answers have no token ids.
     """
-    # A new connection for each answer: the server closes those that wait while others have their turn.
+    # A new connection for each answer: the server closes idle connections while other sides are measured.
     alone = httpx2.Limits(max_keepalive_connections=0)
     with (
         started_server(program, file, context_tokens, "-t", threads, *drafting) as (url, error),

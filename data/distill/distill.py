@@ -57,7 +57,7 @@ from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
 
-HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
+HELD_POLL_S = 2.0  # pause before checking again the conversations that another process works on
 LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
@@ -68,7 +68,7 @@ EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
 OTHER_CALLS = "called tools whose results are not there"
-# Another try would fail for the same reason; all other failures are the engine's.
+# Failures that a retry would repeat; all others are the engine's.
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 
 
@@ -220,7 +220,9 @@ class _Distillation:
     bar: Progress
     positions: int | None
     in_flight: dict[str, _Rewriting] = field(default_factory=dict)
-    held: deque[str] = field(default_factory=deque)  # by another process, which may die before it has finished them
+    held: deque[str] = field(
+        default_factory=deque
+    )  # claimed by another process, which may die before it has finished them
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     finished: list[FinishedConversation] = field(default_factory=list)
     next_write_s: float = 0.0
@@ -243,7 +245,8 @@ class _Distillation:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
                     waiting, self.held = self.held, waiting
-                # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
+                # Some engines cannot generate while we wait for the disk: spend at most a twentieth of the time on
+                # that.
                 if not self.in_flight or time.monotonic() > self.next_write_s:
                     self._write()
         finally:
@@ -291,7 +294,7 @@ class _Distillation:
             if self._is_too_long(prompt_ids):
                 rewriting.reason = PROMPT_TOO_LONG
                 return None
-            # Of the answer alone, so that it depends on neither its neighbours nor interruptions; 63 bits.
+            # A seed per answer (63 bits), so that it depends neither on the other requests nor on interruptions.
             digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
             seed = int.from_bytes(digest[:8], "big") >> 1
             messages = [turn.message for turn in rewriting.turns]
@@ -384,7 +387,7 @@ class _Distillation:
                 rewriting.reason = OTHER_CALLS
             else:
                 calling = form.turn(text, [turn.tool_call_id for turn in results if turn.tool_call_id])
-                # Some templates cannot write two calls in one turn, for instance: then it stays a text.
+                # The answer stays a text if the template cannot write its calls, such as two in one turn.
                 with suppress(TemplateProblem):
                     render(self.tokenizer, (*rewriting.turns, calling), tools=tools)
                     answer = calling

@@ -42,7 +42,7 @@ MOST_PROCESSES = 8  # by default
 CHUNK_CONVERSATIONS = 128
 CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
-# The column that numbers the conversation a row is of; datasets of earlier versions have none.
+# Column with the number of a row's conversation; datasets of earlier versions lack it.
 CONVERSATION = "conversation"
 FORMAT_VERSION = 3
 FEATURES = datasets.Features(
@@ -135,11 +135,11 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         reasoning=reasoning_ids(tokenizer, settings),
     )
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
-    # Two distillations that share a folder end at the same time.
+    # Two distillations that share the folder may end at the same time.
     with FileLock(folder.data / "tokens.lock"):
         fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
-        # Rows of one conversation that do not say so would be on both sides of training and evaluation.
+        # Without the column, rows of one conversation could be in both training and evaluation.
         is_numbered = recorded is not None and (recorded.numbered or not recorded.extra_rows)
         if recorded is not None and is_numbered and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
@@ -241,7 +241,7 @@ def _tokenize_in_processes(conversations: Iterator[Answered], work: Work, proces
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_work: list[Work] = []  # of a process of the pool
+_work: list[Work] = []  # settings of this pool process
 
 
 def _start_process(work: Work) -> None:
@@ -261,7 +261,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
             counts["refused"] += 1
             continue
         if not rows and work.cut_answers and answer_ids and answer_ids[0] is not None:
-            # Of the first exchange what fits, if that is within its answer.
+            # Keep the part of the first exchange that fits, if the cut is within its answer.
             end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
             first = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
             cut = first.cut_to(max_length_tokens)
@@ -313,7 +313,7 @@ def tokenize_rows(
     rows = [whole] if any(whole.loss_mask) else []
     for turn in whole.rewritten_turns:
         row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
-        if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole
+        if len(row.input_ids) <= max_length_tokens:  # with its thoughts it may be longer than the whole conversation
             rows.append(row.with_last_answer_only())
     return rows, dropped > 0
 
@@ -346,7 +346,7 @@ def save_rows(rows_file: Path, folder: Path) -> None:
     try:
         datasets.Dataset.from_file(str(rows_file)).save_to_disk(str(folder))
     finally:
-        if were_shown:  # else something forbids them, and says so
+        if were_shown:  # else progress bars are disabled for another reason
             datasets.enable_progress_bars()
 
 
@@ -362,7 +362,7 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
     try:
         tokens = datasets.load_from_disk(str(folder))
         lists = {field.name for field in tokens.data.schema if str(field.type).startswith("list<")}
-    except Exception as error:  # of any kind: it is whatever the damage leads to in datasets and Arrow
+    except Exception as error:  # of any type: it depends on how the damage shows in datasets and Arrow
         raise UserError(
             f"{folder} cannot be read ({reason(error)}): delete it and run `draftsmith distill` again"
         ) from None
@@ -377,7 +377,7 @@ def tokens_hash(tokens: datasets.Dataset) -> str:
     """Hash ids, masks and which rows belong together by SHA-256 (16 hex digits), whatever the Arrow chunks."""
     digest = hashlib.sha256()
     begins = first_rows_of_conversations(tokens)
-    if len(set(begins)) < len(begins):  # else the hash is that of datasets which do not say
+    if len(set(begins)) < len(begins):  # else the hash equals that of datasets without the column
         digest.update(np.array(begins, dtype=np.int64).tobytes())
     for name in ("input_ids", "loss_mask"):
         for chunk in tokens.data.column(name).chunks:

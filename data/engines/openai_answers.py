@@ -157,7 +157,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
     if any(ids not in (None, request.prompt_ids) for ids in (answer.prompt_token_ids, choice.prompt_token_ids)):
         if api == "chat":
             return Failure(OTHER_PROMPT)
-        raise ServerFailure(OTHER_ANSWER)  # of a proxy that mixes connections up: the next try may be right
+        raise ServerFailure(OTHER_ANSWER)  # from a proxy that mixes up connections: a retry may succeed
     if choice.finish_reason == "abort":
         raise ServerFailure("aborted by the server")
     if choice.finish_reason not in ("stop", "length"):
@@ -165,7 +165,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
     limit, ids, end_ids = request.settings.max_new_tokens, choice.token_ids, vocabulary.end_ids
     if ids is not None:
         if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
-            ids = [*ids, choice.stop_reason]  # cut again below where the server has it already
+            ids = [*ids, choice.stop_reason]  # cut again below if the server included it already
         end = next((position for position, token_id in enumerate(ids) if token_id in end_ids), None)
         if end is not None:
             ids = ids[: end + 1]
@@ -187,7 +187,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
 
 def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
     """Read an answer without token ids; its tokens are counted with the target's tokenizer."""
-    # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
+    # Control tokens in a text would become real ones, with loss, when it is tokenised. A tool call may begin with one.
     if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
         return Failure(CONTROL_TOKENS)
     limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)

@@ -97,7 +97,7 @@ class OpenAIOptions(Section):
             raise ValueError(f"{wrong[0]} does not begin with http:// or https://")
         try:
             bare = [str(httpx2.URL(url).copy_with(userinfo=b"")) for url in urls]
-        except httpx2.InvalidURL:  # which names the place, and may quote a password there
+        except httpx2.InvalidURL:  # its message may quote a password
             raise ValueError("a URL is malformed; in a password, write / as %2F and @ as %40") from None
         if len(set(bare)) < len(bare):
             raise ValueError("the same server is listed twice")
@@ -176,7 +176,7 @@ class OpenAIEngine:
         self._in_flight = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._giving_up: asyncio.TimerHandle | None = None
-        self._out_since_s: float | None = None  # of the loop's clock: no server could be used, and no answer has come
+        self._out_since_s: float | None = None  # event loop's time since when no server could be used
         self._servers = [self._connect(url) for url in options.base_urls]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
@@ -199,7 +199,7 @@ class OpenAIEngine:
             if isinstance(item, BaseException):
                 if not outcomes:
                     raise item
-                self._finished.put(item)  # the outcomes are handed over first
+                self._finished.put(item)  # return the outcomes before raising the error
                 break
             outcomes.append(item)
         self._in_flight -= len(outcomes)
@@ -286,7 +286,7 @@ class OpenAIEngine:
         if any(other.usable.is_set() for other in self._servers):
             warn(f"{server.url}: {problem}; its requests go to the other servers")
             return
-        # A server that answers only its check, and 429 to all other requests, has not come back.
+        # A server counts as usable again only when it answers more than its check, and not HTTP 429.
         now_s = self._loop.time()
         self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
         pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)

@@ -202,9 +202,11 @@ class RowCache(Cache):
 
     def __init__(self, num_layers: int, rows: int, capacity_tokens: int) -> None:
         self.rows, self.capacity_tokens = rows, capacity_tokens
-        self.lengths: list[int] = []  # of the A rows that the next forward adds a token to
+        self.lengths: list[int] = []  # lengths of the A rows that the next forward adds a token to
         self.lengths_a: Tensor | None = None  # the same on the device: copied once a forward, not in each layer
-        self.only: tuple[int, int] | None = None  # a row, and how many of its tokens are read on from
+        self.only: tuple[int, int] | None = (
+            None  # (row, number of its cached tokens) while a forward adds tokens to this row alone
+        )
         super().__init__(layers=[_RowCacheLayer(self) for _ in range(num_layers)])
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:

@@ -277,7 +277,7 @@ def _spread_records(file: Path, text: str) -> Records:
             if text[at - 1] == "]":
                 break
     at = _skip_blanks(text, at)
-    if container is not None and not text.startswith(("}", ","), at):  # with what else there may be about the data
+    if container is not None and not text.startswith(("}", ","), at):  # other keys of the object around the array
         raise problem(at, "is not JSON: a } is missing")
     if in_list and container is None and at < len(text):
         raise problem(at, "is not JSON: there is text after the array")

@@ -76,7 +76,7 @@ COLUMNS = {
     "answer": ("response", "output", "answer", "completion"),
     "system": ("system_prompt", "system"),
 }
-# What a prompt that holds its own answer has before it: "### Response:", "<|assistant|>", "[/INST]".
+# Headers before the answer in a prompt that contains its answer: "### Response:", "<|assistant|>", "[/INST]".
 ANSWER_HEADER = re.compile(
     r"(?:(?:^|\n)[^\w\n]*(?:response|output|answer|assistant|completion|solution)[^\w\n]*"
     r"|\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<\|end_header_id\|>)\s*$",

@@ -31,7 +31,7 @@ def text_of(content: Any, where: str) -> str:
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
         raise InvalidConversation(where, "turn is not text", f"the turn must be text, not {json_kind(content)}")
-    # A lone surrogate comes in as a JSON escape, means nothing, and neither UTF-8 nor a tokenizer takes it.
+    # Lone surrogates come from JSON escapes; they mean nothing, and neither UTF-8 nor tokenizers accept them.
     return content.encode("utf-8", errors="replace").decode("utf-8")
 
 

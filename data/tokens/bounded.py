@@ -18,13 +18,13 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 
-WITHIN_S = 20.0  # of its thread's processor; the longest conversation that is read takes a tenth of a second
-MOST_GROWTH_BYTES = 2 << 30  # of this process meanwhile
-MOST_CHARACTERS = 32 << 20  # of what it writes: four of the longest conversations
+WITHIN_S = 20.0  # CPU time of its thread; the longest conversation takes a tenth of a second
+MOST_GROWTH_BYTES = 2 << 30  # growth of this process while the template runs
+MOST_CHARACTERS = 32 << 20  # length of the template's output: four of the longest conversations
 LOOKS_EVERY_S = 0.05
 RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
 WATCHES_ON_S = 2.0  # after the last run
-STATUS = Path("/proc/self/statm")  # of Linux; elsewhere nothing says how large this process is
+STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not checked
 PAGE_BYTES = 4096
 
 
@@ -59,7 +59,9 @@ class _Watchdog:
     def __init__(self) -> None:
         self._number = 0
         self.forget()
-        os.register_at_fork(after_in_child=self.forget)  # a child has no watching thread, and may inherit a held lock
+        os.register_at_fork(
+            after_in_child=self.forget
+        )  # a forked child has no watchdog thread, and may inherit a locked lock
 
     def forget(self) -> None:
         self._lock = threading.Lock()
@@ -133,10 +135,10 @@ def bounded(write: Callable[[], str]) -> str:
             text = write()
         finally:
             _watch.end(number)
-            for _ in range(2):  # an exception that was raised just before surfaces here, not after
+            for _ in range(2):  # an exception that the watchdog has just raised surfaces here, not later
                 pass
     except EndlessTemplate:
-        _watch.end(number)  # if it came in the middle of that
+        _watch.end(number)  # again, if the exception interrupted the first call
         raise
     if len(text) > MOST_CHARACTERS:
         raise EndlessTemplate

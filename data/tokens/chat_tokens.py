@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
     from transformers import GenerationConfig
 
 AnswerIds = list[list[int] | None]
-ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
+ANSWERS_AT_FIRST = 16  # first number of answers to try; doubled each time that they fit
 END_TOKENS = 16  # more than any template puts after an answer
 CHARACTERS_ALWAYS_READ = 1 << 20
 LOOK_BACK_CHARACTERS = 1000
@@ -88,7 +88,7 @@ def tokenize_conversation(
         input_ids += before
         loss_mask += [0] * len(before)
         start = len(input_ids)
-        # What the target reads of an answer that the template rewrites is not what it said: without loss.
+        # An answer that the template rewrites in the history is not what the target generated: no loss on it.
         if answer is not rendered:
             is_rewritten = not _same_words(tokenizer, answer, rendered)
         else:
@@ -109,7 +109,7 @@ def tokenize_conversation(
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
     learned += [last] * turns[last].weight * generation_prompt
     ends += [len(input_ids)] if generation_prompt else []
-    if learned:  # else its answers are of weight 0, or are learned in separate rows
+    if learned:  # else all answers have weight 0, or get rows of their own
         _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if (
@@ -117,7 +117,7 @@ def tokenize_conversation(
         and not generation_prompt
         and _prompt_differs(tokenizer, conversation, text, spans[last])
     ):
-        # Once more, the last answer's ids given now, so that it comes after the prompt that asks for it.
+        # Tokenise again with the last answer's ids given, so that it follows the prompt that generates it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
         said = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
         return tokenize_conversation(tokenizer, conversation, [*earlier, said])
@@ -144,7 +144,7 @@ def tokenize_shortened(
         tried, taken = ends[:taken], 2 * taken
         try:
             longest = tokenize_conversation(tokenizer, *up_to_turn(conversation, tried[-1], answer_ids))
-        except TemplateProblem:  # of an end that may be no end
+        except TemplateProblem:  # this turn may not be a possible end
             if tried == ends:
                 raise
             continue

@@ -172,9 +172,7 @@ def find_span(
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
-    end_token = next(
-        (token for token in tokens if token in ending), None
-    )  # the token for what is unknown is in no text
+    end_token = next((token for token in tokens if token in ending), None)  # `unk_token` does not occur in texts
     if end_token is None:
         return Span(start, content_end, content_end)
     return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))
@@ -200,7 +198,7 @@ def _calling_span(
     before, after = marked_text.partition(MARKER)[0], common_end(marked_text.rpartition(MARKER)[2], text)
     ended, marked_end = (render(tokenizer, each[: index + 1], tools=tools) for each in (turns, marked_turns))
     ending = common_end(marked_end.rpartition(MARKER)[2], ended)
-    # What the template writes between the generation prompt and the first name, as `template_answer_lead`.
+    # Text between the generation prompt and the first function name, as in `template_answer_lead`.
     asked = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
     probe = render(tokenizer, (PROBE[0], marked_turns[index]), tools=tools)
     opening = probe.removeprefix(asked).partition(MARKER)[0] if probe.startswith(asked) else ""

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 THOUGHTS = "Xq7ThoughtsXq7"
-THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as templates call it
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 Tools = tuple[Tool, ...]
 

@@ -16,7 +16,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
 from draftsmith.data.sources.files import DECODER
 from draftsmith.data.tokens.bounded import EndlessTemplate
 
-# Names, values and a result that no template writes by itself.
+# Names, values and a result that do not occur in templates.
 NAME, SECOND, ARGUMENT, VALUE, RESULT = "xq7_first", "xq7_second", "xq7_argument", "Xq7ValueXq7", "Xq7ResultXq7"
 # Nine letters and digits, as Mistral's templates want the ids of calls.
 CALL_ID = "call{:05d}"
@@ -51,7 +51,7 @@ class CallForm:
         calls: list[dict[str, Any]] = []
         end, start = 0, None
         for found in self.before.finditer(text):
-            if found.start() < end:  # within the arguments of the call before
+            if found.start() < end:  # it is inside the arguments of the previous call
                 continue
             start = found.start() if start is None else start
             between = self.between.match(text, found.end()) if self.between else None

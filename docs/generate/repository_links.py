@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-ELSEWHERE = r"[a-z]+:|#|/"  # links that are none to a file of the repository
+ELSEWHERE = r"[a-z]+:|#|/"  # links to something else than a file of the repository
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",

@@ -61,11 +61,11 @@ class Lookahead:
         self._options = self.Options(**options)
         self._level = self._options.level
         self._newest = -1
-        # N-1 times W guesses, the first of them in the newest token's place: it is not read.
+        # N-1 levels of W guesses; the first guess stands for the newest token and is not read.
         self._levels: list[list[int]] = []
-        # From a token to what followed it, N-1 tokens, the most recent last.
+        # Pool: from a token to the continuations (N-1 tokens each) that followed it, the most recent last.
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
-        self._last_nodes: list[int] = []  # of each column
+        self._last_nodes: list[int] = []  # last node of each column
         self._proposed = 0
 
     @classmethod

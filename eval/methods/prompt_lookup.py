@@ -48,7 +48,7 @@ class PromptLookup:
         self.name = name
         self._options = self.Options(**options)
         self._ids: list[int] = []
-        # From an n-gram to the place after its occurrence, the one at the very end excepted.
+        # From an n-gram to the position after its occurrence, except for n-grams at the end of the text.
         self._after: dict[tuple[int, ...], int] = {}
 
     @classmethod
@@ -70,7 +70,7 @@ class PromptLookup:
         num_tokens = self._options.num_tokens
         for size in range(self._options.max_ngram, 0, -1):
             place = self._after.get(tuple(self._ids[-size:]))
-            # Spec-Bench also asks that more tokens follow than the n-gram has.
+            # Spec-Bench also requires more tokens after the occurrence than the n-gram has.
             needed = 1 if self._options.partial else max(num_tokens, size + 1)
             if place is not None and place + needed <= len(self._ids):
                 return self._ids[place : place + num_tokens]
@@ -78,7 +78,7 @@ class PromptLookup:
 
     def _append(self, ids: list[int]) -> None:
         for token in ids:
-            # Only now something follows the n-grams that ended here.
+            # The n-grams that ended at the previous token now have a continuation.
             place = len(self._ids)
             for size in range(1, min(self._options.max_ngram, place) + 1):
                 ngram = tuple(self._ids[place - size : place])

@@ -12,7 +12,7 @@ from draftsmith.models.target.view import embedding_width, target_values
 from draftsmith.models.target_logits import LogitShape
 
 MODEL_TYPE_PREFIX = "draftsmith-"
-# Values that must be equal in a drafter's target and the one that it was made for.
+# Config values in which a target must equal the one that the drafter was made for.
 MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
 
@@ -37,7 +37,7 @@ class DrafterConfig(PreTrainedConfig):
     # Options of most kinds: whose kind its decoder layers are of, see `of_kind`, and `FirstToken`.
     layers = "target"
     first_token = True
-    # What its kind is called in a repository's name, where it is not `drafter.kind`: engines read the method off that.
+    # Kind in the name of a Hub repository, if other than `drafter.kind`: engines detect the method by that name.
     published_as: ClassVar[str | None] = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def has_own_heads(self) -> bool:
-        """Return True if the drafter's logits come from LM heads of its own, not from the target's."""
+        """Return True if the drafter has LM heads that it trains, and does not use the target's."""
         return False
 
     @property

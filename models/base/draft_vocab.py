@@ -205,7 +205,7 @@ class DraftVocab:
     def draft_head(self, depth: int = 0) -> DraftHead:
         """Return the head that rows of this depth, counted from 0, are trained through."""
         drafter, heads = self._drafter, self.own_heads
-        # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
+        # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
         return DraftHead(
             linear=self.head(depth),
             loss=loss_weights(drafter.config.loss),

@@ -37,7 +37,7 @@ class Attached:
     target: PreTrainedModel
     embedding: nn.Module
     lm_head: nn.Module
-    shape: LogitShape  # from its head's product to logits
+    shape: LogitShape  # scale and cap from the LM head's product to logits
 
 
 class WithoutEmbeddings(PreTrainedModel):
@@ -57,7 +57,7 @@ class Drafter(WithoutEmbeddings):
     base_model_prefix = "drafter"
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
-    # Why the kind cannot be trained in some way, for the user.
+    # Ways of training that the kind does not support, with the reason for the user.
     unsupported: ClassVar[Mapping[Feature, str]] = {}
 
     d2t: Tensor
@@ -69,7 +69,7 @@ class Drafter(WithoutEmbeddings):
         self._attached: Attached | None = None
         # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
         self.training_step, self.training_progress_frac = 0, 1.0
-        # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
+        # Generator of training's random draws (noise, rows to keep); by default torch's own.
         self.generator: torch.Generator | None = None
         # The target's layers that it reads, ids of `FeatureTap`; whether a first token, without a feature, has a row.
         self.feature_layers = tuple(getattr(config, "feature_layers", None) or (FINAL_FEATURES,))

@@ -21,7 +21,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 
-# Trained for SmolLM2-135M-Instruct; what `draftsmith demo` shows.
+# The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
 TRAINING_FILE = "training.json"  # in a drafter's folder; written last
 FILES = ["*.json", "*.safetensors"]
@@ -35,8 +35,8 @@ class Start:
     source: str  # as the recipe names it
     kind: str
     weights_sha256: dict[str, str]
-    fresh: list[str]  # parameters that it lacks
-    unused: list[str]  # and those that only it has
+    fresh: list[str]  # parameters that the trained drafter lacks
+    unused: list[str]  # parameters that only the trained drafter has
     draft_vocabulary: str | None = None  # how the draft vocabulary was carried over, in words; None without one
 
 

@@ -140,7 +140,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._cache.update((self.keys, self.values), (key_states, value_states))
 
     def get_seq_length(self) -> int:
-        # Positions are always given, so nobody computes with this: a number that changes would be compiled again.
+        # Not used, as positions are always given; a changing number would cause recompilation.
         places = self._cache._places
         return 0 if isinstance(places, Tensor) else places
 

@@ -137,7 +137,7 @@ class GroupedConvolution(nn.Module):
         rows = hidden.unflatten(-1, (-1, self._group_size))
         base = self.base_kernel[side].to(hidden.dtype).unflatten(-1, (-1, self._group_size))
         deltas, blocks = deltas.unsqueeze(-1), rows.shape[1] // self._block_size
-        # Both parts of a kernel by themselves: their sum would be kept for the backward, as large as the rows.
+        # The two parts of the kernel separately: the backward would keep their sum, which is as large as the rows.
         total = torch.addcmul(base[0] * rows, deltas[:, :, 0], rows)
         for tap in range(1, self._taps):
             shifted = F.pad(rows[:, : rows.shape[1] - tap * blocks], (0, 0, 0, 0, tap * blocks, 0))
@@ -271,7 +271,7 @@ class DFlash2Drafter(CandidateDrafter):
         logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
             normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
         )
-        logits_mk = head.shape(logits_mk)  # which keeps their order
+        logits_mk = head.shape(logits_mk)  # scale and cap keep the order of logits
         tokens_m = groups.input_ids.flatten()[before_m]
         scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(normed_md)), tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m

@@ -105,7 +105,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = norm_before_residual
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.post_attention_layernorm = layer.post_attention_layernorm
-        # Of kinds that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
+        # For architectures that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
         self.post_feedforward_layernorm = getattr(layer, "post_feedforward_layernorm", None)
         fresh_norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
         self.input_layernorm, self.hidden_norm = copy.deepcopy(fresh_norm), copy.deepcopy(fresh_norm)
@@ -253,14 +253,14 @@ class Eagle3Drafter(Eagle3Shape):
         """Return the active rows before the final norm [N, D], computed depth after depth."""
         length = groups.shape[2]
         previous_bsf = previous_features(features, groups.position_ids)
-        # Read by the next depth with its tokens: g first, then the outputs of the depth before.
+        # Input of the next depth next to its tokens: first g, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
         attention = GroupAttention(self.config.attention, groups, keeps=True)
         outputs, places = [], []
         for j, depths in enumerate(groups.rows_of_depths(*[1] * groups.shape[1])):
             place_n = depths[0]
             token_n, column_n = groups.token_n[place_n], groups.column_n[place_n]
-            # Past the end of the sequence there is no token to read, nor a label: any will do.
+            # Past the end of the sequence there is neither a token nor a label: any token will do.
             read_n = token_n + (column_n + j).clamp_max(length - 1) - column_n
             read = self.drafted_inputs if j else self.token_inputs
             hidden = read(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)

@@ -180,7 +180,7 @@ class HydraDrafter(HeadsDrafter):
         embedded_bsd = self.embedded(input_ids)
         inputs, logits = self.states_of(Groups.full(input_ids, 1, position_ids), features).view(batch, length, -1), []
         for j in range(self.config.num_heads):
-            # Groups that would read past the last token repeat it; their logits mean nothing.
+            # Groups that would need tokens past the last one get that one; their logits are not used.
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))

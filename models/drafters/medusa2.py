@@ -313,7 +313,7 @@ def _count_change(layer: Any) -> None:
 def switched_off(target: PreTrainedModel) -> Iterator[None]:
     """Switch the adapter off in this context, so that the target computes as without it."""
     layers = list(adapted_layers(target).values())
-    # peft freezes whatever it switches off, and marks whatever it switches on as trainable.
+    # peft freezes layers that it switches off, and makes layers trainable that it switches on.
     pairs = [pair[ADAPTER_NAME] for layer in layers for pair in (layer.lora_A, layer.lora_B)]
     flags = [(pair.weight, pair.weight.requires_grad) for pair in pairs]
     for layer in layers:

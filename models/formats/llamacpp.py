@@ -70,7 +70,7 @@ WHOLE_NAMES = {
 }  # fmt: skip
 OF_A_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 OF_A_LAYER_WHOLE = re.compile(r"layers\.(\d+)\.(\w+\.base_kernel)")
-# The architecture of a draft model, by the target's model_type; where neighbours are turned together.
+# Architectures of draft models by the target's model_type; and those whose RoPE rotates neighbouring dimensions.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TURNS_NEIGHBOURS = ("llama", "eagle3")
 
@@ -294,7 +294,7 @@ def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
             "hidden_size": fields[f"{architecture}.embedding_length"].contents(),
             "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
         }
-    except Exception as error:  # of any kind: its reader checks little
+    except Exception as error:  # of any type: gguf's reader checks little
         raise UserError(f"{file} cannot be read as the GGUF file of a target ({reason(error)})") from None
     for key, value in found.items():
         if value != target_config[key]:

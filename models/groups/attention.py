@@ -166,7 +166,7 @@ def group_attention(
         UserError: Unknown backend, or one that this device cannot run.
     """
     if window is not None and window >= q_bhqsd.shape[3] + k_bhgsd.shape[2] - 1:
-        window = None  # nothing is as far away
+        window = None  # no token is that far away
     scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
     # Under autocast RoPE leaves queries and keys in fp32 and values in half precision; kernels need one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
@@ -571,7 +571,7 @@ def _backward(
     num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
-        lse = lse.contiguous()  # the kernel does not look at its strides
+        lse = lse.contiguous()  # the kernel ignores strides
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
             grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
         )

@@ -98,7 +98,7 @@ def document_starts(position_ids_bs: Tensor) -> Tensor:
 
 def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Return h_{t-1} at t [B, S, F], the feature that predicted x_t; zeros for a document's first token."""
-    # Not by torch.cat: autocast in bf16 refuses it the features of a target in fp16.
+    # Not torch.cat, which autocast to bf16 rejects for features in fp16.
     previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))
     if position_ids is None:
         return previous_bsf
@@ -212,7 +212,7 @@ class Groups:
         counts = torch.cat(numbers).tolist()
         counts_r, num_labelled, sizes = counts[:num_rows], counts[num_rows], counts[num_rows + 1 :]
         index_n = active_brs.flatten().nonzero_static(size=sum(counts_r)).squeeze(1)
-        if sum(counts_r[min(first_depth, 1) :]) == 0:  # transformers' layers do not run on no row at all
+        if sum(counts_r[min(first_depth, 1) :]) == 0:  # transformers' layers cannot run on zero rows
             made = num_rows if first_depth else 1
             index_n = torch.arange(made, device=index_n.device) * length + int(not first_token)
             counts_r = [1] * made + counts_r[made:]
@@ -285,7 +285,7 @@ class Groups:
         )
         place_bs = position_ids.expand(batch, length)
         document_p = document_starts(place_bs).flatten().cumsum(0) - 1
-        # The newest token of the last group with a label is followed by it, at depth 1.
+        # The last group with a label has it at depth 1, so right after its newest token.
         token_m = self.token_n[self.labelled_m]
         ends_m = place_bs.flatten()[token_m] + 2
         lengths_d = torch.zeros_like(document_p).scatter_reduce(0, document_p[token_m], ends_m, "amax")

@@ -90,7 +90,9 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
     try:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        for file in partial.iterdir():  # some writers keep weights to their owner: a server may be another user
+        for file in (
+            partial.iterdir()
+        ):  # some writers make weights readable to their owner only, and a server may run as another user
             file.chmod(partial.stat().st_mode & 0o666)
         partial.replace(folder)
     finally:

