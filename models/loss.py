@@ -17,26 +17,27 @@ A loss is a function of this file and its name in `LossName` and `LOSSES`. One o
 `teacher_logits`, and is then given no teacher. A recipe may also give several with a weight each
 (`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a single name is that name with weight 1.
 
-With a reduced draft vocabulary V', p is the teacher's distribution over V' alone, as if the rest did not exist. So what
-a row has to say of p counts by m = sum_{v in V'} p_v, the teacher's mass inside (`mass_inside`): where the target wants
-a token that cannot be drafted, its other tokens teach next to nothing. EAGLE-3's authors take 0 or 1 for m, by whether
-the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and SpecForge,
-specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V' has no `ce`.
+With a reduced draft vocabulary V', p is the teacher's distribution restricted to V' and renormalised. A row's losses to
+the teacher are weighted with m = sum_{v in V'} p_v, the teacher's mass inside V' (`mass_inside`): where the target
+wants a token that cannot be drafted, its distribution over the other tokens teaches next to nothing. EAGLE-3's authors
+take 0 or 1 for m, by whether the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and
+SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V'
+has no `ce`.
 
-`head_loss` takes them through an LM head. No [N, V] tensor exists: a chunk's logits give its losses, its argmax and,
-where the weight of every row is known beforehand, the gradient of its hidden states and its share of the head's
-gradient, and are then dropped. (As Liger's fused linear cross entropy does, arXiv 2410.10989;
+`head_loss` computes them through an LM head in chunks of rows, so that no [N, V] tensor exists. A chunk's logits give
+its losses, its argmax and, if the weight of every row is known beforehand, the gradient of its hidden states and its
+share of the head's gradient; then they are dropped. (As Liger's fused linear cross entropy does, arXiv 2410.10989;
 `torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.)
 
-The gradient of a head that is trained is kept from the forward to the backward, which hands it on as it is, so that it
-is in memory once. Where that would add to one of an earlier micro-batch, and is large, the backward computes it
-instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
+The gradient of a trained head is computed in the forward and passed on unchanged by the backward, so that it is in
+memory once. If it is large and would be added to an earlier micro-batch's, the backward computes it instead: one more
+product, which saves as many bytes as the head has in fp32, for each of Medusa's heads.
 
-Where a target scales or caps its logits (`models/target_logits.py`), so is the product, in place, before anything is
-added. A low-rank term is a second product into the same chunk; it has no [N, V] tensor either.
+If a target scales or caps its logits (`models/target_logits.py`), the product is scaled and capped in place before
+anything is added. A low-rank term is a second product into the same chunk, also without an [N, V] tensor.
 
-Rows of several depths predict the same token and have the same teacher. On a CPU such rows are taken together, with one
-row of the teacher's product for all of them; elsewhere every chunk would wait to know how many there are.
+Rows of several depths predict the same token and have the same teacher. On a CPU such rows are processed together, with
+one row of the teacher's product for all of them; on other devices every chunk would have to wait for their number.
 
 Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, P tokens, G depths,
 B batch, S sequence, r rank.

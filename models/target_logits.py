@@ -2,8 +2,8 @@
 
     logits = cap * tanh(scale * head(h) / cap),    without a cap: scale * head(h)
 
-Everything that needs the target's distribution from its final features goes through here: teachers, and drafters that
-borrow the head. A drafter's own heads give logits as they are.
+Used wherever the target's distribution is computed from its final features: for teachers, and for drafters that borrow
+the head. Logits of a drafter's own heads are neither scaled nor capped.
 
 Shapes: N rows, V vocabulary, D hidden.
 """

@@ -1,4 +1,4 @@
-"""Rendering by the target's chat template, and probes of it: what it writes around answers, thoughts and calls.
+"""Rendering by the target's chat template, and probes of its text around answers, thoughts and calls.
 
 Thoughts in a separate field of a turn are passed to the template under the name that it reads, or in the content
 between `<think>` and `</think>` if the template expects them there.

@@ -1,7 +1,7 @@
-"""How a chat template writes the calls of tools, so that a target's answer is read as its own template would write it.
+"""The form of tool calls in a chat template, to read a target's answer as its own template would write it.
 
-Found by rendering a call, as `chat_tokens` finds answers: what stands before the function's name, and between the name
-and the arguments. A template whose arguments are no JSON (Qwen3-Coder's) gives the names alone; an answer of it keeps
+It is found by rendering a call, as `chat_tokens` finds answers: the text before the function's name, and between name
+and arguments. For a template whose arguments are not JSON (Qwen3-Coder's) only the names are known, and an answer keeps
 its text.
 """
 

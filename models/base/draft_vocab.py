@@ -1,23 +1,24 @@
 """The draft vocabulary and the LM heads that give logits of it, with the Markov head.
 
-The LM head is the target's, frozen, or the drafter's own heads, which start as the target's and are trained. Which
-tokens a reduced one has is counted in the training data and part of the checkpoint, in vLLM's layout: `d2t` [V'] are
-offsets, the token of row i being i + d2t[i]; `t2d` [V] says of each token whether the head has it. Rows of the target's
-head are gathered when the drafter is attached, and in no checkpoint.
+The LM head is the target's, frozen, or the drafter's own heads, which start as the target's and are trained. The tokens
+of a reduced vocabulary are counted in the training data and stored in the checkpoint, in vLLM's layout: `d2t` [V'] are
+offsets, the token of row i being i + d2t[i]; `t2d` [V] says for each token whether the head has it. Rows of the
+target's head are gathered when the drafter is attached, and not stored.
 
 **Vocabulary** (EAGLE-3's code; FR-Spec, 2502.14856). With `draft_vocab_size` a head has V' rows, for the most frequent
-tokens of the answers that are trained on, and all other tokens are drafted with probability 0: the output stays the
-target's own, only tau falls by what is never drafted. The teacher, where the loss has one, is the target's distribution
-over those V' tokens, and a row's losses to it count by the probability that the target gives them
-(`models/loss.py`). That takes a product of the target's whole head with each token of an answer, which nothing else
-needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152 tokens, a step takes 1.08 (P-EAGLE) to 1.20 times
-(EAGLE, whose head has but one row a token) as long. With `teacher_mass: false` there is none, and all rows count 1.
+tokens of the training answers, and all other tokens have q = 0: the output stays the target's own, and only tau is
+lower. The teacher, if the loss has one, is the target's distribution over those V' tokens, and a row's losses to it are
+weighted with their total probability under the target (`models/loss.py`). That takes a product of the target's whole
+head with each token of an answer, which nothing else needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152
+tokens, a step takes 1.08 (P-EAGLE) to 1.20 times (EAGLE, whose head has one row per token) as long. With
+`teacher_mass: false` that product is left out, and all rows have weight 1.
 
-**Markov head** (DSpark, arXiv 2607.05147). Where all depths come from one forward, depth k does not know the token
+**Markov head** (DSpark, arXiv 2607.05147). When all depths come from one forward, depth k does not depend on the token
 drafted at depth k-1. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
 bigram's bias, at the price of a gather and a product as wide as the rank. In training x_{k-1} is the true token, in
 decoding the drafted one; q of a path is then exact by the chain rule. Depth 1 has the bias too, of the newest committed
-token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros: a drafter starts as it would without.
+token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros, so that a drafter starts as without the
+head.
 
 Shapes: V the target's vocabulary, V' drafted tokens, D hidden, P tokens, M labelled rows, r rank.
 """

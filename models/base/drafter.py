@@ -1,8 +1,9 @@
-"""What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head.
+"""Base class of all drafters q: a `PreTrainedModel` that borrows the target's embedding and LM head.
 
 A kind of drafter is a file of `models/drafters/` with an attribute `DRAFTER`; `drafter.kind` in a recipe is its name.
-Its options are in `options.py`, its config in `config.py`, its tokens and LM heads in `draft_vocab.py`. What a depth
-predicts, and from what, is the same for all of them (`models/groups/layout.py`), and so is the loss (`forward`).
+Its options are in `options.py`, its config in `config.py`, its tokens and LM heads in `draft_vocab.py`. All kinds
+predict the same token at a depth, from the same known tokens and features (`models/groups/layout.py`), and share the
+loss (`forward`).
 
 Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelled, D hidden, F features
 (`feature_layers` times D), V vocabulary.

@@ -11,8 +11,8 @@ attention and each MLP, a row reads those before it in its block, with kernels t
 `delta` of both sides come from one projection of what the layer's norm gives. The first tap of `base` starts at 1, all
 else at 0: a drafter starts as DFlash. The context has no convolution.
 
-**Selector.** A block's rows do not know each other's tokens. Of each row's K most likely tokens those are drafted that
-go with the token before, by a term of low rank that the row's final-normed state gates:
+**Selector.** The rows of a block do not depend on each other's tokens. The selector therefore scores each row's K most
+likely tokens given the previous token, with a term of low rank that the row's final-normed state gates:
 
     score(a -> b) = logit(b) + <A[a] * (H h), B[b]>
 

@@ -6,9 +6,9 @@ f_t, and f_t stands in for h_t when the next token is drafted. (The paper number
 features count from the token that they are at, its tokens from the one that they predict.)
 
 Loss of a row: SmoothL1(f_t, h_t), mean over D, plus w_cls times the distance of its distribution to the target's.
-In training, uniform noise on the features that are read, never on those that are regressed, makes up for what drafting
-adds up. Training is one depth of the group-wise code (`group_wise.py`), decoding grows a tree over the layer's own
-KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
+In training, uniform noise on the features that are read, never on those that are regressed, compensates for errors that
+accumulate while drafting. Training is one depth of the group-wise code (`group_wise.py`), decoding grows a tree over
+the layer's own KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
 
 The noise is that of the authors' code (SafeAILab/EAGLE, eagle/train/main.py, AddUniformNoise: the 512 is in no paper):
 U(-0.1, 0.1) in a sequence of 512 tokens, times 512 / length in others, so that short ones get more. A length is counted
@@ -18,7 +18,7 @@ As in the authors' code, the layer has no input norm and there is no final norm 
 differ from that code:
 * KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
 * `fc` has no bias by default. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for
-  Llama 3: `fc_bias`. What it is worth is not measured here.
+  Llama 3: `fc_bias`. Its effect is not measured here.
 
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """

@@ -1,4 +1,4 @@
-"""EAGLE-3: fused features, and training on what it will read when it drafts (arXiv 2503.01840, sections 3.1 and 3.2).
+"""EAGLE-3: fused features, and training on the inputs that drafting has (arXiv 2503.01840, sections 3.1 and 3.2).
 
 **The shape**, P-EAGLE's too and vLLM's `eagle3` layout. g = fc([low; mid; high]), the residual streams of three layers
 of the target. The first decoder layer is of the target's own kind, with q, k and v projections twice as wide: its

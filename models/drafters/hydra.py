@@ -10,9 +10,9 @@ Where we deviate:
   features (25 times in the embedded one), so that the heads would take long to notice the drafted tokens.
 * The blocks of a deep head have separate weights; in the authors' code (zankner/Hydra, hydra/model/hydra_heads/
   mlp_head.py) all but the first are one block repeated.
-* Every head starts as the target's own LM head on h_{t-1}. There only its weights do: the first block's projection past
-  SiLU, the biases of the blocks, and a bias that its LM heads have and ours have not, start at torch's random values.
-  Not measured here.
+* Every head starts as the target's own LM head on h_{t-1}. In the authors' code only the LM head's weights start so:
+  the first block's projection past SiLU, the biases of the blocks, and a bias that its LM heads have and ours have not,
+  start at torch's random values. Not measured here.
 * The loss of head d is averaged over its own labels, then weighted with lambda_d / sum(lambda).
 
 Shapes: B batch, G heads, S sequence, N packed query rows, D hidden, V vocabulary, n newly committed tokens, W nodes of

@@ -1,4 +1,4 @@
-"""LiLiCorr: a small transformer over the candidates of a DFlash block says which go together (arXiv 2608.20530).
+"""LiLiCorr: a small transformer scores which candidates of a DFlash block go together (arXiv 2608.20530).
 
 Shape, context and blocks are those of `dflash.py`, with DFlash 2's convolutions where `conv_kernel_size` is not 0. What
 is added was read in NVIDIA/Model-Optimizer (modelopt/torch/speculative/plugins/modeling_lilicorr.py and hf_lilicorr.py,
@@ -17,8 +17,8 @@ f = silu(factor_input_proj([u, a, u * a])), its factors are
 
 all of length 1. The score of j after i, of the row before, is logit_scale * <out_i, in_j>, and q of a path's next token
 is the softmax of it over the K candidates, as engines walk (all other tokens have probability 0). Trees are grown along
-paths, still from one forward. Where the token before is none of its row's candidates, which only text that was not
-drafted from it has, the candidates' own log q stand in the scores' place.
+paths, still from one forward. If the previous token is not among its row's candidates, as in text that was not drafted
+from it, the candidates' own log q replace the scores.
 
 **Loss.** That of DFlash on the logits, and of the scores after the true token before, of a row up to which all of its
 block's labels are among the candidates:

@@ -1,8 +1,8 @@
-"""Published checkpoints as our drafters: a folder or a repository of the Hub in, a drafter's folder out.
+"""Import of published checkpoints: from a folder or a Hub repository to a drafter's folder.
 
-The layout is recognised by the config and the tensors' names. What our drafters borrow from the target must be the
-target's own in the checkpoint too; where it is not, that is said, and nothing is dropped. The folder that is written
-is like that of a training of no steps, so that everything that measures, proves, tunes or trains drafters takes it.
+The layout is recognised by the config and the tensors' names. Tensors that our drafters borrow from the target must
+equal the target's; otherwise the import fails with a message, and nothing is dropped. The written folder is like that
+of a training without steps, so that every command for drafters accepts it.
 """
 
 import json

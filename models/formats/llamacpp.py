@@ -1,12 +1,12 @@
 """llama.cpp's layout: one GGUF file, for the architectures `eagle3`, `dflash` (DFlash 2, DSpark) and the target's own.
 
-What its loaders ask for was read in the sdist llama-cpp-python 0.3.36: `src/models/eagle3.cpp` and `dflash.cpp`,
-`common/speculative.cpp`, and the converters `conversion/llama.py` and `qwen.py`. It counts the layers that are read as
-we do: k = after k layers of the target. `d2t` holds ids, not offsets. Where it turns pairs of neighbours (RoPE of the
-type NORM: `eagle3`, `llama`), the rows of queries and keys are interleaved.
+The requirements of its loaders were read in the sdist llama-cpp-python 0.3.36: `src/models/eagle3.cpp` and
+`dflash.cpp`, `common/speculative.cpp`, and the converters `conversion/llama.py` and `qwen.py`. Feature layers are
+numbered as here: k = after k layers of the target. `d2t` holds ids, not offsets. For architectures whose RoPE rotates
+pairs of neighbouring dimensions (type NORM: `eagle3`, `llama`) the rows of queries and keys are interleaved.
 
-The tokenizer is that of the target's GGUF, key by key, as llama.cpp refuses a draft model with another. An embedding or
-a head that the file has not is the target's own, in whatever precision that is.
+The tokenizer is copied from the target's GGUF, key by key, as llama.cpp refuses a draft model with another one. If the
+file has no embedding or head, llama.cpp uses the target's, in its precision.
 
 Shapes: H heads, Dh head size, I inputs.
 """

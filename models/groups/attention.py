@@ -11,8 +11,9 @@ position t is the real token x_t; depths 1..K at t are the masks of its group. A
 ParallelSpec's masks are the first kind of (b): each of them could be drafted without those after it. DFlash's blocks
 (arXiv 2602.06036) are the second: a block's rows are denoised together, so every one sees every other.
 
-With a window of W tokens, a query of depth j at t, which stands at t + j, sees of (a) the keys at positions > t + j - W
-alone, so that each depth has another first key: sliding-window attention, as engines serve it. Groups are not wider.
+With a sliding window of W tokens, a query of depth j at t, whose position is t + j, sees in (a) only the keys at
+positions > t + j - W, so that each depth has another first key, as engines serve it. A group is never wider than the
+window.
 
 Queries may be those of the last depths only, where the depths are computed one after the other because each reads
 the output of the one before it (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
@@ -27,7 +28,7 @@ Three backends compute the same thing:
   precision (b) is computed in fp32 both ways, under autocast too.
 * `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
-A window takes a call of (a) for each depth: on a CPU over chunks as long as the window, each with the one before it, so
+A window needs one call of (a) per depth: on a CPU over chunks as long as the window, each with the chunk before it, so
 that memory and time are linear in S; on CUDA by the flash kernel's own window.
 
 Packed documents on a CUDA device are one call of the variable-length flash kernel, however many they are. Where that
