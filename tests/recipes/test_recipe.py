@@ -84,7 +84,7 @@ OF_FILES = [
     ("name: [a\n", [], "is not valid YAML"),
     ("name: a\nseed: 1" + "0" * 5000, [], "is not valid YAML: Exceeds the limit"),
     ("[" * 5000, [], "is not valid YAML: maximum recursion depth exceeded"),
-    ("name: a\ntrain: &x\n  y: *x\n", [], "is nested without end"),
+    ("name: a\ntrain: &x\n  y: *x\n", [], "is nested too deeply"),
     (BOMB, [], "aliases stand for more than 10,000 values: write them out"),
     (BOMB.replace("train", "no_such_key"), [], "aliases stand for more than 10,000 values"),
     ("name: a", [f"train={FLOW_BOMB}"], "aliases stand for more than 10,000 values"),

@@ -155,7 +155,7 @@ with Ledger(folder) as ledger:
         claim = ledger.claim(left[:3])
         if not left or claim.held:
             break
-        for key, answers in claim.taken.items():
+        for key, answers in claim.claimed.items():
             for turn in range(len(answers), 3):
                 with (folder / "asked").open("a") as asked:
                     asked.write(f"{key} {turn}\\n")
@@ -171,7 +171,7 @@ import sys
 from pathlib import Path
 from draftsmith.data.distill.ledger import DONE, FinishedConversation, Ledger
 with Ledger(Path(sys.argv[1])) as ledger:
-    print(*ledger.claim(sys.argv[2:]).taken, flush=True)
+    print(*ledger.claim(sys.argv[2:]).claimed, flush=True)
     key = sys.stdin.readline().strip()
     ledger.commit([], [FinishedConversation(key, DONE, None, {"messages": []})])
     print("written", flush=True)

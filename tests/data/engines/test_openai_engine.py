@@ -67,7 +67,7 @@ def test_sampling_seed_and_key_are_sent(
 @pytest.mark.parametrize(
     ("variable", "sentence"),
     [
-        ("BROKEN", "api_key_env: BROKEN holds line breaks or other characters"),
+        ("BROKEN", "api_key_env: BROKEN contains line breaks or other characters"),
         ("sk-proj-1", "not shown: it looks like the secret itself"),
         ("NO_SUCH_KEY", "no environment variable NO_SUCH_KEY"),
     ],
@@ -128,7 +128,7 @@ def test_variables_of_the_chat_template_go_with_messages(start_server: StartServ
         server = start_server()
         run(start_engine(server, api=api, target=switch), requests(1))
         assert server.requests[-1].get("chat_template_kwargs") == sent
-    with pytest.raises(UserError, match=r"needs data.distill.options.extensions: true, or .*api: completions"):
+    with pytest.raises(UserError, match=r"server with data.distill.options.extensions: true, or .*api: completions"):
         start_engine(start_server(), api="chat", extensions=False, target=switch)
 
 

@@ -212,11 +212,11 @@ def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     repo.private = True
     assert "tester/mine is private: leave out --public" in error_line(run.call("push", "--repo", "mine", "--public"))
     repo.commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
-    assert "holds no drafter of draftsmith (config.json, model.safetensors)" in error_line(
+    assert "holds no draftsmith drafter (config.json, model.safetensors)" in error_line(
         run.call("push", "--repo", "mine")
     )
     repo.commit({"data.csv": b"1,2"})
-    assert "holds no drafter of draftsmith (data.csv)" in error_line(run.call("push", "--repo", "mine"))
+    assert "holds no draftsmith drafter (data.csv)" in error_line(run.call("push", "--repo", "mine"))
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
 
 

@@ -69,7 +69,7 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (ZERO2, "parallel", {}, {"optimizer": "muon"}, r"`train\.optimizer`: ZeRO-2 flattens weights, and Muon needs"),
         (FSDP2, "medusa2", {}, {}, "`medusa2` cannot be trained with FSDP2, as its LoRA is inside the target"),
         (ZERO3, "medusa2", {}, {}, "`medusa2` cannot be trained with ZeRO-3, as its LoRA is inside the target"),
-        (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: the target is split among processes and there"),
+        (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: it splits the target over several"),
         (DDP, "medusa2", SHARDED, {}, r"`data\.features\.sharded`: not with drafter\.kind `medusa2`, as it changes"),
         (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
     ],
