@@ -70,6 +70,7 @@ def vector_lanes() -> int:
 
 
 def _load() -> bool:
+    """Build and load the library. Returns False, after a warning, if it cannot be built."""
     compiler = cpp_compiler()
     if compiler is None:
         logger.warning("there is no C++ compiler: %s", WITHOUT)
@@ -281,7 +282,7 @@ def largest(logits: Tensor) -> Tensor:
 def pack_linears(model: nn.Module) -> None:
     """Pack the frozen linear layers in place, each when it is first called; frozen `nn.RMSNorm`s become `FastNorm`.
 
-    Nothing happens elsewhere than in fp32 and bf16 on a CPU, or where there is no compiler to build the products with.
+    Does nothing for other dtypes than fp32 and bf16, on other devices than a CPU, or without a C++ compiler.
     """
     for module in model.modules():
         if type(module) is nn.Linear and not _trains(module) and _can_be_packed(module) and has_kernels():

@@ -198,6 +198,7 @@ class CpuLayers:
         CpuLayers.linear_operations += 2 * (rows * self._num_weights + rows_of_head * of_head)
 
     def _build(self) -> Any:
+        """Build the C++ object from the layers' current weights."""
         config = self._config
         attention: Any = self._layers[0].self_attn
         native = torch.classes.draftsmith.DecoderLayers(
@@ -253,6 +254,7 @@ def is_of_family(module: Any, part: str) -> bool:
 
 
 def _linears(layer: Any) -> list[Any]:
+    """Return the projections of attention and MLP, in the order of `PROJECTIONS`."""
     modules = itertools.chain(layer.self_attn.named_children(), layer.mlp.named_children())
     found = dict(modules)
     return [found.get(name) for name in PROJECTIONS]

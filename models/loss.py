@@ -195,7 +195,7 @@ def losses_in_place(
 
 
 def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [N] bool. A CPU computes the argmax, costlier than a maximum, only where the label has the maximum."""
+    """Return [N] bool. On a CPU the costly argmax is computed only for rows whose label has the maximum."""
     if logits.device.type != "cpu":  # where choosing rows would wait for the device
         return logits.argmax(-1) == labels
     correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
@@ -635,12 +635,14 @@ def _device_type(tensor: Tensor) -> str:
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of products with this weight: autocast's for fp32 weights, if it is on."""
     device = weight.device.type
     under_autocast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
     return torch.get_autocast_dtype(device) if under_autocast else weight.dtype
 
 
 def _linear(head: nn.Module) -> nn.Linear:
+    """Return the head if it is a linear layer whose bias is not trained; raise ValueError otherwise."""
     if not isinstance(head, nn.Linear):
         raise ValueError(f"a loss needs a plain linear LM head, not a {type(head).__name__}")
     if head.bias is not None and head.bias.requires_grad:

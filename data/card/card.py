@@ -177,6 +177,7 @@ def _origin(source: MixedSourceRecipe) -> str:
 
 
 def _lengths(tokens: list[int]) -> dict[str, float]:
+    """Return total, mean, median, 95 % quantile and maximum of the numbers of tokens."""
     median, high = np.quantile(tokens, [0.5, 0.95]).tolist()
     total = sum(tokens)
     return {"total": total, "mean": total / len(tokens), "median": median, "95 %": high, "longest": max(tokens)}

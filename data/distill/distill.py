@@ -340,7 +340,7 @@ class _Distillation:
             self._add_answer(rewriting, text, token_ids)
 
     def _text_of(self, completion: Completion, source: Conversation) -> str:
-        """Return the text of an answer as a template takes it, which writes the lead before it."""
+        """Return the text of an answer without the lead that the chat template writes before it."""
         text = completion.text
         if text is None:
             ids = completion.token_ids or []
@@ -409,6 +409,7 @@ class _Distillation:
             self.report.shortened.update([finished.reason] if finished.reason else [])
 
     def _ledger_entry(self, rewriting: _Rewriting) -> FinishedConversation:
+        """Return the final state of a conversation: failed without an answer, or if it cannot be tokenised."""
         source, turns, answer_ids, reason = rewriting.source, rewriting.turns, rewriting.answer_ids, rewriting.reason
         if not answer_ids:
             return FinishedConversation(source.id, FAILED, reason)

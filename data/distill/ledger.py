@@ -221,6 +221,7 @@ class LedgerView:
                     self._read_bytes[file] += len(line)
 
     def _add_record(self, record: dict[str, Any], file: Path) -> None:
+        """Update the conversations' states with one line of a file."""
         key = record["id"]
         if file.parent.name == SHARDS:
             line = _Line(file, self._read_bytes[file], record["state"], record["reason"])
@@ -233,6 +234,7 @@ class LedgerView:
             self._answers.setdefault(key, {})[record["turn"]] = record["answer"]
 
     def _parse(self, line: bytes, file: Path, offset_bytes: int) -> dict[str, Any]:
+        """Parse and validate a line; `offset_bytes` is its place, for the error."""
         try:
             return _LINES[file.parent.name].validate_json(line, strict=True)
         except ValidationError as error:
@@ -333,6 +335,7 @@ class Ledger(LedgerView):
                 raise
 
     def _lock(self, key: str) -> bool:
+        """Lock a conversation for this process. Returns False if another process has locked it."""
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(key))
         except OSError as error:

@@ -37,7 +37,7 @@ class TargetLimits:
 
 
 def target_limits(config: Any) -> TargetLimits:
-    """Read the limits off a config, or off the text part of one for several kinds of input."""
+    """Read the limits from a config, or from its text part if it is multimodal."""
     text = config.get_text_config()
     vocabulary_size, positions = (getattr(text, key, None) for key in ("vocab_size", "max_position_embeddings"))
     if not isinstance(positions, int):
@@ -126,7 +126,7 @@ def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> st
 
 
 def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -> None:
-    """Check the dataset of a folder against the target.
+    """Check that the token dataset of a folder fits the target.
 
     Raises:
         UserError: A token is beyond the embedding, or a row beyond the positions.

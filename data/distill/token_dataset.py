@@ -222,6 +222,7 @@ def write_token_rows(
 
 
 def _tokenize_in_processes(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
+    """Tokenise chunks of conversations in order, in this process if there are only a few."""
     chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
     # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
     ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
@@ -245,11 +246,13 @@ _work: list[Work] = []  # settings of this pool process
 
 
 def _start_process(work: Work) -> None:
+    """Initialise a process of the pool."""
     end_with_parent()
     _work.append(work)
 
 
 def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
+    """Tokenise a chunk of conversations; returns its rows and counts."""
     work = work or _work[0]
     tokenizer, max_length_tokens = work.tokenizer, work.max_length_tokens
     counts: Counter[str] = Counter(conversations=len(conversations))
@@ -319,6 +322,7 @@ def tokenize_rows(
 
 
 def _fingerprint(view: LedgerView, work: Work) -> str:
+    """Hash all inputs of the dataset: conversations, tokenizer, template and settings."""
     tokenizer = work.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -58,7 +58,7 @@ class BoundedClient(httpx2.AsyncClient):
         """Send a request and read its response.
 
         Raises:
-            ServerFails: The body is too large.
+            ServerFailure: The body is too large.
             httpx2.ReadTimeout: The response took too long.
         """
         if stream:
@@ -145,7 +145,7 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
     instead.
 
     Raises:
-        ServerFails: The body violates the API or answers another prompt, or the server aborted the request.
+        ServerFailure: The body violates the API or answers another prompt, or the server aborted the request.
     """
     try:
         answer = _ResponseBody.model_validate_json(content)
@@ -209,7 +209,7 @@ def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text of a server on one line, without characters that a terminal would obey."""
+    """Return the text of a server on one line, without control characters for a terminal."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 

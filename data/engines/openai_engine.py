@@ -296,6 +296,7 @@ class OpenAIEngine:
         )
 
     async def _use_again(self, server: Server) -> None:
+        """Check a server that was left out until it answers, then use it again."""
         while server.problem:
             await asyncio.sleep(PROBE_PAUSE_S)
             try:
@@ -316,20 +317,24 @@ class OpenAIEngine:
         )
 
     def _problems(self) -> str:
+        """Describe the problem of each server."""
         return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
 
     async def _check(self, server: Server) -> None:
         """Check that the server offers the model and answers a request of one token.
 
         Raises:
-            ServerFails: The server does not answer now.
+            ServerFailure: The server does not answer now.
             UserError: The server cannot be used: it offers another model or a shorter context, or refuses the request.
         """
         try:
             page = await self.response(server, server.client.models.list())
             offered = {card.id: (card.model_extra or {}).get("max_model_len") for card in page.data}
         except RequestRefused as refusal:
-            raise UserError(f"{server.url}/models says {refusal}") from None
+            raise UserError(
+                f"{server.url}/models is refused ({refusal}): check {self.option('base_urls')} and "
+                f"{self.option('api_key_env')}"
+            ) from None
         except (AttributeError, TypeError, ValueError):
             raise ServerFailure("malformed list of models") from None
         names = ", ".join(map(str, offered)) or "no model"
@@ -364,7 +369,7 @@ class OpenAIEngine:
         """Send a request to a server and return its outcome.
 
         Raises:
-            ServerFails: The server does not answer, or its response is malformed.
+            ServerFailure: The server does not answer, or its response is malformed.
             UserError: The server rejects the key, the URL or the model, which all requests share.
         """
         api = self.options.api
@@ -413,8 +418,8 @@ class OpenAIEngine:
         """Await a call of the client and translate its errors.
 
         Raises:
-            Refused: The server rejects this request.
-            ServerFails: The server fails at the moment.
+            RequestRefused: The server rejects this request.
+            ServerFailure: The server fails at the moment.
             UserError: The server would reject every request.
         """
         try:

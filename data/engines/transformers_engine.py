@@ -166,6 +166,7 @@ class TransformersEngine:
         return logits
 
     def _append_token(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
+        """Choose a row's next token from its logits [V], and add it."""
         settings = row.request.settings
         row.ids.append(greedy_id if settings.greedy else first_token(logits_v, settings, row.generator))
 

@@ -96,6 +96,7 @@ def read_records(file: Path) -> Records:
 
 
 def _parquet_records(file: Path) -> Records:
+    """Read the rows of a Parquet file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -122,6 +123,7 @@ def table_record(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Remove keys with the value null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -189,6 +191,7 @@ def read_json_records(file: Path) -> Records:
 
 @contextmanager
 def _open_bytes(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed."""
     with file.open("rb") as raw:
         if file.suffix == ".zst":
             import zstandard
@@ -203,6 +206,7 @@ def _open_bytes(file: Path) -> Iterator[BinaryIO]:
 
 
 def _line_records(file: Path, stream: BinaryIO) -> Records:
+    """Read one JSON value per line."""
     number, empty = 0, True
     while line := stream.readline(MOST_RECORD_BYTES + 1):
         number += 1
@@ -225,7 +229,7 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
 
 
 def _is_spread_over_lines(head: bytes) -> bool:
-    """Return True if the first line is an array, `{"data": [`, or the beginning of a JSON object."""
+    """Return True if JSON values span lines: the first line starts an array, `{"data": [`, or an unfinished object."""
     text = head.decode("utf-8", errors="replace").strip()
     if text.startswith("[") or CONTAINER.match(text):
         return True

@@ -172,6 +172,7 @@ def _parse(line: bytes, where: str) -> Question:
 
 
 def _quote(value: Any) -> str:
+    """Show a wrong value in a message: texts and numbers shortened, others by their JSON type."""
     return repr(value)[:80] if isinstance(value, (str, float)) else json_kind(value)
 
 
@@ -244,4 +245,5 @@ class Contamination:
 
 
 def words_of(text: str) -> Words:
+    """Split a text into words, for comparison: without case and punctuation."""
     return tuple(WORD.findall(text.casefold()))

@@ -388,6 +388,7 @@ class _Reader:
         return [Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
 
     def _texts_in(self, column: str) -> list[str]:
+        """Return the texts of a column, which holds one text or a list of texts."""
         value = self._record[column]
         if column == "turns" and isinstance(value, str) and value.lstrip().startswith("["):
             value = read_json_text(value, "`turns`", self._where, "not a list of turns")
@@ -395,6 +396,7 @@ class _Reader:
         return [text_of(text, f"{self._where}, `{column}`") for text in values]
 
     def _text_in(self, key: str) -> str:
+        """Return the text of the column for this key; empty if there is none."""
         column = self._column(key)
         return "" if column is None else text_of(self._record[column], f"{self._where}, `{column}`")
 

@@ -70,6 +70,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def read_json_text(text: str, what: str, where: str, reason: str = BAD_CALL) -> Any:
+    """Parse JSON; `what` names the text in the error."""
     try:
         return DECODER.decode(text)
     except (json.JSONDecodeError, RecursionError):
@@ -144,6 +145,7 @@ def in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
 
 
 def check_turns(turns: tuple[Turn, ...], where: str) -> None:
+    """Check the number, length and order of a conversation's turns."""
     characters = sum(
         len(turn.content) + len(turn.reasoning_content) + sum(map(len, map(str, turn.tool_calls))) for turn in turns
     )

@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 
 
 class EndlessTemplate(UserError):
-    """A chat template ran for too long, or took or wrote too much."""
+    """Error for a chat template that ran too long, used too much memory or wrote too much text."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -70,6 +70,7 @@ class _Watchdog:
         self._size_bytes = 0
 
     def begin(self) -> int:
+        """Register a template run of this thread; returns its number."""
         with self._lock:
             self._number += 1
             if self._thread is None:
@@ -84,6 +85,7 @@ class _Watchdog:
             self._runs.pop(number, None)
 
     def _stop_long_runs(self) -> None:
+        """Check the runs at intervals; raise `EndlessTemplate` in the thread of one that exceeds a limit."""
         idle_since_s = time.monotonic()
         while True:
             time.sleep(LOOKS_EVERY_S)
@@ -115,6 +117,7 @@ def _spent_s(thread: int) -> float:
 
 
 def _size_bytes() -> int:
+    """Return the resident size of this process; 0 if it is unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(STATUS.read_text().split()[1]) * PAGE_BYTES
     return 0
@@ -124,10 +127,10 @@ _watch = _Watchdog()
 
 
 def bounded(write: Callable[[], str]) -> str:
-    """Run a template.
+    """Run a chat template, `write`, with limits of time, memory and length; return its text.
 
     Raises:
-        EndlessTemplate: It does not end in time, or takes or writes too much.
+        EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
     number = _watch.begin()
     try:

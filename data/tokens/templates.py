@@ -191,10 +191,12 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all special tokens."""
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 @lru_cache(maxsize=8)
 def longest_token_characters(tokenizer: Any) -> int:
+    """Return the length of the longest token, in characters."""
     return max(map(len, tokenizer.get_vocab()))

@@ -224,7 +224,7 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
     """Check that every speedup compares answers with equal settings, measured in one process.
 
     Raises:
-        UserError: A record does not; the message names it and the difference.
+        UserError: A record is not comparable; the message names it and the difference.
     """
     if not records:
         raise UserError("nothing has been measured yet: run `draftsmith eval` with this recipe first")

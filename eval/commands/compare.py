@@ -173,6 +173,7 @@ def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[dict[str, Any]]:
+    """Compute the rows of all methods at a temperature, the reference first."""
     methods = [
         (folder, key, question_sums(records, key), question_sums(records, key, over_tasks=True))
         for folder, records in runs.items()

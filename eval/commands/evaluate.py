@@ -156,6 +156,7 @@ def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: li
 
 
 def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices: list[str]) -> None:
+    """Measure one process's part of the questions on its GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[part]  # read when CUDA is first used
     bench, methods, _ = _bench(recipe, questions)
     try:

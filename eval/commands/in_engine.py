@@ -329,6 +329,7 @@ def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, max_concurrenc
 
 
 def _check_sampling(options: ServingOptions) -> None:
+    """Check that vLLM samples correctly on this machine, at temperatures above 0."""
     on_a_cpu = not torch.cuda.is_available()
     if options.correct_cpu_sampling and not on_a_cpu:
         raise UserError(f"{CORRECTION} is for vLLM on a CPU, and this machine has a GPU: leave it out")

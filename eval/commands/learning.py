@@ -354,6 +354,7 @@ def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
 
 
 def _learn(learned: Learned, minutes: float) -> None:
+    """Train in cycles, as the training process of `serve --learn`."""
     end_with_parent()
     if hasattr(os, "SCHED_IDLE"):
         # Niceness alone would still make the server's threads wait for a slice whenever they wake.

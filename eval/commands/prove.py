@@ -137,6 +137,7 @@ def compare_answers(
 
 @torch.inference_mode()
 def _test(target: PreTrainedModel, measured: Arm, drawn: Iterable[tuple[list[int], list[int]]]) -> DistributionProof:
+    """Test whether sampled answers, given as (prompt, answer), have the target's distribution."""
     uniforms, impossible = [], 0
     generator = torch.Generator().manual_seed(0)
     for prompt, answer in drawn:

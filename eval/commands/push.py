@@ -236,10 +236,10 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 
 def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
-    """Check that no text file names a local path or the user's token.
+    """Check that no text file contains a local path or the user's token.
 
     Raises:
-        UserError: A file does; the message names it.
+        UserError: A file contains one; the message names the file.
     """
     folders = {str(Path.home()), str(Path.cwd()), str(RunFolder(recipe).root.absolute())}
     private = {f"{folder.rstrip('/')}/": "a folder of this machine" for folder in folders if folder != "/"}
@@ -251,7 +251,7 @@ def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
         text = file.read_text(encoding="utf-8", errors="replace")
         leak = next((what for needle, what in private.items() if needle in text), None)
         if leak is not None:
-            raise UserError(f"nothing was pushed: {name} names {leak}: remove it from {file}, or from its source")
+            raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file}, or from its source")
 
 
 def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:

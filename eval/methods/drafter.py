@@ -462,6 +462,7 @@ def draw_independently(
 
 
 def _to_token_lists(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]]:
+    """Convert columns [R, n] to `count` token ids per row, with -1 for missing ones."""
     missing = [-1] * (count - chosen.shape[-1])
     return [columns.tokens(row) + missing for row in chosen.tolist()]
 

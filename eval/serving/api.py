@@ -78,12 +78,14 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         return response
 
     def check_api_key(request: Request) -> None:
+        """Raise HTTP 401 unless the request has the API key."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "the API key is wrong or missing")
 
     def submit(body: AnswerRequest, prompt_ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+        """Queue a request; returns its job and the queue of its results."""
         room = worker.length - len(prompt_ids)
         if room < 1:
             raise HTTPException(
@@ -108,6 +110,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         return job, out
 
     async def tokenised(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
+        """Tokenise a prompt in another thread; `where` names its field in the error."""
         running = asyncio.get_running_loop()
         try:
             return await running.run_in_executor(tokenising, tokenise, worker.tokenizer, prompt, worker.length)
@@ -119,6 +122,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     async def respond(
         request: Request, body: AnswerRequest, prompt_ids: list[int], max_tokens: int | None, chat: bool
     ) -> Response:
+        """Answer a request, streamed or as a whole."""
         job, out = submit(body, prompt_ids, max_tokens)
         made = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -149,6 +153,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     async def streamed(
         job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: AnswerRequest, chat: bool
     ) -> AsyncIterator[str]:
+        """Yield the server-sent events of an answer."""
         kind = {"object": "chat.completion.chunk" if chat else "text_completion"}
 
         def event(content: dict[str, Any], reason: str | None = None, **more: Any) -> str:

@@ -206,6 +206,7 @@ class Endpoint(OpenAIEngine):
             return Failure(str(problem))
 
     async def _streamed(self, request: Request) -> TimedAnswer | Failure:
+        """Collect the streamed answer and its times."""
         (server,) = self._servers
         ids: list[int] = []
         reason: str | None = None

@@ -53,6 +53,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Any) -> Response | None:
+        """Return the error response for a request that must be rejected; None if it may pass."""
         headers = dict(scope.get("headers", ()))
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._is_ours(host):

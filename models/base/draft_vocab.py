@@ -204,7 +204,7 @@ class DraftVocab:
         return self.shape(linear(normed.to(linear.weight.dtype)))
 
     def draft_head(self, depth: int = 0) -> DraftHead:
-        """Return the head that rows of this depth, counted from 0, are trained through."""
+        """Return the LM head of this depth, counted from 0, with its losses, for training."""
         drafter, heads = self._drafter, self.own_heads
         # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
         return DraftHead(

@@ -230,7 +230,7 @@ class CachedDecoder:
         return features.chunk(2, dim=-1)[0]
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
-        """Compute cos and sin of all positions, where they depend on the position only."""
+        """Compute cos and sin of all positions; None if they depend on more than the position."""
         if not has_static_rope(self._drafter.layers_config):
             return None
         positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._position_offset

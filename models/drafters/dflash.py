@@ -349,6 +349,7 @@ class BlockDecoder(CachedDecoder):
         return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :], newest)
 
     def _static_outputs(self, features: Tensor, block: Tensor) -> tuple[Tensor, ...]:
+        """Run the compiled forward, whose inputs are padded to a few sizes."""
         new, rows, begin = len(features), block.shape[1], self._cache.length
         padded = padded_rows(max(new, 1))
         self._cache.length = end = begin + new

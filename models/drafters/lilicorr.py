@@ -328,6 +328,8 @@ class LiLiCorrDrafter(CandidateDrafter):
     # ---- shared by training and decoding ----
 
     def _scores(self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor) -> Tensor:
+        """Return the lattice's scores [A, G, K, K], in parts if the candidates' embeddings are too large."""
+
         def scores(columns: Tensor, *inputs: Tensor) -> Tensor:
             return self.lilicorr(self.embedded(self.tokens_of(columns)), *inputs)
 
@@ -353,6 +355,7 @@ class LiLiCorrDrafter(CandidateDrafter):
     def _rows(
         self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return the inputs of `scores_after` for blocks: columns, log q, scores and previous tokens."""
         scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context_ad)
         tokens_agk = self.tokens_of(columns_agk)
         before_agk = torch.cat([torch.full_like(tokens_agk[:, :1], ANY_TOKEN), tokens_agk[:, :-1]], dim=1)

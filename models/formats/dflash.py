@@ -162,6 +162,7 @@ def to_dspark(drafter: Drafter) -> Checkpoint:
 
 
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """Return the drafter's tensors, with the target's head rows of a draft vocabulary."""
     tensors = dict(drafter.state_dict())
     if has_draft_vocabulary(drafter.config):
         tensors["lm_head.weight"] = drafter.vocab.borrowed_head.weight.to(drafter.dtype)
@@ -169,6 +170,7 @@ def _tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:
+    """Return the part of the config that all DFlash layouts share."""
     ours = drafter.config
     config = llama_config(ours, ours.num_layers, dtype_name(drafter))
     reduced = {"draft_vocab_size": ours.draft_vocab_size} if has_draft_vocabulary(ours) else {}
@@ -206,6 +208,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Read the options and tensors that all DFlash layouts share."""
     config, state = checkpoint.config, dict(checkpoint.tensors)
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
@@ -248,6 +251,7 @@ def _read_lattice(
     borrowed: dict[str, Tensor],
     hidden_size: int,
 ) -> Parameters:
+    """Read LiLiCorr's options and tensors, in addition to DFlash's `options`."""
     options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
     options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
     options["conv_kernel_size"] = known.get("conv_kernel_size") or 0

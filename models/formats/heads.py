@@ -69,6 +69,7 @@ HYDRA_RULES = (
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
+    """Convert a Medusa drafter for vLLM."""
     # Any other key with both "num" and "heads" in it would replace `num_heads`, and "num" with "layers" the next.
     config = _sizes(drafter) | {
         "torch_dtype": dtype_name(drafter),
@@ -92,6 +93,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
 
 
 def to_faster_decoding(drafter: Drafter) -> Checkpoint:
+    """Convert a Medusa drafter for the authors' code, FasterDecoding/Medusa."""
     config = _sizes(drafter) | {
         "torch_dtype": dtype_name(drafter),
         "medusa_num_heads": drafter.config.num_heads,
@@ -102,6 +104,7 @@ def to_faster_decoding(drafter: Drafter) -> Checkpoint:
 
 
 def to_hydra(drafter: Drafter) -> Checkpoint:
+    """Convert a Hydra drafter for the authors' code."""
     config = {
         "hydra_num_heads": drafter.config.num_heads,
         "hydra_num_layers": drafter.config.num_layers,

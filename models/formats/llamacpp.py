@@ -249,6 +249,7 @@ def theirs(name: str) -> str:
 
 
 def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> None:
+    """Add a tensor to the GGUF file, rounded to `dtype` if it is a matrix that allows it."""
     quantized = dtype in ("q8_0", "q4_0")
     if values.ndim != 2 or dtype == "f32" or (quantized and values.shape[-1] % BLOCK):
         writer.add_tensor(name, np.ascontiguousarray(values))

@@ -416,10 +416,12 @@ class _Past:
         return [self.window - depth for depth in range(first, first + self.query_depths)]
 
     def _of_depths(self, folded: Tensor) -> tuple[Tensor, ...]:
+        """Split heads [B, H*Q, ...] into the Q depths, [B, H, ...] each."""
         return folded.unflatten(1, (-1, self.query_depths)).unbind(2)
 
     @staticmethod
     def _folded(by_depth: Sequence[Tensor]) -> Tensor:
+        """Fold tensors of the depths, [B, H, ...] each, into the heads [B, H*Q, ...]."""
         return torch.stack(list(by_depth), dim=2).flatten(1, 2)
 
 

@@ -191,10 +191,12 @@ def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
 
 
 def _where(recipe: TargetRecipe) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for the recipe's revision and remote code."""
     return {"revision": recipe.revision, "trust_remote_code": recipe.trust_remote_code}
 
 
 def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
+    """Check that the target has an LM head, and freeze it in eval mode."""
     name_base_model(target)
     if target.get_output_embeddings() is None or target.base_model is target:
         raise UserError(

@@ -159,7 +159,7 @@ def _check_no_repeated_rows(args: TrainingArguments) -> None:
     """Check that no option fills an epoch's last step with rows that were trained on already.
 
     Raises:
-        UserError: An option does.
+        UserError: An option repeats rows.
     """
     config = args.accelerator_config
     for key in ("split_batches", "dispatch_batches"):

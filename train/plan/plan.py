@@ -172,6 +172,7 @@ def training_batch(
 
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Line:
+    """Return the size of the offline feature cache."""
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")

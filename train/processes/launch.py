@@ -170,7 +170,7 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
         return
     key = "key `data.features.sharded`"
     if launch.processes < 2:
-        yield f"{key}: it splits the target over several processes, and there is only one: launch several, or leave it out"
+        yield f"{key}: it splits the target over several processes, but there is one: launch several, or leave it out"
     if recipe.target.quantization is not None:
         yield f"{key}: bitsandbytes' weights cannot be split: leave it out, or target.quantization"
     if needs is not None:

@@ -84,9 +84,9 @@ def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
 def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: FakeHub) -> None:
     card = run.root / "drafter" / "README.md"
     card.write_text(f"# Mine\nTrained in {run.root}/drafter.\n")
-    assert "README.md names a folder of this machine" in error_line(run.call("push"))
+    assert "README.md contains a folder of this machine" in error_line(run.call("push"))
     card.write_text(f"# Mine\n{TOKEN}\n")
-    assert "README.md names your token" in error_line(run.call("push"))
+    assert "README.md contains your token" in error_line(run.call("push"))
     assert not hub.repos
     card.write_text("# Mine\n")
     pushed(run.call("push"))
