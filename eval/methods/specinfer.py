@@ -197,7 +197,7 @@ def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> Stepwi
     if model_type != DraftModelConfig.model_type:
         raise UserError(
             f"method {setting.recipe.name}: {location} holds a {model_type.removeprefix(MODEL_TYPE_PREFIX)} drafter, "
-            "but specinfer takes language models and trained `draft_model` drafters"
+            "but specinfer takes language models and trained `draft_model` drafters: name one"
         )
     decoder = _load_drafter(folder, setting.target).decoder(setting.max_length_tokens)
     decoder.num_depths = num_tokens  # type: ignore[union-attr]

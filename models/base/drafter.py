@@ -45,10 +45,10 @@ class WithoutEmbeddings(PreTrainedModel):
     """Model that borrows its embeddings: transformers and accelerate find none to tie, split or resize."""
 
     def get_input_embeddings(self) -> None:
-        """Return none."""
+        """Return None: the embeddings are the target's."""
 
     def get_output_embeddings(self) -> None:
-        """Return none: no head of a drafter is tied to embeddings."""
+        """Return None: no head of a drafter is tied to embeddings."""
 
 
 class Drafter(WithoutEmbeddings):

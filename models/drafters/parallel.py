@@ -81,7 +81,7 @@ class ParallelDrafter(GroupWiseDrafter):
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Draw masks near the mean embedding; the fusion starts as a sum, the layers, by `init`, as the target's last ones."""
+        """Draw masks near the mean embedding; fusion starts as a sum, layers, by `init`, as the target's last ones."""
         draw_near_mean_embedding(self.masks, target)
         if self.config.inputs != "embedding":
             self.masks.div_(self.masks.pow(2).mean(-1, keepdim=True).sqrt())

@@ -34,7 +34,7 @@ class PassEmbeddingsConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "pass_embeddings"
 
     class Options(MaskOptions):
-        """The keys of `drafter.options` in a recipe. The first depth's weight moves nothing: it is always right."""
+        """The keys of `drafter.options` in a recipe. The first depth's weight has no effect: its draft is exact."""
 
         num_masks: int = Field(
             4, ge=1, le=MOST_DEPTHS, description="T, the number of look-ahead embeddings; a round drafts T+1 tokens"

@@ -296,7 +296,9 @@ def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
             "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
         }
     except Exception as error:  # of any type: gguf's reader checks little
-        raise UserError(f"{file} cannot be read as the GGUF file of a target ({reason(error)})") from None
+        raise UserError(
+            f"{file} cannot be read as the GGUF file of a target ({reason(error)}): fetch or convert it again"
+        ) from None
     for key, value in found.items():
         if value != target_config[key]:
             raise UserError(f"{file} is another target's: its {key} is {value}, not {target_config[key]}")
