@@ -109,7 +109,7 @@ def tokenize_conversation(
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
     learned += [last] * turns[last].weight * generation_prompt
     ends += [len(input_ids)] if generation_prompt else []
-    if learned:  # else all answers have weight 0, or get rows of their own
+    if learned:  # else all answers have weight 0, or get separate rows
         _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if (

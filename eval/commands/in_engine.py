@@ -413,7 +413,7 @@ def _compare_greedy_answers(setting: _Setting, measured: list[ArmResult], notes:
         same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
         prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
         answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
-        name = f"{arm}, {concurrency} at once"
+        name = f"{arm}, concurrency {concurrency}"
         if answers[0] == answers[1]:
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue

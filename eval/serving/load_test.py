@@ -42,9 +42,9 @@ ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # name on the command line:
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; by question: the mean of the "
     "questions' tau, at concurrency 1; committed: without tokens accepted past an answer's end, which is draftsmith's "
-    "tau. Kept at depth 1, 2, ...: share of drafts whose token was accepted; given the one before: of the drafts whose "
-    "token one depth before was accepted. At once: concurrent questions; first token and ms per token: medians over "
-    "answers."
+    "tau. Accepted at depth 1, 2, ...: share of drafts whose token was accepted; given the depth before: of the "
+    "drafts whose token one depth before was accepted. concurrency: concurrent questions; first token and ms per "
+    "token: medians over answers."
 )
 
 
@@ -129,7 +129,7 @@ class LoadTestRow:
         return {
             "arm": self.arm,
             "T": f"{self.temperature:g}",
-            "at once": str(self.concurrency),
+            "concurrency": str(self.concurrency),
             "tokens/s": number(self.tokens_per_s, 1),
             "speedup": number(self.speedup),
             "ms per token": milliseconds(self.time_per_output_token_s),
@@ -138,13 +138,13 @@ class LoadTestRow:
             "tau": number(self.tau),
             "by question": number(self.tau_by_question),
             "committed": number(self.tau_committed),
-            "kept at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
-            "given the one before": " ".join(map(number, self.acceptance_conditional)) or "-",
+            "accepted at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
+            "given the depth before": " ".join(map(number, self.acceptance_conditional)) or "-",
         }
 
 
-CLOCK = ("arm", "T", "at once", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
-DRAFTS = ("arm", "T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
+CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
+DRAFTS = ("arm", "T", "concurrency", "tau", "by question", "committed", "accepted at depth", "given the depth before")
 
 
 @dataclass
@@ -222,7 +222,7 @@ class ArmResult:
 
     @property
     def label(self) -> str:
-        return f"{self.arm}, T={self.temperature:g}, {self.concurrency} at once"
+        return f"{self.arm}, T={self.temperature:g}, concurrency {self.concurrency}"
 
     @property
     def tokens(self) -> int:

@@ -102,7 +102,7 @@ class DraftHead:
         return (rows_m >= 0).to(dtype) if not has_teacher(self.loss) else torch.ones_like(rows_m, dtype=dtype)
 
     def teacher_of(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
-        """Return the teacher of M rows, given the tokens [M] whose features predict the labels, if there are features."""
+        """Return the teacher of M rows, given the tokens [M] whose features predict the labels; needs features."""
         if features_pd is None:
             return None
         mass_m = None if mass_p is None else mass_p[token_m]

@@ -167,8 +167,8 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
         )
     if is_bidirectional(config):
         raise UserError(
-            f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens see "
-            "what comes after them; speculative decoding here needs a causal language model such as Llama or Qwen"
+            f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens also "
+            "attend to later ones; speculative decoding here needs a causal language model such as Llama or Qwen"
         )
     return config
 

@@ -19,7 +19,7 @@ LIMITS = {
     "data": 0,
     "models": 0,
     "train": 0,
-    "eval": 10,
+    "eval": 1,
     "benchmarks": 0,
     "examples": 0,
     "docs/generate": 0,

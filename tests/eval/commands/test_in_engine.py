@@ -75,7 +75,7 @@ def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
         assert (row["acceptance_by_depth"], row["acceptance_conditional"]) == ([1.0, 0.0], [1.0, 0.0])
         assert row["speedup"] > 0
     assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
-    assert "Greedy, with drafter, 1 at once: 3 of 3 answers are the same with the drafter." in found["notes"]
+    assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same with the drafter." in found["notes"]
     # The conversation continued with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts
