@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 def cpp_compiler() -> str | None:
     """Return the path of `$CXX`, or of the first C++ compiler found."""
-    wanted = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, [wanted] if wanted else ["c++", "g++", "clang++"])), None)
+    requested = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [requested] if requested else ["c++", "g++", "clang++"])), None)
 
 
 _lanes: int | None = None  # fp32 values in a vector register; 0: there are no kernels, None: not known yet
@@ -78,8 +78,8 @@ def _load() -> bool:
     try:
         torch.ops.load_library(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        reason = next((line for line in said.splitlines() if "error" in line.lower()), said.strip()[:200])
+        output = getattr(error, "stderr", None) or str(error)
+        reason = next((line for line in output.splitlines() if "error" in line.lower()), output.strip()[:200])
         logger.warning("%s does not build %s (%s): %s", compiler, SOURCE.name, reason.strip(), WITHOUT)
         return False
     _register_shapes()

@@ -82,17 +82,21 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
         ),
     )
     mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
-    said = tensors_said(info["missing_keys"], info["unexpected_keys"], mismatched, "not of this architecture")
-    if said:
+    differences = describe_differences(
+        info["missing_keys"], info["unexpected_keys"], mismatched, "not of this architecture"
+    )
+    if differences:
         raise UserError(
-            f"{what} {location} does not have the weights that its config.json requires ({said}): missing "
+            f"{what} {location} does not have the weights that its config.json requires ({differences}): missing "
             "weights would be random; restore the folder's files, or create them again"
         )
     return model
 
 
-def tensors_said(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str) -> str:
-    """Describe a checkpoint's tensors that are missing, superfluous (not in `not_in`), or of another shape."""
+def describe_differences(
+    missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str
+) -> str:
+    """Describe a checkpoint's missing and superfluous tensors (in the words of `not_in`), and those of another shape."""
     wrong = {"missing": sorted(missing), not_in: sorted(unexpected), "of another shape": sorted(mismatched)}
     return "; ".join(f"{some_of(names)} {kind}" for kind, names in wrong.items() if names)
 

@@ -209,8 +209,8 @@ class Filters:
         text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
         ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
         language, probability = ranked[0]
-        wanted = {*self._recipe.languages, NO_LANGUAGE}
-        doubt = sum(other for name, other in ranked if name in wanted)
+        allowed = {*self._recipe.languages, NO_LANGUAGE}
+        doubt = sum(other for name, other in ranked if name in allowed)
         return f"language {language}" if probability >= SURE_FRAC and doubt < DOUBT_FRAC else None
 
 

@@ -137,11 +137,11 @@ def load_questions(
         of_category.setdefault(question.category, []).append(index)
     ranked = [(rank, i) for indices in of_category.values() for rank, i in enumerate(indices[:limit_per_category])]
     kept: list[int] = []
-    taken: Counter[str] = Counter()
+    num_kept: Counter[str] = Counter()
     for _, index in sorted(ranked):
         task = questions[index].task_name
-        taken[task] += 1
-        if limit_per_task is None or taken[task] <= limit_per_task:
+        num_kept[task] += 1
+        if limit_per_task is None or num_kept[task] <= limit_per_task:
             kept.append(index)
     return [questions[index] for index in sorted(kept)]
 

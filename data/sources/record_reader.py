@@ -233,8 +233,8 @@ class _Reader:
             raise InvalidConversation(here, BAD_CALL, f"a {role} turn calls tools, which only the assistant does")
         if calls is not None and not isinstance(calls, list):
             raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
-        said = "" if content is None and (calls or role == "tool") else content
-        text, thoughts = text_and_thoughts(said, here)
+        text_or_parts = "" if content is None and (calls or role == "tool") else content
+        text, thoughts = text_and_thoughts(text_or_parts, here)
         reasoning = [
             text_of(message[key], f"{here}, `{key}`") for key in REASONING_KEYS if message.get(key) is not None
         ]
@@ -298,8 +298,8 @@ class _Reader:
         if not is_nothing(message.get("train_detail")):
             what = "`train_detail` says which parts of a turn are learned, and turns are learned whole or not at all"
             raise InvalidConversation(here, "parts of a turn are learned", what)
-        said = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
-        for key, value in said.items():
+        weights = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
+        for key, value in weights.items():
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 shown = json.dumps(value, default=str)[:LONGEST_NAME]
                 what = f"`{key}` of a turn must be 0 or 1, true or false, not {shown}"
@@ -307,10 +307,10 @@ class _Reader:
             if value and role != "assistant":
                 what = f"`{key}` asks to learn a {role} turn, and a drafter learns the assistant's alone: remove it"
                 raise InvalidConversation(here, f"learns a {role} turn", what)
-        if len({int(value) for value in said.values()}) > 1:
-            what = f"{listed(said)} of a turn contradict each other: remove the wrong ones"
+        if len({int(value) for value in weights.values()}) > 1:
+            what = f"{listed(weights)} of a turn contradict each other: remove the wrong ones"
             raise InvalidConversation(here, "malformed turn", what)
-        return min((int(value) for value in said.values()), default=1) if role == "assistant" else 1
+        return min((int(value) for value in weights.values()), default=1) if role == "assistant" else 1
 
     # ---- prompts in columns ----
 
@@ -338,8 +338,8 @@ class _Reader:
         for prompt, answer in zip(prompts, answers, strict=True):
             if not prompt.strip():
                 raise self._invalid("empty user turn", f"`{prompt_column}` is empty")
-            said = Turn("assistant", answer if answer.strip() else "", reasoning_content=thoughts)
-            turns += [Turn("user", prompt), said]
+            answer_turn = Turn("assistant", answer if answer.strip() else "", reasoning_content=thoughts)
+            turns += [Turn("user", prompt), answer_turn]
         while turns and turns[-1] == Turn("assistant", ""):
             turns.pop()
         return tuple(turns)

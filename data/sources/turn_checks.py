@@ -41,9 +41,9 @@ def text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
         return text_of(content, here), ""
     is_thought = [isinstance(part, dict) and part.get("type") in THOUGHT_PARTS for part in content]
     thoughts = [part for part, thought in zip(content, is_thought, strict=True) if thought]
-    told = [next((part[key] for key in (part["type"], "text") if part.get(key) is not None), "") for part in thoughts]
+    texts = [next((part[key] for key in (part["type"], "text") if part.get(key) is not None), "") for part in thoughts]
     rest = [part for part, thought in zip(content, is_thought, strict=True) if not thought]
-    return text_of(rest, here), "".join(text_of(each, here) for each in told)
+    return text_of(rest, here), "".join(text_of(each, here) for each in texts)
 
 
 def listed(names: Iterable[Any]) -> str:

@@ -119,8 +119,8 @@ def tokenize_conversation(
     ):
         # Tokenise again with the last answer's ids given, so that it follows the prompt that generates it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
-        said = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
-        return tokenize_conversation(tokenizer, conversation, [*earlier, said])
+        last_ids = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
+        return tokenize_conversation(tokenizer, conversation, [*earlier, last_ids])
     return tokenized
 
 
@@ -139,9 +139,9 @@ def tokenize_shortened(
     ends = _ends_in_reach(tokenizer, turns, max_length_tokens)
     if not ends:
         return None
-    taken = ANSWERS_AT_FIRST
+    num_tried = ANSWERS_AT_FIRST
     while True:
-        tried, taken = ends[:taken], 2 * taken
+        tried, num_tried = ends[:num_tried], 2 * num_tried
         try:
             longest = tokenize_conversation(tokenizer, *up_to_turn(conversation, tried[-1], answer_ids))
         except TemplateProblem:  # this turn may not be a possible end
@@ -197,7 +197,7 @@ def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
 def _is_whole(turn: Turn, text: str) -> bool:
     """Return whether all that a turn says is in the text, white space aside."""
     shown = "".join(text.split())
-    return all("".join(said.split()) in shown for said in (turn.content, turn.reasoning_content, *turn.called))
+    return all("".join(part.split()) in shown for part in (turn.content, turn.reasoning_content, *turn.called))
 
 
 def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:

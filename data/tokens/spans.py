@@ -93,8 +93,8 @@ def _spans_between(
         return {}
     systems = len(turns) + 1 - len(without_contents)
     headers = {without_contents[index - systems] for index in answers[1:-1]}  # between a question and its answer
-    asked = (*turns[: answers[1] - 1], Turn("user", MARKER))
-    opened = render(tokenizer, asked, add_generation_prompt=True).rpartition(MARKER)[2].removeprefix(max(headers))
+    question = (*turns[: answers[1] - 1], Turn("user", MARKER))
+    opened = render(tokenizer, question, add_generation_prompt=True).rpartition(MARKER)[2].removeprefix(max(headers))
     begin = first.content_end + len(around[1])  # of the content
     if len(headers) > 1 or begin < model.start:
         return {}
@@ -199,9 +199,9 @@ def _calling_span(
     ended, marked_end = (render(tokenizer, each[: index + 1], tools=tools) for each in (turns, marked_turns))
     ending = common_end(marked_end.rpartition(MARKER)[2], ended)
     # Text between the generation prompt and the first function name, as in `template_answer_lead`.
-    asked = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
+    probe_prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
     probe = render(tokenizer, (PROBE[0], marked_turns[index]), tools=tools)
-    opening = probe.removeprefix(asked).partition(MARKER)[0] if probe.startswith(asked) else ""
+    opening = probe.removeprefix(probe_prompt).partition(MARKER)[0] if probe.startswith(probe_prompt) else ""
     if text.startswith(prompt):
         start = len(prompt)
     elif opening and before.endswith(opening) and text.startswith(before):

@@ -109,12 +109,12 @@ def _thoughts_fields(field: str, thoughts: str, content: str) -> dict[str, str]:
 @lru_cache(maxsize=8)
 def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
     """Find the field of `thoughts_field`; None if there is none."""
-    asked, answer = (turn.message for turn in PROBE)
+    question, answer = (turn.message for turn in PROBE)
     fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
     for field in fields:
         thinking = answer | _thoughts_fields(field, THOUGHTS, answer["content"])
         try:
-            if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [asked, thinking], tokenize=False))):
+            if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [question, thinking], tokenize=False))):
                 return field
         except Exception:  # of any kind: templates are programs
             continue
@@ -141,9 +141,9 @@ def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
 
 def missing_header_sentence(tokenizer: Any) -> str:
     """Return a warning if the template writes the header of an answer in no generation prompt, else nothing."""
-    asked = render(tokenizer, PROBE[:1])
+    without_prompt = render(tokenizer, PROBE[:1])
     header = template_answer_lead(tokenizer).strip()
-    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != asked:
+    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != without_prompt:
         return ""
     return (
         f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so that "

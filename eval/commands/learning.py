@@ -74,7 +74,7 @@ LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
     "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles", ".trainer.lock",
 )  # fmt: skip
 KEPT_ANSWERS = 4000  # default number of answers on disk
-KEPT_OUT_FRAC, FEWEST_KEPT_OUT, MOST_KEPT_OUT = 0.15, 8, 64
+HELD_OUT_FRAC, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.15, 8, 64
 FEWEST_NEW_TOKENS = 1500  # new answer tokens that start another training
 FIRST_CYCLE_TOKENS = 16_000  # of the first training, whose speed sets the number for the next one
 SHORTEST_ROW_TOKENS = 16
@@ -118,7 +118,7 @@ class Answer:
     @property
     def is_held_out(self) -> bool:
         """Return whether the answer is held out from training; depends on its tokens only, so it never changes."""
-        return int(self.key[:8], 16) / 16**8 < KEPT_OUT_FRAC
+        return int(self.key[:8], 16) / 16**8 < HELD_OUT_FRAC
 
     @property
     def tokens(self) -> int:
@@ -433,10 +433,10 @@ class Learner:
         answers, state = self.learned.answers(), self.learned.state
         if self.learned.damaged_lines:
             print(f"{self.learned.folder / ANSWERS}: {self.learned.damaged_lines} damaged lines are left out")
-        kept_out = [answer for answer in answers if answer.is_held_out][-MOST_KEPT_OUT:]
+        held_out = [answer for answer in answers if answer.is_held_out][-MOST_HELD_OUT:]
         train = [answer for answer in answers if not answer.is_held_out]
         new = [answer for answer in train if answer.key not in self.trained]
-        if len(kept_out) < FEWEST_KEPT_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
+        if len(held_out) < FEWEST_HELD_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
             return None
         serving = self.learned.drafter(state.current)
         chosen = self._chosen(train, state.weighed)
@@ -446,11 +446,11 @@ class Learner:
         trained = sum(len(ids) for ids, _ in chosen)
         pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
-        before, after = (self.taus_of(folder, kept_out) for folder in (serving, candidate))
-        tokens = [len(answer.ids) - 1 for answer in kept_out]
+        before, after = (self.taus_of(folder, held_out) for folder in (serving, candidate))
+        tokens = [len(answer.ids) - 1 for answer in held_out]
         low, high = paired_interval(tokens, before, after)
         number = None
-        if low > 0 and self._is_lossless(candidate, kept_out):
+        if low > 0 and self._is_lossless(candidate, held_out):
             number = 1 + max((each.number or 0 for each in state.weighed), default=0)
             place = self.learned.drafter(number)
             place.parent.mkdir(exist_ok=True)
@@ -460,7 +460,7 @@ class Learner:
             state.current, state.previous = number, state.current
         self.trainee = None if high < 0 else trainee
         taus = tau_of(tokens, before), tau_of(tokens, after)
-        weighed = CandidateResult(time.time(), len(kept_out), trained, *taus, low, high, number)
+        weighed = CandidateResult(time.time(), len(held_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
         self.learned.write(state)
         self.trained = {answer.key for answer in train}
@@ -537,7 +537,7 @@ class Learner:
             ids_s, mask_s = torch.tensor(ids, device=self.target.device), torch.tensor(mask)
             with torch.inference_mode():
                 features_sf = target_features(self.target, ids_s[None], layers=layers)[0]
-            if len(self._features) >= 2 * MOST_KEPT_OUT:
+            if len(self._features) >= 2 * MOST_HELD_OUT:
                 self._features.clear()
             self._features[answer.key] = (ids_s, mask_s, features_sf)
         return self._features[answer.key]

@@ -29,7 +29,7 @@ from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
-from draftsmith.models.weights import some_of, tensors_said, weights_sha256
+from draftsmith.models.weights import describe_differences, some_of, weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -130,14 +130,16 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
         options["init"] = "random"
     drafter = load_drafter_class(found.kind).from_target(target, options)
-    wanted = drafter.state_dict()
-    mismatched = [name for name in wanted.keys() & found.state.keys() if wanted[name].shape != found.state[name].shape]
-    missing, unexpected = wanted.keys() - found.state.keys(), found.state.keys() - wanted.keys()
-    said = tensors_said(missing, unexpected, mismatched, f"not in a {found.kind} drafter")
-    if said:
+    expected = drafter.state_dict()
+    mismatched = [
+        name for name in expected.keys() & found.state.keys() if expected[name].shape != found.state[name].shape
+    ]
+    missing, unexpected = expected.keys() - found.state.keys(), found.state.keys() - expected.keys()
+    differences = describe_differences(missing, unexpected, mismatched, f"not in a {found.kind} drafter")
+    if differences:
         raise UserError(
             f"the checkpoint is in {layout}'s layout, but its tensors are not those of a {found.kind} drafter for this "
-            f"target ({said}): import one that was made for this target"
+            f"target ({differences}): import one that was made for this target"
         )
     dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)

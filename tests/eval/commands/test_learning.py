@@ -216,7 +216,7 @@ def test_the_interval_by_hand() -> None:
     low, high = paired_interval(tokens, [2.0] * 20, [1.6, 2.4] * 10)
     assert low < 0 < high
     shares = [answer.is_held_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
-    assert np.mean(shares) == pytest.approx(learning.KEPT_OUT_FRAC, abs=0.03)
+    assert np.mean(shares) == pytest.approx(learning.HELD_OUT_FRAC, abs=0.03)
 
 
 def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     monkeypatch.setattr(learner, "_train", noted)
     first = learner.cycle()
     assert first is not None
-    kept_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_held_out]
-    assert first.answers == len(kept_out) >= learning.FEWEST_KEPT_OUT
-    assert not [ids for ids in kept_out if ids in seen]
+    held_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_held_out]
+    assert first.answers == len(held_out) >= learning.FEWEST_HELD_OUT
+    assert not [ids for ids in held_out if ids in seen]
     assert 0 < first.low < first.candidate - first.serving < first.high
     assert (first.number, learned.state.current, learned.state.previous) == (1, 1, 0)
     assert learner.cycle() is None  # nothing is new
