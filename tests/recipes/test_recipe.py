@@ -200,7 +200,7 @@ EXTENDING_MISTAKES = [
     ("name: child\nextends: [a, b]\n", "line 2: key `extends` must be the name or the path of one recipe, not a list"),
     ("name: child\nextends: child.yaml\n", "child.yaml, line 2: key `extends` goes in a circle ("),
     ("name: child\nextends: circle.yaml\n", "circle.yaml, line 1: key `extends` goes in a circle ("),
-    ("name: child\nextends: list.yaml\n", "list.yaml must hold a YAML mapping"),
+    ("name: child\nextends: list.yaml\n", "list.yaml must contain a YAML mapping"),
     ("name: child\nextends: wrong.yaml\n", "wrong.yaml, line 3: key `eval.runs`: input should be greater than"),
     ("extends: wrong.yaml\nname: child\neval:\n  runs: no\n", "child.yaml, line 4: key `eval.runs`: "),
     ("extends: typo.yaml\nname: child\neval: {runs: 1}\n", "typo.yaml, line 4: unknown key `eval.methods.1.nods`"),

@@ -175,7 +175,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
         "source/room for answers", "none of 3 prompts leaves room .*=60 within the target's 64 positions",
     ),
     "no token of thoughts": (
-        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that thoughts cannot be separated",
+        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that its reasoning cannot be separated",
     ),
     "an option of no engine": (
         {}, ["data.distill.options={batchsize: 3}"], "distillation/engine", "did you mean `batch_size`",

@@ -83,7 +83,7 @@ def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "DrafterTrainer", trainer)
         with pytest.raises(
-            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), which was not"
+            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not"
         ):
             train_drafter(recipe)
 
