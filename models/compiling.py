@@ -23,15 +23,15 @@ SWITCH = "DRAFTSMITH_COMPILE"  # 0: nothing is compiled unless a recipe asks for
 
 
 def compiles_by_default(device: torch.device) -> bool:
-    """Return True if decoding is compiled by default on this device: calling small operations costs more than they do.
+    """Return True if decoding is compiled here by default: small operations take longer to call than to compute.
 
-    It needs a C++ compiler, for inductor and Triton, and `$DRAFTSMITH_COMPILE` other than 0.
+    It takes a C++ compiler, which inductor and Triton need; and `$DRAFTSMITH_COMPILE` is not 0.
     """
     return device.type in ("cpu", "cuda") and os.environ.get(SWITCH) != "0" and cpp_compiler() is not None
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function with its code object: torch stores compiled code there, which another closure must not run."""
+    """Copy a function. Compiled code is stored with its code: without guards another closure would run it."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -62,8 +62,8 @@ def compiled(
         dynamic: (input, dimension, most) of the sizes that differ from call to call, 2 at least: one graph serves all
             of them, and nothing else about a call is looked at. None: compiled again for every shape of its tensors.
 
-    Raises (when the result is called):
-        UserError: The function cannot be compiled.
+    Raises (when it is called):
+        UserError: It cannot be compiled.
     """
     allow_many_shapes()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
@@ -72,7 +72,7 @@ def compiled(
         mode = "reduce-overhead" if on_cuda and backend == BACKEND else None
         fast = torch.compile(function, fullgraph=True, dynamic=False, backend=backend, mode=mode)
     else:
-        # Guards that check every weight would take longer than a layer of a small model.
+        # Looking whether every weight is still the one that was compiled would take longer than a small model's layer.
         unguarded = getattr(torch.compiler, "skip_all_guards_unsafe", None)
         options = None if unguarded is None else {"guard_filter_fn": unguarded}
         fast = torch.compile(_with_own_code(function), fullgraph=True, backend=backend, options=options)

@@ -30,9 +30,7 @@ SPLIT_SDPA = "split_sdpa"
 MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attention has enough blocks
 SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
 LEAST_HEAD_SIZE, MOST_HEAD_SIZE = 16, 256
-LOWEST_SCORE = (
-    -3.0e38
-)  # of a column beyond the cache: weight 0 next to any other, and finite, so that no NaN comes of it
+FAR_BELOW = -3.0e38  # of a column beyond the cache: weight 0 next to any other, and finite, so that no NaN comes of it
 TOLERANCE = 2e-2  # of the first check against torch, in bf16
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ def _kernels() -> tuple[Any, Any]:
         q_head, q_row, k_head, k_column, v_head, v_column, mask_row,
         scale, nodes, columns, splits,
         GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_C: tl.constexpr, SPLIT_C: tl.constexpr, HAS_MASK: tl.constexpr, LOWEST: tl.constexpr,
+        BLOCK_C: tl.constexpr, SPLIT_C: tl.constexpr, HAS_MASK: tl.constexpr, FAR: tl.constexpr,
     ):  # fmt: skip
         """Write sum(p v), max(s) and sum(p) of one split of the columns, of one key-value head and block of rows."""
         kv_head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -73,7 +71,7 @@ def _kernels() -> tuple[Any, Any]:
             q_ptr + head[:, None] * q_head + node[:, None] * q_row + d[None, :],
             mask=is_row[:, None] & is_d[None, :], other=0.0,
         )  # fmt: skip
-        largest = tl.full([BLOCK_M], LOWEST, tl.float32)
+        largest = tl.full([BLOCK_M], FAR, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, SPLIT_C, BLOCK_C):
@@ -86,7 +84,7 @@ def _kernels() -> tuple[Any, Any]:
                 seen = is_row[:, None] & is_column[None, :]
                 bias = tl.load(mask_ptr + node[:, None] * mask_row + column[None, :], mask=seen, other=0.0)
                 s += bias.to(tl.float32)
-            s = tl.where(is_column[None, :], tl.maximum(s, LOWEST), LOWEST)
+            s = tl.where(is_column[None, :], tl.maximum(s, FAR), FAR)
             new_largest = tl.maximum(largest, tl.max(s, 1))
             p = tl.exp(s - new_largest[:, None])
             shrink = tl.exp(largest - new_largest)
@@ -102,14 +100,14 @@ def _kernels() -> tuple[Any, Any]:
     @triton.jit
     def merge_splits(  # type: ignore[no-untyped-def]
         out_ptr, max_ptr, sum_ptr, result_ptr, nodes, splits,
-        GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, LOWEST: tl.constexpr,
+        GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FAR: tl.constexpr,
     ):  # fmt: skip
         """Merge the splits of one row of one key-value head: result [N, H, D]."""
         kv_head, row = tl.program_id(0), tl.program_id(1)
         split, d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
         is_split, is_d = split < splits, d < D
         place = (kv_head * splits + split) * nodes * GROUP + row
-        largest = tl.load(max_ptr + place, mask=is_split, other=LOWEST)
+        largest = tl.load(max_ptr + place, mask=is_split, other=FAR)
         weight = tl.where(is_split, tl.exp(largest - tl.max(largest, 0)), 0.0)
         total = tl.sum(weight * tl.load(sum_ptr + place, mask=is_split, other=0.0), 0)
         parts = tl.load(
@@ -144,7 +142,7 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     partial = torch.empty(kv_heads, splits, rows, head_size, dtype=torch.float32, device=query.device)
     largest, total = torch.empty(2, kv_heads, splits, rows, dtype=torch.float32, device=query.device)
     result = query.new_empty(1, nodes, heads, head_size)
-    shared = {"GROUP": group, "D": head_size, "BLOCK_D": block_d, "LOWEST": LOWEST_SCORE}
+    shared = {"GROUP": group, "D": head_size, "BLOCK_D": block_d, "FAR": FAR_BELOW}
     partial_attention[(kv_heads, splits, -(-rows // block_m))](
         query, key, value, key if mask is None else mask, partial, largest, total,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),

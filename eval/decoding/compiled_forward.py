@@ -85,7 +85,7 @@ class CompiledForward:
             cache.write_at(0, 0)
             return logits[0], tap.take()[0]
 
-        rows, columns = MOST_ROWS, cache.capacity - 1  # all columns would be a separate case
+        rows, columns = MOST_ROWS, cache.capacity - 1  # all of them would be another case
         sizes = [(0, 1, rows), (1, 1, rows), (2, 0, rows), (3, 2, rows), (3, 3, columns)]
         name = f"target {model.model.config.name_or_path or type(model.model).__name__}"
         self._graph = compiled(run, self._device, name, self._backend, None if self.is_static else sizes)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from draftsmith.models.compiling import compiled, padded_rows
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
-from draftsmith.models.decoding.kv_cache import KVCache, aligned, zero_mask
+from draftsmith.models.decoding.kv_cache import KVCache, aligned, open_mask
 from draftsmith.models.target.features import FINAL_FEATURES
 
 LONGEST_STATIC_ROWS = 32  # of a compiled forward
@@ -27,7 +27,7 @@ def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tup
     return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
 
 
-def masked_columns(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
+def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
     """Return [R, S] bool, the columns a row does not see, from the places of both; the last place is a row's.
 
     Args:
@@ -49,7 +49,7 @@ class CachedAttention(KVCache):
     A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
 
     Args:
-        window: Number of tokens that a row of `begin_step` sees, up to and including itself; None: all.
+        window: Of `begin_step`: how many tokens a row sees back from its own, that included, or None for all.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CachedAttention(KVCache):
         self._causal = False  # whether the mask is that of causal order alone
         self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
 
-    def mark_static(self) -> None:
+    def hold_still(self) -> None:
         """Mark the memory as static for the compiler: CUDA graphs refuse to write into any other."""
         for part in (self.keys, self.values):
             torch._dynamo.mark_static_address(part)
@@ -78,13 +78,13 @@ class CachedAttention(KVCache):
     def begin_static_step(self, places: Tensor, mask: Tensor) -> None:
         """Prepare a step that writes R rows at `places` and attends to the whole capacity; mask [R, capacity].
 
-        For compiled forwards, whose shapes are then always the same, until `end_static_step`.
+        For compiled forwards, whose shapes are then always the same; `end_static_step` goes back to the others.
         """
         self.write_at(places, self.capacity)
         self._mask, self._first = mask, 0
 
     def end_static_step(self) -> None:
-        """End the static steps; further steps may have any shape."""
+        """Go back to steps of any shape."""
         self.write_at(0, 0)
         self._mask = None
 
@@ -99,8 +99,8 @@ class CachedAttention(KVCache):
         if self._window is not None and end > self._window:
             first = max(begin + 1 - self._window, 0)
             columns = torch.arange(first, end, device=self.keys.device)
-            hidden = masked_columns(columns, columns[-num_rows:], causal, self._window)
-            mask = zero_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
+            hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
+            mask = open_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
             self._prepare(begin, end, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
             return
         if begin == 0 or not causal:
@@ -117,7 +117,7 @@ class CachedAttention(KVCache):
         """
         num_rows, num_nodes = ancestors.shape
         end = self.length + num_nodes
-        mask = zero_mask(num_rows, end, dtype=self.keys.dtype, device=self.keys.device)
+        mask = open_mask(num_rows, end, dtype=self.keys.dtype, device=self.keys.device)
         mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
         self._prepare(end - num_rows, end, mask)
 
@@ -125,7 +125,7 @@ class CachedAttention(KVCache):
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
 
         Args:
-            parents: Parents of the M nodes of the tree, -1 for nodes below node 0.
+            parents: Of the M nodes of the tree, -1 for those below node 0.
         """
         end = self.length + (num_rows if parents is None else len(parents))
         self._prepare(end - num_rows, end, is_causal=parents is None, parents=parents)
@@ -207,12 +207,12 @@ class StaticLayers:
     Args:
         drafter: Has `run_layers` and `logits_of`, as `GroupWiseDrafter` has.
         cache: With room for `LONGEST_STATIC_ROWS` after the rows that are ever wanted.
-        backend: Backend of `torch.compile`.
+        backend: Of `torch.compile`.
     """
 
     def __init__(self, drafter: Any, cache: CachedAttention, backend: str) -> None:
         self._cache, self._dtype = cache, drafter.dtype
-        cache.mark_static()
+        cache.hold_still()
         self._columns = torch.arange(cache.capacity, device=drafter.device)
         self._copies = drafter.device.type == "cuda"
 

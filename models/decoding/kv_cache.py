@@ -18,7 +18,7 @@ def aligned(columns: int) -> int:
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
-def zero_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def open_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros [..., R, S], which hide nothing, in rows that start aligned."""
     return torch.zeros(*shape[:-1], aligned(shape[-1]), dtype=dtype, device=device)[..., : shape[-1]]
 

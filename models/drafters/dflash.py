@@ -49,7 +49,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
 from draftsmith.models.compiling import BACKEND, compiled, padded_rows
-from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, masked_columns
+from draftsmith.models.decoding.cached_attention import LONGEST_STATIC_ROWS, hidden_from
 from draftsmith.models.decoding.decoders import CachedDecoder, DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features
@@ -303,7 +303,7 @@ class BlockDecoder(CachedDecoder):
         """Compile the forward of a round, before the first sequence; prompts are read without compilation."""
         # Padding follows the new features; the block overwrites it as far as it reaches.
         self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + LONGEST_STATIC_ROWS)
-        self._cache.mark_static()
+        self._cache.hold_still()
         self._columns = torch.arange(self._cache.capacity, device=self._device)
         drafter, cache, first_row, to_keys_values = self._drafter, self._cache, self._first_row, self._to_keys_values
 
@@ -349,12 +349,11 @@ class BlockDecoder(CachedDecoder):
         return self._drafter.block_outputs(self._hidden_of(block[0], rotary)[self._first_row :], newest)
 
     def _static_outputs(self, features: Tensor, block: Tensor) -> tuple[Tensor, ...]:
-        """Run the compiled forward, whose inputs are padded to a few sizes."""
         new, rows, begin = len(features), block.shape[1], self._cache.length
         padded = padded_rows(max(new, 1))
         self._cache.length = end = begin + new
         places = torch.cat([self._columns[begin : begin + padded], self._columns[end : end + rows]])
-        hidden = masked_columns(self._columns, places[padded:], self._causal, self._window)
+        hidden = hidden_from(self._columns, places[padded:], self._causal, self._window)
         mask = torch.zeros(hidden.shape, dtype=block.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         # Copies, not views: compiled code may depend on where in a larger tensor an input begins.
         rotary = [part.clone() for part in self._rotary_of(block, places)]

@@ -260,7 +260,7 @@ class HydraDecoder:
         return logits_wv
 
     def _logits(self, rows: Tensor, depth: int) -> Tensor:
-        """Return fp32 logits [W, V] of a depth's head; if compiled, rows are padded to a few sizes."""
+        """Return fp32 logits [W, V]; compiled for a few numbers of rows."""
         if not self._is_compiled:
             return self._drafter.logits_of(rows, depth).float()
         padded = nn.functional.pad(rows, (0, 0, 0, padded_rows(len(rows)) - len(rows)))
