@@ -189,7 +189,7 @@ def main() -> None:
     overrides = [argument for argument in options.recipes if "=" in argument]
     recipes = [load_recipe(argument, overrides) for argument in options.recipes if "=" not in argument]
     if not recipes:
-        raise UserError("no recipe is named: for example smollm2-135m smollm2-135m-eagle smollm2-135m-medusa")
+        raise UserError("name at least one recipe, for example smollm2-135m smollm2-135m-eagle smollm2-135m-medusa")
     trained = train_all(recipes, sorted(set(options.tokens)))
     summary = evaluate(joint_recipe([own for own, _ in trained], options.name))
     taus = {row["method"]: row["tau"] for row in summary if row["category"] == OVERALL}

@@ -226,11 +226,13 @@ class CpuLayers:
         return native
 
     def _all_linears(self) -> list[PackedLinear]:
+        """Return the packed matrices of the layers, of the fusion of features and of the head."""
         found = [linear for layer in self._layers for linear in _linears(layer)]
         found += [] if self._fusion is None else [self._fusion[0]]
         return found if self._head is None else [*found, self._head]
 
     def _all_norms(self) -> list[Any]:
+        """Return the norms of the layers, of the fusion of features and of the output."""
         final = [*([] if _is_none(self._norm) else [self._norm]), *([] if self._fusion is None else self._fusion[1])]
         return [*final, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
 

@@ -474,7 +474,7 @@ class _Rows:
 
     @property
     def unit(self) -> Tensor:
-        """Return the divisor [] of the weights before they enter a product: in fp16 they would be rounded to zero."""
+        """Return the scalar to divide the rows' weights by: fp16 would round the small weights to zero."""
         if self.dtype != torch.float16:
             return self.weights_n.new_ones(())
         mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))

@@ -257,7 +257,7 @@ def _spread_records(file: Path, text: str) -> Records:
     in_list = container is not None or text[at] == "["
     at = container.end() if container is not None else at + in_list
 
-    def problem(place: int, what: str) -> UserError:
+    def error_at(place: int, what: str) -> UserError:
         return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
 
     while True:
@@ -270,21 +270,21 @@ def _spread_records(file: Path, text: str) -> Records:
         try:
             record, at = DECODER.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise problem(error.pos, f"is not JSON: {error.msg}") from None
+            raise error_at(error.pos, f"is not JSON: {error.msg}") from None
         except RecursionError:
-            raise problem(at, f"is {TOO_DEEP}") from None
+            raise error_at(at, f"is {TOO_DEEP}") from None
         yield f"{file} conversation {number}", record
         if in_list:
             at = _skip_blanks(text, at) + 1
             if text[at - 1 : at] not in (",", "]"):
-                raise problem(at - 1, "is not JSON: a comma or ] is missing")
+                raise error_at(at - 1, "is not JSON: a comma or ] is missing")
             if text[at - 1] == "]":
                 break
     at = _skip_blanks(text, at)
     if container is not None and not text.startswith(("}", ","), at):  # other keys of the object around the array
-        raise problem(at, "is not JSON: a } is missing")
+        raise error_at(at, "is not JSON: a } is missing")
     if in_list and container is None and at < len(text):
-        raise problem(at, "is not JSON: there is text after the array")
+        raise error_at(at, "is not JSON: there is text after the array")
 
 
 def _skip_blanks(text: str, at: int) -> int:

@@ -270,10 +270,10 @@ def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diag
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
     found: list[Conversation] = []
 
-    def read() -> None:
+    def read_conversations() -> None:
         found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
 
-    unreadable, findings = _run_check("source", read), []
+    unreadable, findings = _run_check("source", read_conversations), []
     if invalid := counts.total.invalid:
         counted = f"{counted_reasons(invalid)}, {len(found)} valid conversations"
         stops = "distillation would stop: correct the source, or set data.conversations.skip_invalid=true"

@@ -361,6 +361,7 @@ class Worker:
             self._keeps = True
 
     def _end(self, running: Running, reason: str, result: CompletedAnswer | BaseException) -> None:
+        """Stop an answer, count its reason in the metrics and send the result or error to its request."""
         self._running.remove(running)
         self.answers.labels(reason).inc()
         running.job.send(result)
@@ -400,6 +401,7 @@ class AnswerPieces:
         return Piece(text[self._sent :])
 
     def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
+        """Return the text that was not sent yet, less what may become a stop string."""
         held = max((count_held_characters(text, stop) for stop in self._stops), default=0)
         new = text[self._sent : max(self._sent, len(text) - held)]
         self._sent += len(new)

@@ -98,7 +98,7 @@ class DraftHead:
         return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
 
     def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a mask [M] of the rows with loss, given `rows_of`: with `ce` alone, only rows with a label."""
+        """Return a mask [M] of the rows with loss, given `rows_of(labels)`; without teacher, those with a label."""
         return (rows_m >= 0).to(dtype) if not has_teacher(self.loss) else torch.ones_like(rows_m, dtype=dtype)
 
     def teacher_of(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:

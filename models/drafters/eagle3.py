@@ -193,7 +193,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return self.token_inputs(input_ids, self.fused(previous_features))
 
     def fused(self, features: Tensor) -> Tensor:
-        """Return g [..., D] from the features of all layers [..., F]."""
+        """Return the fused features g [..., D] of the target's features [..., F], concatenated over layers."""
         features = features.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             features = self.input_norm(features)

@@ -214,6 +214,7 @@ def _flex_block_mask(
     documents: Documents | None,
     window: int | None,
 ) -> Any:
+    """Return flex attention's mask of groups for the queries of the last `query_depths` depths."""
     first_query = (num_depths - query_depths) * length
     document_s = None if documents is None else number_documents(documents, length)
 
@@ -514,6 +515,14 @@ def _is_ampere(device: torch.device) -> bool:
 def _forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run causal attention of each row of the batch, with the device's fused kernel.
+
+    Returns:
+        The output, the logsumexp of the scores, and what `_backward` needs besides: the kernel's random state.
+
+    Raises:
+        UserError: The device has no kernel for this dtype or a window.
+    """
     if q_bhsd.device.type == "cpu":
         if window is not None:
             return *_chunked_forward(q_bhsd, k_bhsd, v_bhsd, scale, window), []
@@ -557,6 +566,7 @@ def _backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, given `_forward`'s results `out`, `lse` and `saved`."""
     if q_bhsd.device.type == "cpu":
         if window is not None:
             return _chunked_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, scale, window)
@@ -601,6 +611,7 @@ def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:
 def _chunked_forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
+    """Run attention with a window on a CPU: each chunk of `window` queries sees itself and the chunk before."""
     q, k, v = _chunks(q_bhsd, window), *(_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *(part.flatten(0, 1) for part in (q, k, v)), 0.0, False, attn_mask=_chunk_mask(q, window), scale=scale
@@ -619,6 +630,7 @@ def _chunked_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of `_chunked_forward`."""
     length = q_bhsd.shape[2]
     grad, q, o, sums = (_chunks(part, window) for part in (grad_out, q_bhsd, out, lse))
     k, v = (_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
@@ -677,6 +689,7 @@ def _chunk_mask(q_bnhcd: Tensor, window: int) -> Tensor:
 def _packed_forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents, window: int | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run flash attention over documents that lie one after the other in one row; returns as `_forward`."""
     bounds, longest = documents
     q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
     out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
@@ -697,6 +710,7 @@ def _packed_backward(
     documents: Documents,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of `_packed_forward`."""
     bounds, longest = documents
     parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
     grads_thd = aten._flash_attention_backward(

@@ -31,6 +31,7 @@ class Manifest:
 
 
 def _fingerprint(file: Path) -> str:
+    """Return the SHA-256 of a file, or of a large one its size."""
     size = file.stat().st_size
     return f"{size} bytes" if size > HASHED_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 

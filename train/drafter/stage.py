@@ -255,6 +255,7 @@ def _save(
     settings: dict[str, Any],
     start: Start | None,
 ) -> None:
+    """Write the trained drafter and the training's figures and settings into `folder`."""
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     covered = None if drafter.vocab.coverage is None else drafter.vocab.coverage.coverage

@@ -186,6 +186,7 @@ def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedMo
 
 
 def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:
+    """Return the value of a key of `train`, validated by its type in `transformers.TrainingArguments`."""
     if key not in fields:
         hint = did_you_mean(key, fields, "valid keys are those of transformers.TrainingArguments")
         raise UserError(f"unknown key `train.{key}`: {hint}")
