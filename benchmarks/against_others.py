@@ -57,13 +57,13 @@ from draftsmith.recipes.schema import MethodConfig, Recipe
 GREEDY = Sampling()
 BASELINE = "transformers: generate"
 PLAIN = "ours: autoregressive"
-# Ours with the same draft: of the same model, or of the same n-grams.
+# Our methods with the same draft as one of transformers': from the same draft model, or the same n-grams.
 SAME_DRAFT = {
     PLAIN: BASELINE,
     "ours: speculative sampling": "transformers: assisted generation",
     "ours: prompt lookup": "transformers: prompt lookup",
 }
-# What a side's answers are of.
+# Name of the model whose answers a side generates.
 TARGET = "the target"
 SAME_WEIGHTS = "the target's weights in another implementation"
 OTHER_MODEL = "another model"
@@ -149,11 +149,12 @@ def our_side(session: TargetSession, measured: Arm, workload: Workload) -> Side:
 def take_turns(
     sides: dict[str, Side], prompts: list[list[int]], runs: int, is_tie: Callable[[int, list[int], list[int]], bool]
 ) -> dict[str, Any]:
-    """Return for each side: tokens/s of each run, tau, and how many answers of the first run are not the baseline's.
+    """Return for each side tokens/s of each run, tau, and the number of answers unlike the baseline's in the first run.
 
     Args:
         sides: The baseline first.
-        is_tie: Given a prompt's number, the baseline's answer and one that differs.
+        is_tie: Function that tells, from a prompt's number, the baseline's answer and another one, whether they differ
+            by a numerical tie.
     """
     answers: dict[str, list[list[TimedAnswer]]] = {name: [] for name in sides}
     for _ in range(runs + 1):

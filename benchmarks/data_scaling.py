@@ -44,7 +44,7 @@ LEAST_SIZES = 3
 class ScalingFit:
     """tau(n) = tau_at_100k + tau_per_doubling * log2(n / 100,000), n in answer tokens.
 
-    `residual` is that of a point, with the two parameters taken off (n - 2).
+    `residual`: standard deviation of the points from the line, with n - 2 degrees of freedom.
     """
 
     tau_at_100k: float
@@ -80,7 +80,7 @@ def recipe_of_part(recipe: Recipe, size: int) -> Recipe:
     """Return the recipe under a separate name, measured with its chain and its first other tree.
 
     Raises:
-        UserError: Its methods have no chain, or no other tree.
+        UserError: The recipe's methods have no chain, or no other tree.
     """
     own = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND and method.lenience == 1]
     methods: list[MethodConfig] = []
@@ -116,13 +116,13 @@ def train_all(recipes: list[Recipe], sizes: list[int]) -> list[tuple[Recipe, dic
 
 
 def expected_chain_tau(accuracies: list[float], depth: int) -> float:
-    """Return 1 + a1 + a1 a2 + ..., what independent depths would give; a depth not trained counts as the last one."""
+    """Return 1 + a1 + a1 a2 + ..., tau of independent depths; a depth that was not trained counts as the last one."""
     by_depth = [*accuracies, *[accuracies[-1]] * (depth - len(accuracies))][:depth]
     return 1 + sum(accumulate(by_depth, mul))
 
 
 def depth_figures(history: list[dict[str, float]], depth: int) -> dict[str, Any]:
-    """Return the last accuracies that training logged, and the tau of a chain that they lead one to expect."""
+    """Return the last accuracies that training logged, and the tau of a chain that they predict."""
     for prefix in ("eval_", ""):
         name = f"{prefix}accuracy_depth"
         log = next((entry for entry in reversed(history) if f"{name}1" in entry), None)
@@ -189,7 +189,7 @@ def main() -> None:
     overrides = [argument for argument in options.recipes if "=" in argument]
     recipes = [load_recipe(argument, overrides) for argument in options.recipes if "=" not in argument]
     if not recipes:
-        raise UserError("no recipe is named: for example smollm2-135m smollm2-135m-eagle smollm2-135m-medusa")
+        raise UserError("name at least one recipe, for example smollm2-135m smollm2-135m-eagle smollm2-135m-medusa")
     trained = train_all(recipes, sorted(set(options.tokens)))
     summary = evaluate(joint_recipe([own for own, _ in trained], options.name))
     taus = {row["method"]: row["tau"] for row in summary if row["category"] == OVERALL}

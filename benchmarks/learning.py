@@ -33,7 +33,7 @@ WINDOW_ANSWERS = 50
 
 @dataclass
 class ServedAnswer:
-    """One answer: when it came, in minutes, how long it took, how many rounds it had, and which drafter drafted."""
+    """One answer: its time in minutes, its duration in seconds, its number of rounds, and the drafter's number."""
 
     traffic: str
     answer: Answer
@@ -75,7 +75,9 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
         old = []
         for questions in conversations(options.old) if options.old else ():
             old += [Answer(end.prompt_ids, end.record.ids) for end, _ in traffic.ask(questions[:1])]
-        (learned.folder / "answers.jsonl").unlink(missing_ok=True)  # what is old is not traffic
+        (learned.folder / "answers.jsonl").unlink(
+            missing_ok=True
+        )  # answers of earlier calls are not part of this traffic
         process = start_learning(learned, options.minutes)
         served: list[ServedAnswer] = []
         begin_s = time.monotonic()
@@ -152,7 +154,7 @@ def measured(recipe: Recipe, options: Any) -> dict[str, Any]:
 
 
 def draw(windows: list[dict[str, Any]], file: Path) -> None:
-    """Both taus over the answers, with the interval of their ratio as a band."""
+    """Draw both taus over the answers, with the interval of their ratio as a band."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")

@@ -35,7 +35,7 @@ def step_prices(
     works: dict[str, Work] = {}
     for name, session in sessions.items():
         session.prefill([1] * context_tokens)
-        # Before it another session's weights were in the caches.
+        # A warm-up, as the caches hold another session's weights.
         works[f"{name} again"] = partial(session.forward_tree, DraftTree([1], bushy(1)))
         for count in rows:
             works[f"{name} {count}"] = partial(session.forward_tree, DraftTree([1] * count, bushy(count)))

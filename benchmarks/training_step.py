@@ -83,14 +83,14 @@ class Step:
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=1e-4)
 
     def run(self, ids_bs: Tensor, loss_mask_bs: Tensor, features: tuple[Tensor, Tensor | None] | None = None) -> None:
-        """One optimiser step; the target is run where no features are given."""
+        """Run one optimizer step, and the target if no features are given."""
         inputs, teacher = features or self.drafter.training_features(self.target, ids_bs)
         self.drafter(ids_bs, inputs, loss_mask_bs, teacher_features=teacher).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def run_random(self, length: int) -> None:
-        """One optimiser step on a row of random tokens, all of them labelled."""
+        """Run one optimizer step on a row of random tokens, all of them labelled."""
         ids_bs = torch.randint(0, self.target.config.vocab_size, (1, length))
         self.run(ids_bs, torch.ones_like(ids_bs))
 
@@ -119,7 +119,7 @@ def measure_step(length: int, masks: int, turns: int) -> dict[str, Any]:
     times_s = in_turns(works, CPU, turns, warmup=1)
     figures: dict[str, Any] = {f"{backend}_tokens_per_s": length / median(times) for backend, times in times_s.items()}
     figures |= ratios("speedup", times_s["dense"], times_s["folded"])
-    for backend in BACKENDS:  # in fresh processes: what a resident set once held it never gives back reliably
+    for backend in BACKENDS:  # in fresh processes: a resident set does not shrink reliably
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             figures[f"{backend}_mib"] = process.submit(peak_growth_mib, backend, length, masks).result()
     return figures
@@ -127,7 +127,7 @@ def measure_step(length: int, masks: int, turns: int) -> dict[str, Any]:
 
 def peak_growth_mib(backend: str, length: int, masks: int) -> float:
     step = Step(num_masks=masks, attention=backend)
-    step.run_random(16)  # optimiser state and thread pools belong to the base
+    step.run_random(16)  # the baseline includes optimizer state and thread pools
     before_bytes = peak_resident_bytes()
     step.run_random(length)
     return (peak_resident_bytes() - before_bytes) / 2**20
@@ -228,7 +228,7 @@ def step_beside_its_parts(target: PreTrainedModel, backend: str, length: int, ma
 
 
 def causal_layer(target: PreTrainedModel, depths: int, length: int, half: Callable[[], Any]) -> Work:
-    """Make a forward and backward of transformers' layer in fp32 weights, on [G, S, D]: a causal sequence a depth."""
+    """Build a forward and backward of transformers' layer, fp32, on [G, S, D]: one causal sequence per depth."""
     config = type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
     with torch.device(DEVICE):
         model = LlamaModel._from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()

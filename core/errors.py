@@ -13,7 +13,9 @@ from types import FrameType
 from typing import Any
 
 MASK = "***"
-_SECRET_KEY = r"(?:\w+_)?(?:password|secret|(?:hub|hf|api|access|auth)_(?:token|key))"  # the names in our libraries
+_SECRET_KEY = (
+    r"(?:\w+_)?(?:password|secret|(?:hub|hf|api|access|auth)_(?:token|key))"  # names that our dependencies use
+)
 _PAIR = re.compile(rf"""\b({_SECRET_KEY}|api_key_env)(["']?\s*[:=]\s*["']?)([^\s"',}}]+)""")
 _CREDENTIALS = re.compile(r"""(?<=://)(?:(?!://)[^\s"'])+(?=@)|[^\s"'/:=,\[]+:[^\s"'/]+(?=@)""")
 ENVIRONMENT_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
@@ -112,7 +114,7 @@ def os_error_message(error: Exception) -> str | None:
         number = int(code[1])
     elif os.strerror(errno.ENOSPC) in text:
         number = errno.ENOSPC
-    elif any(name in text for name in TORCH_WRITERS):  # gives no reason
+    elif any(name in text for name in TORCH_WRITERS):  # torch's message gives no reason
         number = errno.EIO
     if number is None:
         return None

@@ -62,7 +62,7 @@ def check_writable(folder: Path) -> None:
     """Check that the folder can be created and written to, before work whose results go there.
 
     Raises:
-        OSError: It cannot.
+        OSError: The folder cannot be created or written to.
     """
     existing = folder.absolute()
     while not existing.exists():

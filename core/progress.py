@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LOG_INTERVAL_S = 30.0
 LOG_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {rate_fmt}, {remaining} left"
-# Progress bars of the Hub, datasets and transformers' loading, which are of no use in a log file.
+# Progress bars of huggingface_hub, datasets and transformers, which would only fill a log file.
 LIBRARIES_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 IN_A_FILE = {**LIBRARIES_BARS, "TQDM_MININTERVAL": str(LOG_INTERVAL_S), "TQDM_MAXINTERVAL": str(LOG_INTERVAL_S)}
 QUIET = {**LIBRARIES_BARS, "TQDM_DISABLE": "1"}

@@ -65,7 +65,7 @@ def source_commit() -> str | None:
     here = Path(__file__).resolve()
     if shutil.which("git") is None:
         return None
-    # Without the lock of `--dirty`, which a killed process would leave behind.
+    # Without git's optional lock (of `--dirty`), which a killed process would leave behind.
     git = ["git", "--no-optional-locks", "-C", str(here.parent)]
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tag in place of the hash
     for command in (["ls-files", "--error-unmatch", here.name], describe):

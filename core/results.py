@@ -39,7 +39,7 @@ def write_result(
         "date": source.time_utc,
         "commit": source.commit,
         "versions": source.versions,
-        "command": command or _own_command(),
+        "command": command or _get_command_line(),
         "figures": figures,
     }
     write_atomically(file, folded_json(masked(portable(result))) + "\n")
@@ -67,7 +67,7 @@ def portable(value: Any) -> Any:
     return _ABSOLUTE_PATH.sub(".../", value) if isinstance(value, str) else value
 
 
-def _own_command() -> str:
+def _get_command_line() -> str:
     program, *arguments = sys.argv
     script = Path(program)
     if script.suffix != ".py":

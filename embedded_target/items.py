@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = {
     "tkinter",
     "turtledemo",
 }
-MAX_SOURCE_LINES = 80  # nobody asks about longer ones, and writing them out takes most of the time
+MAX_SOURCE_LINES = 80  # longer ones are rarely asked about, and take most of the generation time
 MAX_NAMES = 6
 MAX_EXPRESSION_CHARS = 60
 

@@ -1,6 +1,6 @@
 """Decoding with drafts, and its honest measurement.
 
-Read `trees` (what is drafted, how it is verified), `decoding` (the one loop), `methods` (ways of drafting), `bench`
-(how it is measured), `report` (what is said of it), `artifacts` (what is stored of it in a run's folder), `serving`
-(drafters in real engines); `commands` is what the command line runs. Imports all the others.
+Read `trees` (draft trees and their verification), `decoding` (the decoding loop), `methods` (ways of drafting), `bench`
+(the measurement), `report` (tables, pictures and report), `serving` (our server, and load tests of engines); `commands`
+has the command line's commands and the files that they store in a run's folder. Imports all the others.
 """

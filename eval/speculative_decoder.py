@@ -32,19 +32,20 @@ CHAIN = MethodConfig(name="chain")
 
 
 class SpeculativeDecoder:
-    """Answer one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
+    """Decoder for one prompt after the other. Greedy answers are the target's own, sampled ones have its distribution.
 
     On a CPU frozen weights get a packed copy, as in `draftsmith eval`, which takes as much memory again.
 
     Args:
-        tokenizer: The target's. None: prompts are token ids, and nothing but the limit ends an answer.
+        tokenizer: The target's tokenizer. None: prompts are token ids, and only the limit ends an answer.
         drafter: Attached to this target. None: the same loop without a draft.
         tree: The draft tree, as a row of `eval.methods`.
-        max_length_tokens: Of a prompt and its answer together; by default 1024, or what the target can hold.
+        max_length_tokens: Most tokens of a prompt with its answer; by default 1024, or the target's limit if it is
+            lower.
         lenience: Below 1 the answers are not the target's any more (arXiv 2211.17192, A.5).
 
     Raises:
-        UserError: The target cannot be decoded with trees, or the tree is none.
+        UserError: The target cannot be decoded with trees, or the tree is invalid.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class SpeculativeDecoder:
     def ask(
         self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None
     ) -> AnswerRecord:
-        """Answer a question, asked as the chat template has it; its `text` is filled in."""
+        """Answer a question in the target's chat template; the result has `text`."""
         if self.tokenizer is None:
             raise ValueError("a question needs a tokenizer with a chat template: give one, or call answer() with ids")
         record = self.answer(prompt_token_ids(self.tokenizer, [Turn("user", question)]), max_new_tokens, on_round)
@@ -84,10 +85,10 @@ class SpeculativeDecoder:
     def answer(
         self, prompt_ids: list[int], max_new_tokens: int, on_round: Callable[[Round], None] | None = None
     ) -> AnswerRecord:
-        """Answer token ids.
+        """Answer a prompt of token ids.
 
         Args:
-            on_round: Called with every round: its tree, what was accepted, and the target's logits.
+            on_round: Called with every round: its tree, the accepted nodes and the target's logits.
 
         Raises:
             UserError: Prompt and answer are longer than `max_length_tokens`.

@@ -32,7 +32,7 @@ drafter = load_drafter(args.drafter or RunFolder(recipe).drafter, target)
 
 def show(round_: Round) -> None:
     """Print the tree below its root, the last committed token: `*` was accepted, `+` is what the target adds."""
-    tree, accepted = round_.tree, set(round_.verdict.path)
+    tree, accepted = round_.tree, set(round_.verification.path)
 
     def below(node: int) -> None:
         mark = "*" if node in accepted else " "
@@ -42,7 +42,7 @@ def show(round_: Round) -> None:
 
     print(f"round: {len(tree) - 1} drafted, {len(accepted) - 1} accepted")
     below(0)
-    print(f"  + {'    ' * len(accepted)}{tokenizer.decode([round_.verdict.next_token])!r}")
+    print(f"  + {'    ' * len(accepted)}{tokenizer.decode([round_.verification.next_token])!r}")
 
 
 best_first = MethodConfig(name="tree", tree="best_first", nodes=8, branch=3)

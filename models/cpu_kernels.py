@@ -31,8 +31,8 @@ HEADERS = (SOURCE.with_name("cpu_math.h"), SOURCE.with_name("cpu_layers.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
 GROUPED_SDPA = "grouped_sdpa"
-MOST_PACKED_ROWS = 512  # of one product: beyond it torch's own is as fast
-MOST_ROWS = 64  # of one attention: beyond it, as in a prompt, torch's own is as fast
+MOST_PACKED_ROWS = 512  # rows of one product; with more of them torch's own kernel is as fast
+MOST_ROWS = 64  # rows of one attention; with more of them, as in a prompt, torch's own kernel is as fast
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 # Flags that a compiler may not know: for the processor's instructions, and for threads, which are torch's.
 MACHINE_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
@@ -46,17 +46,17 @@ logger = logging.getLogger(__name__)
 
 def cpp_compiler() -> str | None:
     """Return the path of `$CXX`, or of the first C++ compiler found."""
-    wanted = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, [wanted] if wanted else ["c++", "g++", "clang++"])), None)
+    requested = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [requested] if requested else ["c++", "g++", "clang++"])), None)
 
 
-_lanes: int | None = None  # of a vector of this processor; 0: there are no kernels, None: nobody has asked yet
+_lanes: int | None = None  # fp32 values in a vector register; 0: there are no kernels, None: not known yet
 
 
 def has_kernels() -> bool:
     """Return True if the operations are available; the first call builds them, in half a minute.
 
-    Where they cannot be, the reason is logged once.
+    If they cannot be built, the reason is logged once.
     """
     global _lanes
     if _lanes is None:
@@ -65,11 +65,12 @@ def has_kernels() -> bool:
 
 
 def vector_lanes() -> int:
-    """Return how many fp32 values a vector of this processor holds; 0 where there are no kernels."""
+    """Return the number of fp32 values in a vector register of this processor; 0 without kernels."""
     return (_lanes or 0) if has_kernels() else 0
 
 
 def _load() -> bool:
+    """Build and load the library. Returns False, after a warning, if it cannot be built."""
     compiler = cpp_compiler()
     if compiler is None:
         logger.warning("there is no C++ compiler: %s", WITHOUT)
@@ -77,8 +78,8 @@ def _load() -> bool:
     try:
         torch.ops.load_library(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        reason = next((line for line in said.splitlines() if "error" in line.lower()), said.strip()[:200])
+        output = getattr(error, "stderr", None) or str(error)
+        reason = next((line for line in output.splitlines() if "error" in line.lower()), output.strip()[:200])
         logger.warning("%s does not build %s (%s): %s", compiler, SOURCE.name, reason.strip(), WITHOUT)
         return False
     _register_shapes()
@@ -86,7 +87,7 @@ def _load() -> bool:
 
 
 def can_attend(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if `attention` takes these: query [B, H, R, D], mask [1, 1, R, S] additive, or None for a single row.
+    """Return True if our kernel supports query [B, H, R, D], with an additive mask [1, 1, R, S] or None for one row.
 
     Keys and values must be like the query: in dtype, in head size, and contiguous in it.
     """
@@ -207,7 +208,7 @@ class PackedLinear(nn.Linear):
     copy `cpu_kernels.cpp` reads it at all of it, and a tree's rows cost what one costs until arithmetic is what counts.
     The copy is the price: `packable_bytes`.
 
-    A layer becomes one in place, by its class (`pack_linears`), so that drafters that borrow it have the packed one.
+    `pack_linears` changes a layer's class in place, so that drafters that borrow the layer use the packed one.
     """
 
     packed: Tensor | None = None
@@ -233,7 +234,7 @@ class PackedLinear(nn.Linear):
 
 
 class FastNorm(nn.RMSNorm):
-    """A frozen norm whose few rows are one operation; torch's takes 60 us for a row. One becomes it in place."""
+    """A frozen norm that runs few rows in one operation; torch's takes 60 us for a row. See `pack_linears`."""
 
     def forward(self, x: Tensor) -> Tensor:
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
@@ -243,7 +244,7 @@ class FastNorm(nn.RMSNorm):
 
 
 def can_fuse(linear: nn.Linear, rows: Tensor) -> bool:
-    """Return True if `fused` takes this linear layer with these rows [R, ...] of one sequence."""
+    """Return True if `fused` supports this linear layer with rows [R, ...] of one sequence."""
     known = isinstance(linear, PackedLinear) and rows.dtype == linear.weight.dtype and not torch.is_grad_enabled()
     return known and rows.dim() == 2 and len(rows) <= MOST_ROWS
 
@@ -284,7 +285,7 @@ def largest(logits: Tensor) -> Tensor:
 def pack_linears(model: nn.Module) -> None:
     """Pack the frozen linear layers in place, each when it is first called; frozen `nn.RMSNorm`s become `FastNorm`.
 
-    Nothing happens elsewhere than in fp32 and bf16 on a CPU, or where there is no compiler to build the products with.
+    Does nothing for other dtypes than fp32 and bf16, on other devices than a CPU, or without a C++ compiler.
     """
     for module in model.modules():
         if type(module) is nn.Linear and not _trains(module) and _can_be_packed(module) and has_kernels():

@@ -21,7 +21,7 @@ from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lan
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# RoPE whose angles depend on nothing but the position, so that a table of them can be made once.
+# Types of RoPE whose angles depend only on the position, so that a table of them can be computed once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -33,7 +33,7 @@ def has_static_rope(config: Any) -> bool:
 
 
 class CpuLayers:
-    """Layers, final norm and LM head; made by `of`.
+    """Decoder layers, final norm and LM head, run in one call of `cpu_layers.h`; built by `of`.
 
     Args:
         layers: Decoder layers. The first may have a method `attention_input`, see `forward`.
@@ -42,7 +42,8 @@ class CpuLayers:
         config: The layers' config.
     """
 
-    # Of all forwards in this process: two for each weight and row. torch's counter does not see into a call.
+    # Operations of all forwards in this process, two for each weight and row: torch's counter cannot see inside the
+    # call.
     linear_operations: ClassVar[int] = 0
 
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:
@@ -60,10 +61,10 @@ class CpuLayers:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None, config: Any) -> CpuLayers | None:
-        """Return the layers, or None where `cpu_layers.h` does not compute them.
+        """Build it from layers; None if `cpu_layers.h` does not support them.
 
         Args:
-            head: Left out if it is not packed, or of another dtype.
+            head: LM head; ignored if it is not packed, or of another dtype.
         """
         has_norm = is_of_family(norm, "RMSNorm")
         if not layers or not all(_is_covered(layer, config) for layer in layers) or not (has_norm or _is_none(norm)):
@@ -138,18 +139,18 @@ class CpuLayers:
         with_logits: bool = True,
         wide: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run rows, whose keys and values are written into the cache.
+        """Run rows through all layers; their keys and values are written into the cache.
 
         Args:
-            inputs: [R, E] in the layers' dtype. Where the first layer has a method `attention_input`, it is given them
+            inputs: [R, E] in the layers' dtype. If the first layer has a method `attention_input`, that gets them
                 and returns the residual stream [R, D] and what its projections read.
             rotary: cos and sin [R, A].
             keys, values: [L, 1, G, S, H].
-            start: Where the first row is written; the others follow it.
+            start: Column of the cache for the first row; the other rows follow it.
             mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
-            taps: Features to return, as of `FeatureTap`.
-            parents: In place of a mask: of the nodes of a draft tree, -1 for none, whose last R are the rows. A row
-                sees all columns before the tree, its ancestors and itself.
+            taps: Layers whose hidden states to return, numbered as in `FeatureTap`.
+            parents: In place of a mask: the parents of a draft tree's nodes, -1 for none; the last R nodes are the
+                rows. A row sees all columns before the tree, its ancestors and itself.
             first_kept: The first row to return logits of.
             wide: Whether logits are fp32, whatever the layers' dtype is.
 
@@ -197,6 +198,7 @@ class CpuLayers:
         CpuLayers.linear_operations += 2 * (rows * self._num_weights + rows_of_head * of_head)
 
     def _build(self) -> Any:
+        """Build the C++ object from the layers' current weights."""
         config = self._config
         attention: Any = self._layers[0].self_attn
         native = torch.classes.draftsmith.DecoderLayers(
@@ -224,11 +226,13 @@ class CpuLayers:
         return native
 
     def _all_linears(self) -> list[PackedLinear]:
+        """Return the packed matrices of the layers, of the fusion of features and of the head."""
         found = [linear for layer in self._layers for linear in _linears(layer)]
         found += [] if self._fusion is None else [self._fusion[0]]
         return found if self._head is None else [*found, self._head]
 
     def _all_norms(self) -> list[Any]:
+        """Return the norms of the layers, of the fusion of features and of the output."""
         final = [*([] if _is_none(self._norm) else [self._norm]), *([] if self._fusion is None else self._fusion[1])]
         return [*final, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
 
@@ -243,7 +247,7 @@ def _is_covered(layer: Any, config: Any) -> bool:
 
 
 def is_of_family(module: Any, part: str) -> bool:
-    """Return True if a module is this part of one of the families, and no class derived from it."""
+    """Return True if a module is exactly the class of this part in one of the supported families."""
     kind = type(module)
     return any(
         kind.__name__ == name + part and kind.__module__ == f"transformers.models.{family}.modeling_{family}"
@@ -252,13 +256,14 @@ def is_of_family(module: Any, part: str) -> bool:
 
 
 def _linears(layer: Any) -> list[Any]:
+    """Return the projections of attention and MLP, in the order of `PROJECTIONS`."""
     modules = itertools.chain(layer.self_attn.named_children(), layer.mlp.named_children())
     found = dict(modules)
     return [found.get(name) for name in PROJECTIONS]
 
 
 def _norms(layer: Any) -> list[Any]:
-    """Return the norms before attention and MLP, of queries and of keys; None for those that it has not."""
+    """Return the norms before attention and MLP, of queries and of keys; None for a missing one."""
     attention, is_first = layer.self_attn, hasattr(layer, "attention_input")
     before = None if is_first or _is_none(layer.input_layernorm) else layer.input_layernorm
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))

@@ -17,26 +17,27 @@ A loss is a function of this file and its name in `LossName` and `LOSSES`. One o
 `teacher_logits`, and is then given no teacher. A recipe may also give several with a weight each
 (`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a single name is that name with weight 1.
 
-With a reduced draft vocabulary V', p is the teacher's distribution over V' alone, as if the rest did not exist. So what
-a row has to say of p counts by m = sum_{v in V'} p_v, the teacher's mass inside (`mass_inside`): where the target wants
-a token that cannot be drafted, its other tokens teach next to nothing. EAGLE-3's authors take 0 or 1 for m, by whether
-the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and SpecForge,
-specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V' has no `ce`.
+With a reduced draft vocabulary V', p is the teacher's distribution restricted to V' and renormalised. A row's losses to
+the teacher are weighted with m = sum_{v in V'} p_v, the teacher's mass inside V' (`mass_inside`): where the target
+wants a token that cannot be drafted, its distribution over the other tokens teaches next to nothing. EAGLE-3's authors
+take 0 or 1 for m, by whether the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and
+SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V'
+has no `ce`.
 
-`head_loss` takes them through an LM head. No [N, V] tensor exists: a chunk's logits give its losses, its argmax and,
-where the weight of every row is known beforehand, the gradient of its hidden states and its share of the head's
-gradient, and are then dropped. (As Liger's fused linear cross entropy does, arXiv 2410.10989;
+`head_loss` computes them through an LM head in chunks of rows, so that no [N, V] tensor exists. A chunk's logits give
+its losses, its argmax and, if the weight of every row is known beforehand, the gradient of its hidden states and its
+share of the head's gradient; then they are dropped. (As Liger's fused linear cross entropy does, arXiv 2410.10989;
 `torch.nn.functional.linear_cross_entropy` gives no argmax without a second product.)
 
-The gradient of a head that is trained is kept from the forward to the backward, which hands it on as it is, so that it
-is in memory once. Where that would add to one of an earlier micro-batch, and is large, the backward computes it
-instead: a product more, for as many bytes as the head has in fp32, and that for each of Medusa's heads.
+The gradient of a trained head is computed in the forward and passed on unchanged by the backward, so that it is in
+memory once. If it is large and would be added to an earlier micro-batch's, the backward computes it instead: one more
+product, which saves as many bytes as the head has in fp32, for each of Medusa's heads.
 
-Where a target scales or caps its logits (`models/target_logits.py`), so is the product, in place, before anything is
-added. A low-rank term is a second product into the same chunk; it has no [N, V] tensor either.
+If a target scales or caps its logits (`models/target_logits.py`), the product is scaled and capped in place before
+anything is added. A low-rank term is a second product into the same chunk, also without an [N, V] tensor.
 
-Rows of several depths predict the same token and have the same teacher. On a CPU such rows are taken together, with one
-row of the teacher's product for all of them; elsewhere every chunk would wait to know how many there are.
+Rows of several depths predict the same token and have the same teacher. On a CPU such rows are processed together, with
+one row of the teacher's product for all of them; on other devices every chunk would have to wait for their number.
 
 Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the teacher's vocabulary, P tokens, G depths,
 B batch, S sequence, r rank.
@@ -60,13 +61,13 @@ from draftsmith.models.target_logits import PLAIN, LogitShape
 # The LK paper's setting.
 LK_ETA = 3.0
 CHUNK_ELEMENTS = 1 << 22
-# Logits of a chunk that a CPU works on at a time: they stay in its cache.
+# Logits in a chunk on a CPU, so that they stay in its cache.
 BLOCK_ELEMENTS = 1 << 19
 # Rows of a chunk on any other device, which needs some hundred operations for a byte of the head that it reads.
 DEVICE_ROWS = 2048
 # Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28
-# The device type that chunks are made for, where it is not that of the tensors: in a plan.
+# Device type that sets the chunk size, if other than the tensors' (in a plan).
 _made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
 
 
@@ -100,12 +101,12 @@ def tv(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def lk_alpha(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Compute -log alpha, summed in the logarithm: alpha underflows where p and q share nothing, as at first."""
+    """Compute -log alpha in log space: alpha underflows where p and q hardly overlap, as at first."""
     return -torch.minimum(_log_softmax(teacher_logits), _log_softmax(logits)).logsumexp(-1)
 
 
 def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor, eta: float = LK_ETA) -> Tensor:
-    """Mix KL, whose gradient is large where little is accepted, and TV, more of it as alpha grows."""
+    """Mix KL, whose gradient is large at low acceptance rates, and TV, with more weight on TV as alpha grows."""
     log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
     total_variation = _tv(log_p, log_q)
     weight = torch.exp(-eta * (1.0 - total_variation.detach()))
@@ -173,9 +174,9 @@ def losses_in_place(
     results: Sequence[Tensor],
     wants_grad: bool,
 ) -> None:
-    """Fill in losses, whether the label is the argmax, and cross entropies [n]; their gradient replaces the logits.
+    """Write losses, hits (label is argmax) and cross entropies [n] to `results`; the gradient replaces the logits.
 
-    With a teacher there may be a fourth result, alpha [n].
+    A fourth tensor in `results` gets alpha [n]; it needs a teacher.
     """
     losses, correct, cross_entropy, *overlap = results
     correct.copy_(_is_argmax(logits, labels))
@@ -194,7 +195,7 @@ def losses_in_place(
 
 
 def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return [N] bool. A CPU computes the argmax, costlier than a maximum, only where the label has the maximum."""
+    """Return [N] bool. On a CPU the costly argmax is computed only for rows whose label has the maximum."""
     if logits.device.type != "cpu":  # where choosing rows would wait for the device
         return logits.argmax(-1) == labels
     correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
@@ -281,7 +282,7 @@ def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """The target's final features and its head: p of N rows. Rows with one label have the same features."""
+    """The target's final features and LM head, which give p for N rows; rows with the same label share features."""
 
     features_pd: Tensor  # [P, D] of all tokens
     token_n: Tensor  # [N] the token whose features predict a row's label
@@ -341,14 +342,14 @@ def head_loss(
         known_n = (labels_n >= 0).to(softmax_dtype(hidden_nd.dtype))
         labels_n, factors = labels_n.clamp(min=0), (known_n, None if teacher is None else teacher.mass_n)
     if factors is not None and len({has_teacher(name) for name in loss}) == 1:
-        # Where all losses have one factor it is the row's, and nothing of [N, V] is multiplied.
+        # If all losses share one factor, multiply the rows by it, and no tensor of [N, V].
         common_n, factors = factors[has_teacher(loss)], None
         weights_n = weights_n if weights_n is None or common_n is None else weights_n * common_n
     if has_teacher(loss) or needs_acceptance:
         if teacher is None:
             raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
         teacher = teacher._replace(features_pd=teacher.features_pd.detach(), head=_linear(teacher.head or head))
-        if _device_type(hidden_nd) == "cpu":  # rows of one token together
+        if _device_type(hidden_nd) == "cpu":  # so that rows of the same token are neighbours
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
     else:
@@ -382,10 +383,10 @@ def _factors_of(factors: Factors | None, rows: Tensor | slice) -> Factors | None
 def mass_inside(
     features_pd: Tensor, head: nn.Module, inside_v: Tensor, wanted_p: Tensor, shape: LogitShape = PLAIN
 ) -> Tensor:
-    """Return the mass of softmax(shape(head(features))) inside a vocabulary [V] bool, [P] in fp32 at least.
+    """Return the probability [P] that a head gives the tokens of `inside_v` ([V] bool), in fp32 at least.
 
-    It takes a product with the whole head, for every token once, however many depths predict its label. On a CPU
-    only for the wanted tokens [P] bool, the others have 1; elsewhere for all, as counting them would wait.
+    One product with the whole head per token, whatever the number of depths that predict its label. On a CPU
+    only for the tokens in `wanted_p` ([P] bool), and 1 for the others; elsewhere for all, as counting them would wait.
     """
     head, is_cpu = _linear(head), _device_type(features_pd) == "cpu"
     dtype = _product_dtype(head.weight)
@@ -405,7 +406,7 @@ def mass_inside(
 
 @contextmanager
 def chunks_made_for(device_type: str) -> Iterator[None]:
-    """Make chunks as large as on such a device within this context, whatever device the tensors are on."""
+    """Use the chunk size of this type of device in the context, whatever device the tensors are on."""
     token = _made_for.set(device_type)
     try:
         yield
@@ -414,7 +415,7 @@ def chunks_made_for(device_type: str) -> Iterator[None]:
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
-    """Return how many rows' logits exist at the same time.
+    """Return the number of rows in a chunk, whose logits are in memory at the same time.
 
     As many as fill CHUNK_ELEMENTS, or a sixteenth of the head's own size where that is more: the products of fewer rows
     would wait for the head to be read from memory. Half its size where it is trained: every chunk reads and writes all
@@ -426,12 +427,12 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 
 @dataclass
 class _Rows:
-    """N rows before a head, taken through it in chunks.
+    """Inputs of an LM head for N rows, which pass through it in chunks.
 
     Args:
         terms: Products that add up to the logits, of rows [N, D] and a weight [V, D]; the first is the head's, to which
             its bias and its shape belong.
-        dtype: Of the products.
+        dtype: Dtype of the products.
     """
 
     terms: list[tuple[Tensor, Tensor]]
@@ -473,7 +474,7 @@ class _Rows:
 
     @property
     def unit(self) -> Tensor:
-        """Return the divisor [] of the weights before they enter a product: in fp16 they would be rounded to zero."""
+        """Return the scalar to divide the rows' weights by: fp16 would round the small weights to zero."""
         if self.dtype != torch.float16:
             return self.weights_n.new_ones(())
         mean = self.weights_n.abs().sum() / max(1, len(self.weights_n))
@@ -482,10 +483,10 @@ class _Rows:
     def take(
         self, needs_grad: Sequence[tuple[bool, bool]]
     ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor | None]]:
-        """Take all rows through the head.
+        """Compute losses and gradients of all rows, chunk by chunk.
 
         Args:
-            needs_grad: Of each term, whether gradients of its rows and of its weight are needed.
+            needs_grad: For each term whether gradients of its rows and of its weight are needed.
 
         Returns:
             Losses [N], whether the label is the argmax, cross entropies and perhaps alphas; of each term the gradients
@@ -588,7 +589,10 @@ class _HeadLoss(torch.autograd.Function):
             weights_n, scale = grad_outputs[1], torch.ones_like(scale)
             if ctx.rows is not None:
                 ctx.rows.weights_n = weights_n
-        weight_grads, ctx.weight_grads = ctx.weight_grads, [None] * len(row_grads)  # a second backward computes them
+        weight_grads, ctx.weight_grads = (
+            ctx.weight_grads,
+            [None] * len(row_grads),
+        )  # a second backward computes them again
         missing = [needs and grad is None for needs, grad in zip(ctx.needed[1::2], weight_grads, strict=True)]
         if any(missing):
             _, _, computed = ctx.rows.take([(False, needs) for needs in missing])
@@ -605,7 +609,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _adds_to_a_large_one(weight: Tensor) -> bool:
-    """Return True if the weight's gradient is large and an earlier micro-batch left another one in memory."""
+    """Return True if this would hold two large gradients of the weight: its own and an earlier micro-batch's."""
     is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
     return is_large and weight.is_leaf and weight.grad is not None
 
@@ -631,12 +635,14 @@ def _device_type(tensor: Tensor) -> str:
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of products with this weight: autocast's for fp32 weights, if it is on."""
     device = weight.device.type
     under_autocast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
     return torch.get_autocast_dtype(device) if under_autocast else weight.dtype
 
 
 def _linear(head: nn.Module) -> nn.Linear:
+    """Return the head if it is a linear layer whose bias is not trained; raise ValueError otherwise."""
     if not isinstance(head, nn.Linear):
         raise ValueError(f"a loss needs a plain linear LM head, not a {type(head).__name__}")
     if head.bias is not None and head.bias.requires_grad:

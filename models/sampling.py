@@ -65,7 +65,7 @@ class Sampling:
 
 
 def race(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return p / Exp(1) for p [..., V]: the largest is a draw from p, and the order that of draws without replacement.
+    """Return p / Exp(1) for p [..., V]: its argmax is a draw from p, its descending order draws without replacement.
 
     (Gumbel-max trick.)
     """
@@ -81,7 +81,8 @@ def drawn(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulated[..., -1:]
     place = torch.rand(mass.shape, dtype=torch.float64, device=mass.device, generator=generator) * mass
-    # Rounding must not reach the mass itself, so that a token of probability > 0 is found; without mass it is the last.
+    # Stay below the total mass after rounding, so that a token of probability > 0 is found; without any mass it is the
+    # last.
     place = torch.minimum(place, torch.nextafter(mass, torch.zeros_like(mass)))
     return torch.searchsorted(cumulated, place, right=True)[..., 0].clamp_max(probabilities.shape[-1] - 1)
 

@@ -2,8 +2,8 @@
 
     logits = cap * tanh(scale * head(h) / cap),    without a cap: scale * head(h)
 
-Everything that needs the target's distribution from its final features goes through here: teachers, and drafters that
-borrow the head. A drafter's own heads give logits as they are.
+Used wherever the target's distribution is computed from its final features: for teachers, and for drafters that borrow
+the head. Logits of a drafter's own heads are neither scaled nor capped.
 
 Shapes: N rows, V vocabulary, D hidden.
 """
@@ -73,10 +73,10 @@ _measured: weakref.WeakKeyDictionary[nn.Module, LogitShape] = weakref.WeakKeyDic
 def logit_shape(target: PreTrainedModel) -> LogitShape:
     """Return the shape of the target's logits, read off its config and compared with its own logits.
 
-    A target without weights, as in a plan, is taken at its config's word.
+    For a target without weights, as in a plan, the config alone decides.
 
     Raises:
-        UserError: Its logits are another function of the LM head's product.
+        UserError: The target's logits are another function of the LM head's product.
     """
     if target not in _measured:
         shapes = _possible_shapes(target.config.get_text_config())
@@ -110,13 +110,13 @@ def _compared(target: PreTrainedModel, shapes: list[LogitShape]) -> LogitShape:
     """Return the shape that gives the target's logits.
 
     Raises:
-        UserError: None does.
+        UserError: No shape gives them.
     """
     head = target.get_output_embeddings()
     weight = head.weight
     rows = torch.randn(NUM_TRIED, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = rows.to(weight.device, weight.dtype)
-    # Far enough for a cap to be seen.
+    # Large enough to show a cap.
     reach = 2.0 * (shapes[0].cap or 8.0) / abs(shapes[0].scale)
     hidden *= reach / head(hidden).abs().amax().clamp(min=1e-6)
     product = head(hidden)

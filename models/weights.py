@@ -12,7 +12,7 @@ from draftsmith.errors import UserError, reason
 from draftsmith.files import file_sha256
 
 USUAL_WAY_OUT = "give a folder with a transformers checkpoint, or a Hub id that this machine can reach"
-# By a pattern of the error; the first that fits.
+# Advice by pattern of the error message; the first match counts.
 WAYS_OUT = (
     (
         "trust_remote_code",
@@ -28,10 +28,10 @@ WAYS_OUT = (
     ),
     (r"pip install|requires the following packages|No module named", "install the package that it names"),
 )
-# What torch's allocators say where they raise a plain RuntimeError.
+# Messages of torch's allocators that raise a plain RuntimeError.
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
 MOST_NAMES = 4  # of tensors, in one sentence
-# Of a weights file: a retrained model differs everywhere.
+# Bytes to sample from a weights file: a retrained model differs everywhere.
 HASHED_PARTS, HASHED_BYTES = 64, 1 << 16
 
 
@@ -39,25 +39,25 @@ def read_pretrained(what: str, location: str, load: Any) -> Any:
     """Call a `from_pretrained`; report its failures in one sentence.
 
     Args:
-        what: Name of the loaded thing for the user: a key of the recipe, say.
+        what: Name of the loaded model in messages, such as a key of the recipe.
     """
     try:
         return load()
     except UserError:
         raise
-    except Exception as error:  # of any kind: it is whatever a damaged file leads to in transformers and tokenizers
+    except Exception as error:  # of any type: it depends on how the damage shows in transformers and tokenizers
         if is_out_of_memory(error):
             raise UserError(
-                f"{what} {location} does not fit into the memory there is ({reason(error)}): for a target set "
+                f"{what} {location} does not fit into memory ({reason(error)}): for a target set "
                 "target.dtype=bfloat16 or target.quantization=nf4, or train with several processes and "
-                "data.features.sharded=true; or take a device with more"
+                "data.features.sharded=true; or use a device with more memory"
             ) from None
         raise UserError(f"{what} {location} cannot be loaded ({reason(error)}): {_way_out(what, error)}") from None
 
 
 def _way_out(what: str, error: Exception) -> str:
     """Choose the advice for a failed load by the error of transformers or the system."""
-    of_the_target = WAYS_OUT if what.startswith("target.") else ()  # whose keys they name
+    of_the_target = WAYS_OUT if what.startswith("target.") else ()  # the advice names keys of the target
     return next((way_out for pattern, way_out in of_the_target if re.search(pattern, str(error))), USUAL_WAY_OUT)
 
 
@@ -72,7 +72,7 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
     """Call `model_class.from_pretrained(location, **options)`; no tensor stays random and none is left over.
 
     Raises:
-        UserError: A tensor is missing, not of this architecture or of another shape: names it.
+        UserError: A tensor is missing, not of this architecture or of another shape; the message names it.
     """
     model, info = read_pretrained(
         what,
@@ -82,17 +82,21 @@ def load_weights(what: str, location: str, model_class: Any, **options: Any) -> 
         ),
     )
     mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
-    said = tensors_said(info["missing_keys"], info["unexpected_keys"], mismatched, "not of this architecture")
-    if said:
+    differences = describe_differences(
+        info["missing_keys"], info["unexpected_keys"], mismatched, "not of this architecture"
+    )
+    if differences:
         raise UserError(
-            f"{what} {location} has not the weights that its config.json asks for ({said}): what is absent "
-            "would be random; restore the files that belong together, or make them again"
+            f"{what} {location} does not have the weights that its config.json requires ({differences}): missing "
+            "weights would be random; restore the folder's files, or create them again"
         )
     return model
 
 
-def tensors_said(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str) -> str:
-    """Name tensors that a checkpoint lacks, that it has and should not (`not_in` what), and of another shape."""
+def describe_differences(
+    missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], not_in: str
+) -> str:
+    """Describe missing tensors, superfluous ones (in the words of `not_in`) and those of another shape."""
     wrong = {"missing": sorted(missing), not_in: sorted(unexpected), "of another shape": sorted(mismatched)}
     return "; ".join(f"{some_of(names)} {kind}" for kind, names in wrong.items() if names)
 
@@ -103,7 +107,7 @@ def weights_sha256(folder: Path) -> dict[str, str]:
 
 
 def sampled_hash(files: Iterable[Path]) -> str:
-    """Hash sizes and parts of files: it changes when another model is put in a file's place, and takes a moment."""
+    """Hash sizes and samples of files, in a moment; another model in a file's place changes the hash."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {file.stat().st_size}".encode())

@@ -54,11 +54,11 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         place = _locate(error.errors()[0]["loc"], list(files), overrides or [])
         raise UserError(f"{place}: {explain(Recipe, error)}") from None
     except RecursionError:  # an alias that contains itself
-        raise UserError(f"{file} is nested without end: resolve its YAML aliases") from None
+        raise UserError(f"{file} is nested too deeply: resolve its YAML aliases") from None
     _check_adapter("target.model", recipe.target.model)
     _check_adapter("data.distill.model", recipe.data.distill.model)
     if unwritable := _unwritable(recipe.model_dump()):
-        raise UserError(f"{file}: key `{unwritable}` holds a character that no file can: take it out")
+        raise UserError(f"{file}: key `{unwritable}` contains a character that cannot be written to a file: remove it")
     return recipe
 
 
@@ -88,7 +88,7 @@ def _with_parents(file: Path) -> dict[Path, dict[str, Any]]:
         values = _read_yaml(parent)
         if not isinstance(values, dict):
             raise UserError(
-                f"{parent} must hold a YAML mapping of sections (name, target, data, ...), not {_kind(values)}"
+                f"{parent} must contain a YAML mapping of sections (name, target, data, ...), not {_kind(values)}"
             )
         name = values.pop("extends", None)
         files[parent], child, parent = values, parent, None
@@ -188,7 +188,7 @@ def _count_values(node: yaml.Node, sizes: dict[int, int]) -> int:
     """
     if (known := sizes.get(id(node))) is not None:
         if known == 0:
-            raise yaml.YAMLError("it is nested without end: resolve its YAML aliases")
+            raise yaml.YAMLError("it is nested too deeply: resolve its YAML aliases")
         return known
     sizes[id(node)], size = 0, 1
     if isinstance(node, yaml.MappingNode):
@@ -316,7 +316,7 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
         names: Names of the recipes that start from this one.
 
     Raises:
-        UserError: There is no such recipe, or recipes start from each other in a circle.
+        UserError: The named recipe does not exist, or recipes start from each other in a circle.
     """
     init, names = recipe.drafter.init, (*names, recipe.name)
     # A folder takes precedence over a shipped recipe of the same name.
@@ -334,6 +334,6 @@ def first_stage(recipe: Recipe, names: tuple[str, ...] = ()) -> Recipe | None:
     name = f"{first.name}{SEED_SUFFIX}{number}" if number else first.name
     first = first.model_copy(update={**same, "train": train, "name": name})
     if name in names:
-        raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one another start")
-    first_stage(first, names)  # to find a circle before any training
+        raise UserError(f"key `drafter.init`: {' starts from '.join((*names, name))}: give one of them another start")
+    first_stage(first, names)  # raises for a circle before any training
     return first

@@ -82,7 +82,7 @@ class RunFolder:
         """Read the provenance of a stage, as `record` wrote it.
 
         Raises:
-            UserError: It is missing or damaged.
+            UserError: The provenance is missing or damaged.
         """
         return read_json(self.root / PROVENANCE, Provenance, f"delete it and run `draftsmith {stage}` again", stage)
 
@@ -160,7 +160,7 @@ def check_no_training_reads(data: Path) -> None:
         data: The run's data folder, or a link to that of another run.
 
     Raises:
-        UserError: There is one.
+        UserError: An unfinished training uses the rows.
     """
     for root in dict.fromkeys((data.parent, data.resolve().parent)):
         drafter = root / "drafter"
@@ -195,13 +195,13 @@ def check_same_settings(
 
     Args:
         folder: The folder, for the message.
-        earlier: Its settings, as read from JSON.
+        earlier: The folder's settings, as read from JSON.
         settings: The settings now, by recipe key or by section.
         advice: Verb phrase for the message: what to do after deleting the folder, such as `train again`.
         may_decrease: Keys of numbers that may be lower now.
 
     Raises:
-        UserError: They differ; the message has the first differing key with both values, and the other keys.
+        UserError: The settings differ; the message has the first differing key with both values, and the other keys.
     """
     old, new = _flat(earlier), _flat(json.loads(json.dumps(settings)))
     decreased = {key for key in may_decrease if key in old and key in new and new[key] < old[key]}

@@ -19,7 +19,7 @@ def check_name(name: str) -> str:
     """Check a name of files and folders, and return it.
 
     Raises:
-        ValueError: It is not valid.
+        ValueError: The name is not valid.
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,79}", name) is None:
         raise ValueError(
@@ -69,27 +69,35 @@ class TargetRecipe(Section):
     model: str = Field(
         "embedded", description="Hub id, local folder, or `embedded` for the target that ships with draftsmith"
     )
-    revision: str | None = Field(None, description="of a Hub id: a branch, a tag or a commit")
+    revision: str | None = Field(None, description="branch, tag or commit of the Hub repository `model`")
     gguf_file: str | None = Field(
-        None, description="a GGUF file in that folder or repository; converted once, into $DRAFTSMITH_CACHE"
+        None,
+        description="name of a GGUF file in the folder or repository `model`; converted once, into $DRAFTSMITH_CACHE",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
-        "auto", description="p runs in; `auto`: what its checkpoint is saved in"
+        "auto", description="dtype of the target's weights and arithmetic; `auto`: the dtype of its checkpoint"
     )
     quantization: Literal["int8", "nf4"] | None = Field(
-        None, description="bitsandbytes: its linear layers, the LM head left out, in 8 or 4 bits; everywhere p runs"
+        None,
+        description="load the target's linear layers, except the LM head, in 8 or 4 bits with bitsandbytes, in "
+        "all stages",
     )
     attn_implementation: Literal["sdpa", "eager"] = Field(
         "sdpa",
-        description="transformers' own, with a 4-D mask; eager where sdpa would drop soft caps or sinks of the target",
+        description="the target's attention in transformers; eager is used in any case where sdpa would ignore "
+        "the target's soft caps or sinks",
     )
-    device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; by default CUDA if there is one, else CPU")
-    trust_remote_code: bool = Field(False, description="run the model's own Python code, which may do anything")
-    chat_template: str | None = Field(None, description="Jinja text, for a tokenizer that ships no chat template")
+    device: str | None = Field(
+        None, description="device of target and drafter: cpu, cuda, cuda:1, mps; by default CUDA if available, else CPU"
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code from the model's repository; it can do anything on this machine"
+    )
+    chat_template: str | None = Field(None, description="chat template as Jinja text, for a tokenizer that has none")
     chat_template_kwargs: dict[str, Any] = Field(
         {},
-        description="variables of the chat template in all stages, set as for serving: `{enable_thinking: false}` for "
-        "Qwen3 without thoughts",
+        description="variables of the chat template, in all stages; set them as they will be set for serving, as "
+        "`{enable_thinking: false}` for Qwen3 without reasoning",
     )
 
     @property
@@ -102,29 +110,43 @@ class ColumnsRecipe(Section):
     """Names of a record's columns. Default: the usual names; two of them with different text are an error."""
 
     messages: str | None = Field(
-        None, description="messages, conversations or conversation: the list of turns, or its JSON text"
+        None,
+        description="column with the list of turns, or its JSON text; by default messages, conversations or "
+        "conversation",
     )
     prompt: str | None = Field(
-        None, description="prompt, instruction, question or turns; text, or a list of user turns"
+        None,
+        description="column with the user's text, or a list of user turns; by default prompt, instruction, "
+        "question or turns",
     )
-    input: str | None = Field(None, description="input or context: text that goes under the first prompt")
-    answer: str | None = Field(None, description="response, output, answer or completion; may be absent or empty")
-    system: str | None = Field(None, description="system_prompt or system")
+    input: str | None = Field(
+        None, description="column with text to append to the first prompt; by default input or context"
+    )
+    answer: str | None = Field(
+        None,
+        description="column with the answer, which may be absent or empty; by default response, output, answer or "
+        "completion",
+    )
+    system: str | None = Field(None, description="column with the system prompt; by default system_prompt or system")
 
 
 class SourceRecipe(Section):
     """One source of conversations."""
 
     source: str = Field(
-        "stdlib", description="local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet, Hub dataset id, or `stdlib`, which ships"
+        "stdlib",
+        description="conversations: a local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet file, a Hub dataset id, or "
+        "`stdlib`, which ships with draftsmith",
     )
-    name: str | None = Field(None, description="for counts and the data card; by default the file's or the dataset's")
-    hub_split: str = Field("train", description="the split of a Hub dataset")
-    hub_config: str | None = Field(None, description="the configuration of a Hub dataset that has several")
-    file: str | None = Field(None, description="one file of a Hub dataset, for repositories that hold several")
-    revision: str | None = Field(None, description="of a Hub dataset: a branch, a tag or a commit")
+    name: str | None = Field(
+        None, description="name of the source in counts and the data card; by default the file's or the dataset's"
+    )
+    hub_split: str = Field("train", description="split of a Hub dataset")
+    hub_config: str | None = Field(None, description="configuration of a Hub dataset that has several")
+    file: str | None = Field(None, description="read only this file of a Hub dataset's repository")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
     columns: ColumnsRecipe = ColumnsRecipe()
-    limit: int | None = Field(None, ge=1, description="take the first n conversations that can be used")
+    limit: int | None = Field(None, ge=1, description="use only the first n usable conversations; by default all")
 
     @property
     def label(self) -> str:
@@ -138,19 +160,33 @@ class SourceRecipe(Section):
 class MixedSourceRecipe(SourceRecipe):
     """One source of a mixture."""
 
-    source: str = Field(description="as of `data.conversations.source`")
-    weight: float = Field(1.0, gt=0, description="its share of the conversations, relative to the other weights")
+    source: str = Field(description="one source of the mixture, in the form of `data.conversations.source`")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="share of the conversations that come from this source, relative to the other sources' weights",
+    )
 
 
 class FiltersRecipe(Section):
     """Filters of valid conversations; the dropped ones are counted. Default: none."""
 
-    languages: list[str] = Field([], description="ISO 639-1 codes: user turns in another language are left out")
-    min_turns: int = Field(1, ge=1, description="user turns")
-    max_turns: int | None = Field(None, ge=1, description="user turns")
-    min_turn_chars: int = Field(1, ge=1, description="of every user and assistant turn")
-    max_turn_chars: int | None = Field(None, ge=1, description="of every user and assistant turn")
-    max_tokens: int | None = Field(None, ge=1, description="of all turns together, in the target's tokens")
+    languages: list[str] = Field(
+        [],
+        description="keep conversations whose user turns are in one of these languages (ISO 639-1 codes); by default "
+        "all",
+    )
+    min_turns: int = Field(1, ge=1, description="fewest user turns of a conversation")
+    max_turns: int | None = Field(None, ge=1, description="most user turns of a conversation; by default any number")
+    min_turn_chars: int = Field(1, ge=1, description="fewest characters of each user and assistant turn")
+    max_turn_chars: int | None = Field(
+        None, ge=1, description="most characters of each user and assistant turn; by default any number"
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most tokens of a conversation, counted with the target's tokenizer; by default any number",
+    )
 
 
 class ConversationsRecipe(SourceRecipe):
@@ -160,19 +196,31 @@ class ConversationsRecipe(SourceRecipe):
     with theirs. They hold for the whole if `limit` is reached before.
     """
 
-    mixture: list[MixedSourceRecipe] = Field([], description="several sources, in place of `source`")
-    skip_invalid: bool = Field(False, description="count malformed conversations and continue")
+    mixture: list[MixedSourceRecipe] = Field([], description="several sources to mix, in place of the one `source`")
+    skip_invalid: bool = Field(
+        False, description="skip malformed conversations and count them; by default the first one is an error"
+    )
     split: Literal["train", "heldout", "all"] = Field(
-        "train", description="without the held-out conversations, these, or all"
+        "train",
+        description="`train`: the conversations that are not held out; `heldout`: only the held-out ones; `all`: both",
     )
     heldout_frac: float = Field(
-        0.0, ge=0, lt=1, description="held-out share, by a hash of the id; stdlib has a fixed split, by module"
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the conversations to hold out, chosen by a hash of their ids; stdlib has a fixed "
+        "split instead, by module",
     )
     decontaminate: list[str] | None = Field(
-        None, description="question files whose questions are left out; by default eval.questions, [] for none"
+        None,
+        description="question files; conversations that contain one of their questions are left out. By default "
+        "the file of `eval.questions`; [] for none",
     )
     contamination_words: int = Field(
-        13, ge=5, description="number of consecutive words in common with a question that exclude a conversation"
+        13,
+        ge=5,
+        description="leave out a conversation that shares this number of consecutive words with a question of "
+        "`decontaminate`",
     )
     filters: FiltersRecipe = FiltersRecipe()
 
@@ -211,22 +259,26 @@ class DistillRecipe(Section):
     """Distillation: the target rewrites every assistant turn. `engine: none` trains on the conversations unchanged."""
 
     engine: Literal["transformers", "vllm", "openai", "none"] = Field(
-        "transformers", description="engine that answers: a file of `data/engines/`; `none`: no answers"
+        "transformers",
+        description="engine that generates the answers, a file of `data/engines/`; `none`: keep the "
+        "conversations' own answers",
     )
-    options: dict[str, Any] = Field({}, description="of that engine, documented there")
+    options: dict[str, Any] = Field({}, description="options of that engine, listed in the documentation of engines")
     model: str | None = Field(
         None,
-        description="model that answers for the target, with engine vllm or transformers: Hub id or folder of the "
-        "copy that will be served (FP8, AWQ, GPTQ), whose answers the drafter then learns",
+        description="distil answers of this model in place of `target.model`: Hub id or folder of the quantised copy "
+        "(FP8, AWQ, GPTQ) that will be served; needs engine vllm or transformers",
     )
-    temperature: float = Field(0.0, ge=0, description="of the answers; 0 is greedy")
-    top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
-    max_new_tokens: int = Field(512, ge=1, description="of every answer")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers; 0 is greedy")
+    top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all tokens")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the most likely tokens whose probabilities add up to this"
+    )
+    max_new_tokens: int = Field(512, ge=1, description="largest number of tokens of an answer")
     cut_answers: Literal["keep", "drop"] = Field(
         "drop",
-        description="an answer that reaches max_new_tokens ends its conversation; `keep`: train on its tokens, without "
-        "an end token",
+        description="an answer that reaches max_new_tokens ends its conversation; `keep`: train on its tokens, "
+        "without an end token; `drop`: leave it out",
     )
 
     @model_validator(mode="after")
@@ -240,16 +292,23 @@ class FeaturesRecipe(Section):
     """Target features for training: computed in every step, or once, into `features/`."""
 
     source: Literal["online", "offline"] = Field(
-        "online", description="`offline`: train reads what `draftsmith features` wrote, and runs no target"
+        "online",
+        description="`online`: compute the target's hidden states in every training step; `offline`: read those "
+        "that `draftsmith features` wrote, and do not load the target",
     )
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="on disk")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="dtype of the hidden states on disk")
     autocast: bool = Field(
         False,
-        description="the target's products in bf16, its residual stream not; online only where `train.bf16` is on too",
+        description="run the target's matrix products in bf16 (torch.autocast), its residual stream in its own "
+        "dtype; online it also needs `train.bf16`",
     )
-    batch_size: int = Field(8, ge=1, description="rows of one forward of the target offline")
+    batch_size: int = Field(
+        8, ge=1, description="sequences in one forward of the target when features are computed offline"
+    )
     sharded: bool = Field(
-        False, description="of several processes that run the target each holds a part of its layers (FSDP2)"
+        False,
+        description="split the target's layers over the launched processes (FSDP2), for a target that is too "
+        "large for one GPU",
     )
 
 
@@ -258,54 +317,67 @@ class DataRecipe(Section):
 
     conversations: ConversationsRecipe = ConversationsRecipe()
     distill: DistillRecipe = DistillRecipe()
-    max_length_tokens: int = Field(2048, ge=8, description="longer conversations are shortened, by whole turns")
+    max_length_tokens: int = Field(
+        2048,
+        ge=8,
+        description="largest number of tokens of a training sequence; whole turns are cut off the end of longer "
+        "conversations",
+    )
     loops: Literal["keep", "mask"] = Field(
         "keep",
-        description="`mask`: tokens of an answer in copies of twelve and more of its earlier tokens carry no loss, as "
-        "where a small model's greedy answer repeats itself; they are still read",
+        description="`mask`: no loss on answer tokens in copies of 12 or more earlier tokens of the same answer, "
+        "as when a small model's greedy answer repeats itself; the drafter still reads them",
     )
     reasoning: Literal["learn", "mask"] = Field(
         "learn",
-        description="`mask`: the thoughts of an answer, up to the token that ends them, carry no loss; they are read",
+        description="`mask`: no loss on the reasoning of an answer, up to the token that ends it; the drafter "
+        "still reads it",
     )
     reasoning_tokens: tuple[str, str] = Field(
-        ("<think>", "</think>"), description="between which the target thinks; each is one token of its vocabulary"
+        ("<think>", "</think>"),
+        description="tokens that start and end the target's reasoning; each is one token of its vocabulary",
     )
     features: FeaturesRecipe = FeaturesRecipe()
     packing: bool = Field(
-        False, description="train on rows of several conversations, together at most max_length_tokens long"
+        False, description="train on sequences of several conversations, together at most max_length_tokens long"
     )
     eval_rows_frac: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of the conversations, by a hash of each, that training leaves out: accuracy by depth and "
-        "the tau of a chain are measured on them at the end, and on the way with `train.eval_strategy`",
+        description="share of the conversations to hold out of training, chosen by a hash of each; accuracy by "
+        "depth and a chain's tau are measured on them at the end, and during training with `train.eval_strategy`",
     )
     train_answer_tokens: int | None = Field(
         None,
         ge=1,
-        description="train on rows with this number of answer tokens, by the same hash: a smaller part of the data "
-        "is contained in every larger one. Default: all rows",
+        description="train on a part of the data with this number of answer tokens, chosen by a hash, so that a "
+        "smaller part is contained in every larger one; by default on all of it",
     )
-    tokenize_processes: int | None = Field(None, ge=1, description="by default one a processor, 8 at most")
+    tokenize_processes: int | None = Field(
+        None, ge=1, description="number of processes that tokenize; by default one per processor, at most 8"
+    )
 
 
 class DrafterRecipe(Section):
     """`kind` is the name of a file in `models/drafters/`; `options` are the keys of its `Options`."""
 
-    kind: str = Field("parallel", description="parallel, eagle, medusa, ...")
-    options: dict[str, Any] = Field({}, description="of that kind")
+    kind: str = Field(
+        "parallel",
+        description="drafter architecture, the name of a file in `models/drafters/`: parallel, eagle, medusa, ...",
+    )
+    options: dict[str, Any] = Field({}, description="options of that kind, listed in the documentation of drafters")
     init: str | None = Field(
         None,
         min_length=1,
-        description="start from the weights of another trained drafter: its folder, a Hub id, or a recipe (a file or a "
-        "shipped name), whose drafter `draftsmith run` then trains first, on this recipe's target and data",
+        description="start from another trained drafter's weights: its folder, a Hub id, or a recipe (a file or "
+        "a shipped name); `draftsmith run` first trains that recipe's drafter, on this recipe's target and data",
     )
     init_vocabulary: Literal["own", "extended"] = Field(
         "own",
-        description="a reduced draft vocabulary after `init`, if its rows were not trained: tokens of this run's "
-        "answers; `extended`: these and tokens of the trained drafter, for a run with few answers",
+        description="draft vocabulary after `init`, for a drafter with a reduced one whose rows were not "
+        "trained: `own`: tokens of this run's answers; `extended`: these and the tokens of the trained drafter, "
+        "for a run with few answers",
     )
 
 
@@ -314,10 +386,12 @@ class ValidationRecipe(Section):
 
     keep: Literal["last", "best"] = Field(
         "last",
-        description="the weights of the last step, or those of the evaluation with the highest tau, of which each or "
-        "each n-th is saved (transformers' load_best_model_at_end)",
+        description="`last`: keep the weights of the last step; `best`: those of the evaluation with the highest "
+        "tau, for which a checkpoint is saved at evaluations (transformers' load_best_model_at_end)",
     )
-    patience: int | None = Field(None, ge=1, description="evaluations without a higher tau, after which training ends")
+    patience: int | None = Field(
+        None, ge=1, description="stop training after this number of evaluations without a higher tau; by default never"
+    )
 
     @property
     def decides(self) -> bool:
@@ -327,7 +401,7 @@ class ValidationRecipe(Section):
 
 # Far above any real drafter: a larger number in a downloaded config would only fill the memory.
 MOST_DEPTHS, MOST_LAYERS = 256, 512
-MOST_NODES = 256  # draft tokens of a tree that sessions have room for
+MOST_NODES = 256  # most draft tokens of a tree, for which sessions reserve room
 
 
 class MethodConfig(Section):
@@ -336,43 +410,55 @@ class MethodConfig(Section):
     Default: a tree of the run's drafter; `kind` names another method, a file in `eval/methods/`.
     """
 
-    name: MethodName = Field(description="the row of the table")
+    name: MethodName = Field(description="name of the method in tables and pictures")
     kind: str = Field(
-        DRAFTER_KIND, description="`drafter`, or a method that needs no training: prompt_lookup, ngram, ..."
+        DRAFTER_KIND,
+        description="`drafter`, or a method that needs no training, a file of `eval/methods/`: prompt_lookup, "
+        "ngram, ...",
     )
-    options: dict[str, Any] = Field({}, description="of that kind; not for `drafter`")
+    options: dict[str, Any] = Field({}, description="options of that kind; for `drafter` none")
     tree: Literal["chain", "static", "best_first", "adaptive", "tuned"] = Field(
         "chain",
-        description="`adaptive`: the part of the best-first tree that pays in each round, by the drafter's confidence "
-        "and the measured costs; `tuned`: the tree that `draftsmith tune` found for this drafter on this machine",
+        description="shape of the draft trees. `chain`: one path; `static`: the fixed `paths`; `best_first`: the "
+        "most likely `nodes`; `adaptive`: the part of that tree which pays off in each round, by the drafter's "
+        "confidence and the measured costs; `tuned`: the tree that `draftsmith tune` found for this drafter on "
+        "this machine",
     )
     max_depth: int | None = Field(
-        None, ge=1, le=MOST_DEPTHS, description="drafted tokens along one path; by default all K+1"
+        None, ge=1, le=MOST_DEPTHS, description="most draft tokens along one path; by default all depths of the drafter"
     )
     nodes: int = Field(
         16,
         ge=1,
         le=MOST_NODES,
-        description="best_first: drafted tokens in the tree, the root not counted; adaptive: at most",
+        description="draft tokens in a best_first tree, the root not counted; for adaptive the largest number",
     )
     branch: int = Field(
-        8, ge=1, le=MOST_NODES, description="best_first, adaptive: most likely tokens considered at each depth"
+        8,
+        ge=1,
+        le=MOST_NODES,
+        description="for best_first and adaptive trees: candidates considered at each depth, the most likely tokens",
     )
     paths: list[list[int]] | None = Field(
-        None, max_length=MOST_NODES, description="static: Medusa-style paths, ranks from 0"
+        None,
+        max_length=MOST_NODES,
+        description="for static trees: Medusa-style paths, each a list of the tokens' ranks, from 0",
     )
     lookup: bool = Field(
         False,
-        description="best_first, adaptive: what followed a path's last tokens earlier in the text competes for the "
-        "tree's places",
+        description="for best_first and adaptive trees: also consider tokens that followed the same n-gram "
+        "earlier in the text",
     )
     lenience: float = Field(
-        1.0, gt=0, le=1, description="below 1 drafts are accepted more readily, which is NOT lossless (2211.17192, A.5)"
+        1.0,
+        gt=0,
+        le=1,
+        description="below 1, draft tokens are accepted more readily, which is NOT lossless (2211.17192, A.5)",
     )
     drafter: str | None = Field(
         None,
-        description="folder of another run's drafter, or its Hub id, user/repo or user/repo@revision; by default the "
-        "run's own",
+        description="drafter of this method: another run's drafter folder, or a Hub id, user/repo or "
+        "user/repo@revision; by default the run's own",
     )
 
     @property
@@ -389,7 +475,10 @@ class MethodConfig(Section):
         if self.tree == "adaptive" and self.kind != DRAFTER_KIND:
             raise ValueError("`tree: adaptive` goes with `kind: drafter` and with no other")
         if self.kind == DRAFTER_KIND and self.options:
-            raise ValueError("`options` are of methods of another `kind`; a drafter's are stored with its weights")
+            raise ValueError(
+                "leave `options` out: it is for methods of another `kind`; a drafter's options are stored with its "
+                "weights"
+            )
         return self
 
 
@@ -398,35 +487,45 @@ class EvalRecipe(Section):
 
     questions: str = Field(
         "embedded",
-        description="a file in Spec-Bench's format, `embedded` for the questions that ship, or `spec_bench` for "
-        "Spec-Bench's own, which are fetched once",
+        description="questions to measure on: a file in Spec-Bench's format, `embedded` for the ones that ship "
+        "with draftsmith, or `spec_bench` for Spec-Bench's own, downloaded once",
     )
-    limit_per_category: int | None = Field(None, ge=1, description="the first n questions of each")
+    limit_per_category: int | None = Field(
+        None, ge=1, description="use only the first n questions of each category; by default all"
+    )
     limit_per_task: int | None = Field(
         None,
         ge=1,
-        description="the first n questions of each task, in turn from its categories (in Spec-Bench's own file "
-        "MT-bench has eight; elsewhere each is a task); in place of `limit_per_category`",
+        description="use only the first n questions of each task, taken in turn from its categories (in "
+        "Spec-Bench's own file MT-bench has eight; elsewhere each category is a task); in place of "
+        "`limit_per_category`",
     )
-    max_new_tokens: int = Field(512, ge=1, description="of every answer")
+    max_new_tokens: int = Field(512, ge=1, description="largest number of tokens of an answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
         [], description="strings that end an answer, in addition to the end tokens; they are not part of its text"
     )
     runs: int = Field(3, ge=1, description="number of times that every question is answered, for the spread of times")
-    warmup_questions: int = Field(2, ge=0, description="answered first, and not counted")
+    warmup_questions: int = Field(
+        2, ge=0, description="number of questions to answer before the measurement, not counted"
+    )
     untimed_questions: int = Field(
-        0, ge=0, description="answered once more, untimed, for the report: alpha as E[sum min(p, q)], operations"
+        0,
+        ge=0,
+        description="number of questions to answer once more without timing, for the report's alpha as E[sum "
+        "min(p, q)] and its operation counts",
     )
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
-        [0.0], min_length=1, description="every method, and the baseline, at each; 0 is greedy"
+        [0.0], min_length=1, description="temperatures at which the baseline and every method are measured; 0 is greedy"
     )
-    top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all")
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this mass together")
+    top_k: int = Field(0, ge=0, description="sample from the K most likely tokens; 0: from all tokens")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the most likely tokens whose probabilities add up to this"
+    )
     compile: bool | None = Field(
         None,
-        description="run the target through torch.compile, for the baseline too, and on CUDA the drafters; by default "
-        "where there is a C++ compiler, which it needs, and DRAFTSMITH_COMPILE is not 0. On a CPU Llama's, Mistral's "
-        "and Qwen's layers run in one call instead",
+        description="run the target with torch.compile, for the baseline too, and on CUDA the drafters; by "
+        "default if a C++ compiler, which it needs, is installed and DRAFTSMITH_COMPILE is not 0. On a CPU the "
+        "layers of Llama, Mistral and Qwen run in one call instead",
     )
     methods: list[MethodConfig] = [MethodConfig(name="parallel-chain", tree="chain")]
 
@@ -442,27 +541,28 @@ class Recipe(Section):
 
     extends: str | None = Field(
         None,
-        exclude=True,  # of stored recipes: they hold what it stood for
+        exclude=True,  # left out of stored recipes, which contain the extended recipe's values
         description="a shipped recipe's name, or a path from this file's folder: start from that recipe's values",
     )
-    name: Annotated[str, AfterValidator(check_name)] = Field(description="the run's folder under runs_dir")
-    runs_dir: str = Field("runs", description="folder of all run folders")
-    seed: int = Field(0, description="of everything that is drawn at random")
+    name: Annotated[str, AfterValidator(check_name)] = Field(description="name of the run's folder under runs_dir")
+    runs_dir: str = Field("runs", description="folder that holds all run folders")
+    seed: int = Field(0, description="seed of all random numbers")
     target: TargetRecipe = TargetRecipe()
     data: DataRecipe = DataRecipe()
     drafter: DrafterRecipe = DrafterRecipe()
     train: dict[str, Any] = Field(
         {},
-        description="any argument of `transformers.TrainingArguments`, as it is; `global_batch_size`, the rows of a "
-        "step of all processes together, of which each computes `per_device_train_batch_size` at a time; "
-        "`optimizer`, `adamw` or `muon` for the matrices of linear layers, with `muon_learning_rate`",
+        description="any argument of `transformers.TrainingArguments`, unchanged; also `global_batch_size`, the "
+        "sequences of a step of all processes together, of which each computes `per_device_train_batch_size` at "
+        "a time; and `optimizer`, `adamw` or `muon` (for the matrices of linear layers), with "
+        "`muon_learning_rate`",
     )
     validation: ValidationRecipe = ValidationRecipe()
     eval: EvalRecipe = EvalRecipe()
 
     @property
-    def teacher(self) -> TargetRecipe:
-        """The model that answers the conversations: the target, or `data.distill.model` with its saved dtype."""
+    def answering_target(self) -> TargetRecipe:
+        """The model whose answers are distilled: `data.distill.model` in its saved dtype, or by default the target."""
         copy = self.data.distill.model
         as_saved = {"model": copy, "revision": None, "gguf_file": None, "dtype": "auto", "quantization": None}
         return self.target if copy is None else self.target.model_copy(update=as_saved)

@@ -310,7 +310,7 @@ MUTANTS = (
     Mutant(
         "an answer to another prompt is believed",
         "data/engines/openai_answers.py",
-        "raise ServerFails(OTHER_ANSWER)",
+        "raise ServerFailure(OTHER_ANSWER)",
         "pass",
         "tests/data/engines/test_openai_engine.py",
     ),

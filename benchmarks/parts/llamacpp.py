@@ -22,13 +22,16 @@ from draftsmith.models.weights import sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0")
-TARGET_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # whose weights are the target's
+TARGET_DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # GGUF dtypes that store the target's weights unchanged
 ANSWERS_WITHIN_S = 600.0
 
 
 @dataclass(frozen=True)
 class LlamaAnswer:
-    """ids: end token included; rest_s: from the first token to the last; drafted, accepted: tokens, by its timings."""
+    """One answer of llama-server.
+
+    ids: end token included. rest_s: seconds from the first token to the last. drafted, accepted: number of tokens.
+    """
 
     ids: list[int]
     rest_s: float
@@ -40,7 +43,7 @@ Complete = Callable[[list[int], int], LlamaAnswer]
 
 
 def programs_and_files(recipe: TargetRecipe, device: torch.device, named: Path | None) -> tuple[Path, dict[str, Path]]:
-    """Find `llama-server` and the target by dtype for it; no file, after a sentence, where nothing can be compared.
+    """Find `llama-server`, and the target's GGUF file by dtype; prints a reason and returns no file if there is none.
 
     Raises:
         UserError: The named server is no program, or the target cannot be converted.
@@ -81,7 +84,7 @@ def in_dtype(file: Path, dtype: str, server: Path) -> Path:
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
             raise UserError(f"{program} ended with exit code {done.returncode}; its last line: {said}")
-        partial.replace(made)  # in one step: where it is, it is whole
+        partial.replace(made)  # in one step, so that the file is never incomplete
     finally:
         partial.unlink(missing_ok=True)
     return made
@@ -94,17 +97,17 @@ def llama_server(
     """Start a server of one sequence, and end it afterwards.
 
     Args:
-        context_tokens: Of the longest prompt with its answer.
-        drafting: Options of its draft: `--model-draft` and what goes with it.
+        context_tokens: Length of the longest prompt with its answer.
+        drafting: Options of the server that make it draft, `--model-draft` and others.
         ends: Whether an end token ends an answer.
 
     Yields:
         A function of a prompt's ids and the most tokens of its answer, which is greedy.
 
     Raises:
-        UserError: It does not start, or does not answer with tokens.
+        UserError: The server does not start, or its answers have no token ids.
     """
-    # A new connection for each answer: the server closes those that wait while others have their turn.
+    # A new connection for each answer: the server closes idle connections while other sides are measured.
     alone = httpx2.Limits(max_keepalive_connections=0)
     with (
         started_server(program, file, context_tokens, "-t", threads, *drafting) as (url, error),

@@ -28,7 +28,7 @@ def write_figures(options: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

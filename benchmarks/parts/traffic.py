@@ -14,7 +14,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import InvalidConversation, open_records
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.eval.serving.worker import Finished, Job, Worker
+from draftsmith.eval.serving.worker import CompletedAnswer, Job, Worker
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import SourceRecipe
 
@@ -38,13 +38,13 @@ def traffic_name(spec: str) -> str:
 
 
 class Traffic:
-    """A client of the worker."""
+    """A client that sends conversations to the server's worker at a given load."""
 
     def __init__(self, worker: Worker, new_tokens: int, load: float) -> None:
         self._worker, self._new_tokens, self._load = worker, new_tokens, load
 
-    def ask(self, questions: list[str]) -> Iterator[tuple[Finished, float]]:
-        """Each answer of a conversation, and the seconds that it took."""
+    def ask(self, questions: list[str]) -> Iterator[tuple[CompletedAnswer, float]]:
+        """Yield each answer of a conversation, and its duration in seconds."""
         turns: list[Turn] = []
         for question in questions:
             turns.append(Turn("user", question))
@@ -54,7 +54,7 @@ class Traffic:
             out: queue.SimpleQueue[Any] = queue.SimpleQueue()
             begin_s = time.perf_counter()
             self._worker.submit(Job(ids, self._new_tokens, Sampling(), 0, (), out.put))
-            while not isinstance(end := out.get(), Finished):
+            while not isinstance(end := out.get(), CompletedAnswer):
                 if isinstance(end, BaseException):
                     raise end
             seconds = time.perf_counter() - begin_s
@@ -65,7 +65,7 @@ class Traffic:
 
 
 def interval(tokens: np.ndarray, before: np.ndarray, after: np.ndarray) -> dict[str, float]:
-    """Tau after over tau before, with 90 % of the resamplings of the answers."""
+    """Return tau after / tau before, with the interval of 90 % of the resamplings of the answers."""
     drawn = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
     ratios = before[drawn].sum(axis=1) / after[drawn].sum(axis=1)
     low, high = np.quantile(ratios, [0.05, 0.95])

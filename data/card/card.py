@@ -37,7 +37,7 @@ import matplotlib.pyplot as plt
 CARD, CARD_JSON, PICTURE = "README.md", "card.json", "tokens.png"
 SAMPLES = 5
 SHOWN_CHARS = 600
-WHAT_BECAME = {  # counts of a source by reason, and how the card calls them
+WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "invalid": "invalid",
     "contaminated": "contaminated",
     "filtered": "filtered",
@@ -103,7 +103,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             shortened[source].update([made.shortened] if made.shortened else [])
             yield made.conversation
 
-    # By a hash of the id, so that samples stay the same when conversations are added.
+    # Chosen by a hash of the id, so that the samples stay the same when conversations are added.
     samples = heapq.nsmallest(SAMPLES, counted(), key=lambda c: hashlib.sha256(f"sample {c.id}".encode()).digest())
     answer_tokens = answer_lengths(tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(tokens), answer_tokens, strict=True)]
@@ -120,7 +120,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             "dtype": recipe.target.dtype,
             "model": recipe.target.display_name,
         },
-        "answered_by": recipe.teacher.display_name,
+        "answered_by": recipe.answering_target.display_name,
         "sources": sources,
         "failed": dict(view.counts().get(FAILED, Counter())),
         "contaminated_ids": counts.contaminated_ids,
@@ -148,7 +148,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     title = f"{recipe.name}: {len(view):,} conversations"
     _draw_histograms({"prompt": prompt_tokens, "answer": answer_tokens}, folder / PICTURE, title)
-    front_matter = DatasetCardData(  # what the Hub reads; the licence is the sources' matter
+    front_matter = DatasetCardData(  # metadata for the Hub; the licence depends on the sources
         pretty_name=recipe.name,
         language=recipe.data.conversations.filters.languages or None,
         task_categories=["text-generation"],
@@ -177,6 +177,7 @@ def _origin(source: MixedSourceRecipe) -> str:
 
 
 def _lengths(tokens: list[int]) -> dict[str, float]:
+    """Return total, mean, median, 95 % quantile and maximum of the numbers of tokens."""
     median, high = np.quantile(tokens, [0.5, 0.95]).tolist()
     total = sum(tokens)
     return {"total": total, "mean": total / len(tokens), "median": median, "95 %": high, "longest": max(tokens)}

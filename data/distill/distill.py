@@ -20,7 +20,15 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView, kept_record
+from draftsmith.data.distill.ledger import (
+    DONE,
+    FAILED,
+    SHORTENED,
+    FinishedConversation,
+    Ledger,
+    LedgerView,
+    kept_record,
+)
 from draftsmith.data.distill.limits import TargetLimits, check_conversations
 from draftsmith.data.distill.settings import FolderSettings, distill_settings, has_answers
 from draftsmith.data.engines.engine import (
@@ -49,7 +57,7 @@ from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
 
-HELD_POLL_S = 2.0  # between two looks at conversations that another process works on
+HELD_POLL_S = 2.0  # pause before checking again the conversations that another process works on
 LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
@@ -60,7 +68,7 @@ EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
 OTHER_CALLS = "called tools whose results are not there"
-# Another try would fail for the same reason; all other failures are the engine's.
+# Failures that a retry would repeat; all others are the engine's.
 FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 
 
@@ -219,9 +227,11 @@ class _Distillation:
     bar: Progress
     positions: int | None
     in_flight: dict[str, _Rewriting] = field(default_factory=dict)
-    held: deque[str] = field(default_factory=deque)  # by another process, which may die before it has finished them
+    held: deque[str] = field(
+        default_factory=deque
+    )  # claimed by another process, which may die before it has finished them
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[FinishedConversation] = field(default_factory=list)
     next_write_s: float = 0.0
     start_s: float = field(default_factory=time.perf_counter)
 
@@ -242,7 +252,8 @@ class _Distillation:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
                     waiting, self.held = self.held, waiting
-                # Waiting for the disk keeps some engines from generating: not more than a twentieth of the time.
+                # Some engines cannot generate while we wait for the disk: spend at most a twentieth of the time on
+                # that.
                 if not self.in_flight or time.monotonic() > self.next_write_s:
                     self._write()
         finally:
@@ -290,7 +301,7 @@ class _Distillation:
             if self._is_too_long(prompt_ids):
                 rewriting.reason = PROMPT_TOO_LONG
                 return None
-            # Of the answer alone, so that it depends on neither its neighbours nor interruptions; 63 bits.
+            # A seed per answer (63 bits), so that it depends neither on the other requests nor on interruptions.
             digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
             seed = int.from_bytes(digest[:8], "big") >> 1
             messages = [turn.message for turn in rewriting.turns]
@@ -336,7 +347,7 @@ class _Distillation:
             self._add_answer(rewriting, text, token_ids)
 
     def _text_of(self, completion: Completion, source: Conversation) -> str:
-        """Return the text of an answer as a template takes it, which writes the lead before it."""
+        """Return the text of an answer without the lead that the chat template writes before it."""
         text = completion.text
         if text is None:
             ids = completion.token_ids or []
@@ -383,7 +394,7 @@ class _Distillation:
                 rewriting.reason = OTHER_CALLS
             else:
                 calling = form.turn(text, [turn.tool_call_id for turn in results if turn.tool_call_id])
-                # Some templates cannot write two calls in one turn, for instance: then it stays a text.
+                # The answer stays a text if the template cannot write its calls, such as two in one turn.
                 with suppress(TemplateProblem):
                     render(self.tokenizer, (*rewriting.turns, calling), tools=tools)
                     answer = calling
@@ -404,10 +415,11 @@ class _Distillation:
             self.report.kept += 1
             self.report.shortened.update([finished.reason] if finished.reason else [])
 
-    def _ledger_entry(self, rewriting: _Rewriting) -> Finished:
+    def _ledger_entry(self, rewriting: _Rewriting) -> FinishedConversation:
+        """Return the final state of a conversation: failed without an answer, or if it cannot be tokenised."""
         source, turns, answer_ids, reason = rewriting.source, rewriting.turns, rewriting.answer_ids, rewriting.reason
         if not answer_ids:
-            return Finished(source.id, FAILED, reason)
+            return FinishedConversation(source.id, FAILED, reason)
         while turns[-1].role != "assistant":
             turns.pop()
         conversation = replace(source, turns=tuple(turns))
@@ -417,9 +429,9 @@ class _Distillation:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
             except TemplateProblem:  # an answer with two </think>, for instance
-                return Finished(source.id, FAILED, REWRITTEN)
+                return FinishedConversation(source.id, FAILED, REWRITTEN)
         record = kept_record(conversation) | {"answer_ids": answer_ids}
-        return Finished(source.id, DONE if reason is None else SHORTENED, reason, record)
+        return FinishedConversation(source.id, DONE if reason is None else SHORTENED, reason, record)
 
     def _write(self) -> None:
         """Write new results to the ledger; nothing before the first answer, so that failures fix no settings."""
@@ -447,11 +459,13 @@ def _pass_through(
     keys = iter(waiting)
     while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
         finished = []
-        for key in ledger.claim(page).taken:
+        for key in ledger.claim(page).claimed:
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
-            finished.append(Finished(key, DONE, None, kept_record(replace(conversations[key], turns=turns))))
+            finished.append(
+                FinishedConversation(key, DONE, None, kept_record(replace(conversations[key], turns=turns)))
+            )
         with settings.fixed():
             ledger.commit([], finished)
         report.kept += len(finished)

@@ -96,7 +96,7 @@ _LINES: dict[str, TypeAdapter[Any]] = {
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedConversation:
     """Final state of a conversation. `record` is its line in `shards/`; None for a failed one."""
 
     id: str
@@ -114,7 +114,7 @@ def kept_record(conversation: Conversation) -> dict[str, Any]:
 class Claim(NamedTuple):
     """Claimed conversations by id, with their stored answers, and the ids that another process works on."""
 
-    taken: dict[str, list[dict[str, Any]]]
+    claimed: dict[str, list[dict[str, Any]]]
     held: list[str]
 
 
@@ -177,7 +177,7 @@ class LedgerView:
                 streams[line.file].seek(line.offset_bytes)
                 record = self._parse(streams[line.file].readline(), line.file, line.offset_bytes)
                 if record["id"] != key:
-                    raise self._damaged(line.file, line.offset_bytes)
+                    raise self._damage_error(line.file, line.offset_bytes)
                 yield record
 
     def distilled(self) -> Iterator[Distilled]:
@@ -217,10 +217,11 @@ class LedgerView:
             with file.open("rb") as stream:
                 stream.seek(self._read_bytes[file])
                 for line in takewhile(lambda line: line.endswith(b"\n"), stream):
-                    self._take(self._parse(line, file, self._read_bytes[file]), file)
+                    self._add_record(self._parse(line, file, self._read_bytes[file]), file)
                     self._read_bytes[file] += len(line)
 
-    def _take(self, record: dict[str, Any], file: Path) -> None:
+    def _add_record(self, record: dict[str, Any], file: Path) -> None:
+        """Update the conversations' states with one line of a file."""
         key = record["id"]
         if file.parent.name == SHARDS:
             line = _Line(file, self._read_bytes[file], record["state"], record["reason"])
@@ -233,12 +234,13 @@ class LedgerView:
             self._answers.setdefault(key, {})[record["turn"]] = record["answer"]
 
     def _parse(self, line: bytes, file: Path, offset_bytes: int) -> dict[str, Any]:
+        """Parse and validate a line; `offset_bytes` is its place, for the error."""
         try:
             return _LINES[file.parent.name].validate_json(line, strict=True)
         except ValidationError as error:
-            raise self._damaged(file, offset_bytes) from error
+            raise self._damage_error(file, offset_bytes) from error
 
-    def _damaged(self, file: Path, offset_bytes: int) -> UserError:
+    def _damage_error(self, file: Path, offset_bytes: int) -> UserError:
         return UserError(
             f"{file} was changed or damaged at byte {offset_bytes}: restore it, or delete {self._folder} to distil "
             "again"
@@ -280,10 +282,10 @@ class Ledger(LedgerView):
                 self._unlock(key)
                 continue
             answers = self._answers.get(key, {})
-            claim.taken[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
+            claim.claimed[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
         return claim
 
-    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[Finished]) -> None:
+    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[FinishedConversation]) -> None:
         """Write answers (id, turn, answer) and finished conversations, and wait until they are on disk.
 
         Raises:
@@ -333,6 +335,7 @@ class Ledger(LedgerView):
                 raise
 
     def _lock(self, key: str) -> bool:
+        """Lock a conversation for this process. Returns False if another process has locked it."""
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(key))
         except OSError as error:

@@ -37,7 +37,7 @@ class TargetLimits:
 
 
 def target_limits(config: Any) -> TargetLimits:
-    """Read the limits off a config, or off the text part of one for several kinds of input."""
+    """Read the limits from a config, or from its text part if it is multimodal."""
     text = config.get_text_config()
     vocabulary_size, positions = (getattr(text, key, None) for key in ("vocab_size", "max_position_embeddings"))
     if not isinstance(positions, int):
@@ -79,7 +79,7 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
     """Check the tokens that the chat template itself writes into a prompt.
 
     Raises:
-        UserError: One of them is beyond the target's embedding.
+        UserError: A token of the template is beyond the target's embedding.
     """
     size = limits.vocabulary_size
     outside = [each for each in prompt_token_ids(tokenizer, PROBE[:1]) if size is not None and each >= size]
@@ -90,7 +90,7 @@ def check_template_tokens(tokenizer: Any, limits: TargetLimits) -> None:
         )
 
 
-def room_for_answers(
+def count_prompts_with_room(
     recipe: Recipe, tokenizer: Any, conversations: Iterable[Conversation], limits: TargetLimits
 ) -> tuple[int, int]:
     """Count the first prompts of a sample that leave room for an answer, and all that the template does not refuse.
@@ -126,7 +126,7 @@ def no_room_sentence(recipe: Recipe, looked_at: int, limits: TargetLimits) -> st
 
 
 def check_tokens(tokens: datasets.Dataset, limits: TargetLimits, folder: Path) -> None:
-    """Check the dataset of a folder against the target.
+    """Check that the token dataset of a folder fits the target.
 
     Raises:
         UserError: A token is beyond the embedding, or a row beyond the positions.
@@ -182,6 +182,6 @@ def check_conversations(
     if is_checked and any(turn.reasoning_content for each in conversations.values() for turn in each.turns):
         thoughts_field(tokenizer)
     if not keeps_answers:
-        fitting, looked_at = room_for_answers(recipe, tokenizer, conversations.values(), limits)
+        fitting, looked_at = count_prompts_with_room(recipe, tokenizer, conversations.values(), limits)
         if looked_at and not fitting:
             raise UserError(no_room_sentence(recipe, looked_at, limits))

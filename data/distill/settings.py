@@ -76,7 +76,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     # Limits are left out: conversations may be added later, as may lines of a file.
     chosen = conversations.model_dump(exclude={"limit", "skip_invalid", "name", "mixture", "decontaminate"})
     chosen["mixture"] = [source.model_dump(exclude={"limit", "name"}) for source in conversations.mixture]
-    # By content, wherever the files are: other questions would leave conversations in the folder that repeat them.
+    # Hashes of the files' content: with other questions, other conversations would be left out.
     chosen["decontaminate (hashes of the question files)"] = sorted(
         file_sha256(questions_file(source))[:16] for source in question_sources(recipe)
     )
@@ -86,7 +86,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
         return values
     if settings.model is not None:
         values["data.distill.model"] = settings.model
-    if settings.cut_answers != "drop":  # as it always was before there was a choice
+    if settings.cut_answers != "drop":  # the default is left out, as earlier versions did not have the key
         values["data.distill.cut_answers"] = settings.cut_answers
     return values | {
         "target.model": recipe.target.model,

@@ -42,7 +42,7 @@ MOST_PROCESSES = 8  # by default
 CHUNK_CONVERSATIONS = 128
 CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
-# The column that numbers the conversation a row is of; datasets of earlier versions have none.
+# Column with the number of a row's conversation; datasets of earlier versions lack it.
 CONVERSATION = "conversation"
 FORMAT_VERSION = 3
 FEATURES = datasets.Features(
@@ -135,11 +135,11 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         reasoning=reasoning_ids(tokenizer, settings),
     )
     final, building = folder.data / "tokens", folder.data / "tokens.partial"
-    # Two distillations that share a folder end at the same time.
+    # Two distillations that share the folder may end at the same time.
     with FileLock(folder.data / "tokens.lock"):
         fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
-        # Rows of one conversation that do not say so would be on both sides of training and evaluation.
+        # Without the column, rows of one conversation could be in both training and evaluation.
         is_numbered = recorded is not None and (recorded.numbered or not recorded.extra_rows)
         if recorded is not None and is_numbered and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
@@ -163,7 +163,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             raise UserError(
                 f"no conversation of {folder.data} is left to train on ({report.conversations} read, {report.too_long} "
                 f"longer than {work.max_length_tokens} tokens, {report.refused} refused by the chat template"
-                + (f", {report.thoughts_alone} with thoughts alone" if report.thoughts_alone else "")
+                + (f", {report.thoughts_alone} with reasoning only" if report.thoughts_alone else "")
                 + "): raise data.max_length_tokens"
                 + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
@@ -191,7 +191,7 @@ def _first_refusal(view: LedgerView, work: Work) -> UserError:
             tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)
         except TemplateProblem as problem:
             return problem
-    return UserError("the target's chat template takes no conversation: correct tokenizer.chat_template")
+    return UserError("the target's chat template rejects every conversation: correct tokenizer.chat_template")
 
 
 def write_token_rows(
@@ -211,7 +211,7 @@ def write_token_rows(
     """
     counts: Counter[str] = Counter()
     with ArrowWriter(path=str(file), features=FEATURES) as writer:
-        for counted, rows in _chunks(iter(conversations), work, processes):
+        for counted, rows in _tokenize_in_processes(iter(conversations), work, processes):
             for row in rows:
                 writer.write(row | {CONVERSATION: counts["conversations"] + row[CONVERSATION]})
             counts += counted
@@ -221,7 +221,8 @@ def write_token_rows(
     return TokenReport(**totals, numbered=True)
 
 
-def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
+def _tokenize_in_processes(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
+    """Tokenise chunks of conversations in order, in this process if there are only a few."""
     chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
     # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
     ahead = list(islice(chunks, processes * CHUNKS_PER_PROCESS))
@@ -241,15 +242,17 @@ def _chunks(conversations: Iterator[Answered], work: Work, processes: int) -> It
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_work: list[Work] = []  # of a process of the pool
+_work: list[Work] = []  # settings of this pool process
 
 
 def _start_process(work: Work) -> None:
+    """Initialise a process of the pool."""
     end_with_parent()
     _work.append(work)
 
 
 def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
+    """Tokenise a chunk of conversations; returns its rows and counts."""
     work = work or _work[0]
     tokenizer, max_length_tokens = work.tokenizer, work.max_length_tokens
     counts: Counter[str] = Counter(conversations=len(conversations))
@@ -261,7 +264,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
             counts["refused"] += 1
             continue
         if not rows and work.cut_answers and answer_ids and answer_ids[0] is not None:
-            # Of the first exchange what fits, if that is within its answer.
+            # Keep the part of the first exchange that fits, if the cut is within its answer.
             end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
             first = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
             cut = first.cut_to(max_length_tokens)
@@ -272,17 +275,17 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
         counts["extra_rows"] += max(0, len(rows) - 1)
         if work.reasoning is not None:
             masked = [row.without_reasoning(*work.reasoning) for row in rows]
-            counts["reasoning_tokens"] += _loss_tokens(rows) - _loss_tokens(masked)
+            counts["reasoning_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
             rows = [row for row in masked if any(row.loss_mask)]
             counts["thoughts_alone"] += len(masked) - len(rows)
         if work.mask_copies:
             masked = [row.without_copies() for row in rows]
-            counts["copied_tokens"] += _loss_tokens(rows) - _loss_tokens(masked)
+            counts["copied_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
             rows = masked
         found += [(number, row) for row in rows]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
-    counts["loss_tokens"] += _loss_tokens(row for _, row in found)
+    counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
     return counts, [
         {
             "input_ids": np.array(row.input_ids, dtype=np.int32),
@@ -294,7 +297,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
     ]
 
 
-def _loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
+def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
     return sum(sum(row.loss_mask) for row in rows)
 
 
@@ -311,14 +314,15 @@ def tokenize_rows(
         return [], False
     whole, dropped = result
     rows = [whole] if any(whole.loss_mask) else []
-    for turn in whole.unsaid_turns:
+    for turn in whole.rewritten_turns:
         row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
-        if len(row.input_ids) <= max_length_tokens:  # thoughts may make it longer than the whole
+        if len(row.input_ids) <= max_length_tokens:  # with its thoughts it may be longer than the whole conversation
             rows.append(row.with_last_answer_only())
     return rows, dropped > 0
 
 
 def _fingerprint(view: LedgerView, work: Work) -> str:
+    """Hash all inputs of the dataset: conversations, tokenizer, template and settings."""
     tokenizer = work.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -346,7 +350,7 @@ def save_rows(rows_file: Path, folder: Path) -> None:
     try:
         datasets.Dataset.from_file(str(rows_file)).save_to_disk(str(folder))
     finally:
-        if were_shown:  # else something forbids them, and says so
+        if were_shown:  # else progress bars are disabled for another reason
             datasets.enable_progress_bars()
 
 
@@ -362,7 +366,7 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
     try:
         tokens = datasets.load_from_disk(str(folder))
         lists = {field.name for field in tokens.data.schema if str(field.type).startswith("list<")}
-    except Exception as error:  # of any kind: it is whatever the damage leads to in datasets and Arrow
+    except Exception as error:  # of any type: it depends on how the damage shows in datasets and Arrow
         raise UserError(
             f"{folder} cannot be read ({reason(error)}): delete it and run `draftsmith distill` again"
         ) from None
@@ -376,8 +380,8 @@ def load_tokens(run: RunFolder, recipe_name: str) -> datasets.Dataset:
 def tokens_hash(tokens: datasets.Dataset) -> str:
     """Hash ids, masks and which rows belong together by SHA-256 (16 hex digits), whatever the Arrow chunks."""
     digest = hashlib.sha256()
-    begins = conversation_begins(tokens)
-    if len(set(begins)) < len(begins):  # else the hash is that of datasets which do not say
+    begins = first_rows_of_conversations(tokens)
+    if len(set(begins)) < len(begins):  # else the hash equals that of datasets without the column
         digest.update(np.array(begins, dtype=np.int64).tobytes())
     for name in ("input_ids", "loss_mask"):
         for chunk in tokens.data.column(name).chunks:
@@ -387,7 +391,7 @@ def tokens_hash(tokens: datasets.Dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def conversation_begins(tokens: datasets.Dataset) -> list[int]:
+def first_rows_of_conversations(tokens: datasets.Dataset) -> list[int]:
     """Return for each row the first row of its conversation: itself where the dataset does not say."""
     numbers = tokens[CONVERSATION] if CONVERSATION in tokens.column_names else range(len(tokens))
     first: dict[int, int] = {}

@@ -110,7 +110,7 @@ class EngineSetting:
     @staticmethod
     def of(recipe: Recipe, tokenizer: Any) -> EngineSetting:
         """Return the setting of the model that answers for a recipe: `data.distill.model`, by default the target."""
-        answering = recipe.model_copy(update={"target": recipe.teacher})
+        answering = recipe.model_copy(update={"target": recipe.answering_target})
         end_ids = answer_end_ids(load_generation_config(answering.target), tokenizer)
         return EngineSetting(answering, tokenizer, tuple(end_ids))
 

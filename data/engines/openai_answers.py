@@ -30,15 +30,15 @@ CUT_EARLY = "answer ended by the server before max_new_tokens"
 CONTROL_TOKENS = "answer with control tokens in its text"
 
 
-class ServerFails(Exception):
+class ServerFailure(Exception):
     """Failure of a server that may pass; the request is kept. `is_throttled`: HTTP 429."""
 
-    def __init__(self, reason: str, is_gone: bool = False, is_throttled: bool = False) -> None:
+    def __init__(self, reason: str, is_unreachable: bool = False, is_throttled: bool = False) -> None:
         super().__init__(reason)
-        self.is_gone, self.is_throttled = is_gone, is_throttled
+        self.is_unreachable, self.is_throttled = is_unreachable, is_throttled
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Refusal of a request, which the server will never answer."""
 
 
@@ -46,7 +46,7 @@ class BoundedClient(httpx2.AsyncClient):
     """An HTTP client that limits the size and the total time of its responses, except of streamed ones.
 
     Args:
-        timeout_s: From the request's first byte to the response's last.
+        timeout_s: Seconds from the request's first byte to the response's last.
         most_bytes: Largest unpacked body.
     """
 
@@ -58,7 +58,7 @@ class BoundedClient(httpx2.AsyncClient):
         """Send a request and read its response.
 
         Raises:
-            ServerFails: The body is too large.
+            ServerFailure: The body is too large.
             httpx2.ReadTimeout: The response took too long.
         """
         if stream:
@@ -71,7 +71,7 @@ class BoundedClient(httpx2.AsyncClient):
                     async for part in response.aiter_bytes():
                         body += part
                         if len(body) > self._most_bytes:
-                            raise ServerFails(f"answer of more than {self._most_bytes >> 20} MiB")
+                            raise ServerFailure(f"answer of more than {self._most_bytes >> 20} MiB")
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -145,34 +145,34 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
     instead.
 
     Raises:
-        ServerFails: The body violates the API or answers another prompt, or the server aborted the request.
+        ServerFailure: The body violates the API or answers another prompt, or the server aborted the request.
     """
     try:
         answer = _ResponseBody.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         what = "no JSON" if first["type"] == "json_invalid" else ".".join(map(str, first["loc"])) or "body"
-        raise ServerFails(f"malformed answer: {what}") from None
+        raise ServerFailure(f"malformed answer: {what}") from None
     choice = answer.choices[0]
     if any(ids not in (None, request.prompt_ids) for ids in (answer.prompt_token_ids, choice.prompt_token_ids)):
         if api == "chat":
             return Failure(OTHER_PROMPT)
-        raise ServerFails(OTHER_ANSWER)  # of a proxy that mixes connections up: the next try may be right
+        raise ServerFailure(OTHER_ANSWER)  # from a proxy that mixes up connections: a retry may succeed
     if choice.finish_reason == "abort":
-        raise ServerFails("aborted by the server")
+        raise ServerFailure("aborted by the server")
     if choice.finish_reason not in ("stop", "length"):
         return Failure(f"finish reason {one_line(choice.finish_reason)[:REASON_CHARACTERS]}")
     limit, ids, end_ids = request.settings.max_new_tokens, choice.token_ids, vocabulary.end_ids
     if ids is not None:
         if choice.finish_reason == "stop" and isinstance(choice.stop_reason, int) and choice.stop_reason in end_ids:
-            ids = [*ids, choice.stop_reason]  # cut again below where the server has it already
+            ids = [*ids, choice.stop_reason]  # cut again below if the server included it already
         end = next((position for position, token_id in enumerate(ids) if token_id in end_ids), None)
         if end is not None:
             ids = ids[: end + 1]
         if len(ids) > limit + 1:  # some servers do not count the end token
-            raise ServerFails("malformed answer: longer than max_new_tokens")
+            raise ServerFailure("malformed answer: longer than max_new_tokens")
         if not all(0 <= token_id < vocabulary.size for token_id in ids):
-            raise ServerFails("malformed answer: token ids outside the target's vocabulary")
+            raise ServerFailure("malformed answer: token ids outside the target's vocabulary")
         if end is not None:
             return Completion(ids, "stop")
         if choice.finish_reason == "length":
@@ -180,19 +180,19 @@ def read_answer(content: bytes, request: Request, api: Api, vocabulary: Vocabula
     # Servers leave the content out of an empty answer.
     text = choice.text if choice.message is None else choice.message.content or ""
     if text is None:
-        raise ServerFails("malformed answer: no text")
+        raise ServerFailure("malformed answer: no text")
     thoughts = choice.message.thoughts if choice.message is not None else ""
     return _read_text(text, thoughts, choice.finish_reason == "length", request, vocabulary)
 
 
 def _read_text(text: str, thoughts: str, is_cut: bool, request: Request, vocabulary: Vocabulary) -> Outcome:
     """Read an answer without token ids; its tokens are counted with the target's tokenizer."""
-    # Tokenised again they would be real ones, with loss. A call of a tool may begin with one.
+    # Control tokens in a text would become real ones, with loss, when it is tokenised. A tool call may begin with one.
     if any(token in text for token in (vocabulary.ending if request.tools else vocabulary.control)):
         return Failure(CONTROL_TOKENS)
     limit, tokens = request.settings.max_new_tokens, vocabulary.count(text) + vocabulary.count(thoughts)
     if tokens > MOST_TEXT_TOKENS * limit + SPARE_TEXT_TOKENS:
-        raise ServerFails("malformed answer: longer than max_new_tokens")
+        raise ServerFailure("malformed answer: longer than max_new_tokens")
     if is_cut and tokens < FEWEST_TEXT_TOKENS * limit:
         return Failure(CUT_EARLY)
     return Completion(None, "length" if is_cut else "stop", text, thoughts)
@@ -209,7 +209,7 @@ def refusal_reason(error: openai.APIStatusError, api_key: str | None) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text of a server on one line, without characters that a terminal would obey."""
+    """Return the text of a server on one line, without control characters for a terminal."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 

@@ -40,8 +40,8 @@ from draftsmith.data.engines.openai_answers import (
     OTHER_PROMPT,
     Api,
     BoundedClient,
-    Refused,
-    ServerFails,
+    RequestRefused,
+    ServerFailure,
     Vocabulary,
     read_answer,
     redirected_to,
@@ -65,28 +65,42 @@ THOUGHTS_APART = "the server gives reasoning_content, which the target's chat te
 class OpenAIOptions(Section):
     """`data.distill.options` of `engine: openai`."""
 
-    base_urls: list[str] = Field(min_length=1, description="of every server, with /v1; all serve the same model")
-    model: str | None = Field(None, description="its name there; by default the only one that the servers offer")
-    api: Api = Field("completions", description="`completions` sends our token ids, `chat` the messages")
-    extensions: bool = Field(True, description="send vLLM's fields too; false for servers that refuse unknown ones")
-    api_key_env: str | None = Field(None, description="environment variable that holds the API key")
-    concurrency_per_server: int = Field(64, ge=1, description="requests in flight at each server")
-    timeout_s: float = Field(600, gt=0, description="for one answer, from its request to its last byte")
-    max_attempts: int = Field(5, ge=1, description="of one request, each with the client's own two retries")
-    give_up_after_s: float = Field(600, gt=0, description="without any server that can be used")
+    base_urls: list[str] = Field(
+        min_length=1, description="URL of every server, ending in /v1; all must serve the same model"
+    )
+    model: str | None = Field(
+        None, description="name of the model on the servers; by default the only one that they offer"
+    )
+    api: Api = Field("completions", description="API to use: `completions` sends token ids, `chat` sends the messages")
+    extensions: bool = Field(
+        True,
+        description="also send the request fields that only vLLM has; false for servers that reject unknown fields",
+    )
+    api_key_env: str | None = Field(None, description="name of the environment variable that holds the API key")
+    concurrency_per_server: int = Field(64, ge=1, description="number of concurrent requests to each server")
+    timeout_s: float = Field(600, gt=0, description="seconds for one answer, from its request to its last byte")
+    max_attempts: int = Field(
+        5,
+        ge=1,
+        description="number of times that a request is sent before its conversation fails; each time the client "
+        "itself retries twice",
+    )
+    give_up_after_s: float = Field(
+        600, gt=0, description="seconds without any reachable server after which distillation stops"
+    )
 
     @field_validator("base_urls")
     @classmethod
-    def _distinct(cls, urls: list[str]) -> list[str]:
+    def _check_urls(cls, urls: list[str]) -> list[str]:
         urls = [url.rstrip("/") for url in urls]
         if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
             raise ValueError(f"{wrong[0]} does not begin with http:// or https://")
         try:
             bare = [str(httpx2.URL(url).copy_with(userinfo=b"")) for url in urls]
-        except httpx2.InvalidURL:  # which names the place, and may quote a password there
+        except httpx2.InvalidURL:  # its message may quote a password
             raise ValueError("a URL is malformed; in a password, write / as %2F and @ as %40") from None
         if len(set(bare)) < len(bare):
-            raise ValueError("a server is named twice")
+            raise ValueError("the same server is listed twice")
         return urls
 
 
@@ -126,12 +140,15 @@ class OpenAIEngine:
 
     def __init__(self, options: OpenAIOptions, setting: EngineSetting) -> None:
         if setting.recipe.data.distill.top_k > 0 and not options.extensions:
-            raise UserError(f"data.distill.top_k is not of OpenAI's API: it needs {self.option('extensions')}: true")
+            raise UserError(
+                "OpenAI's API has no top_k, as data.distill.top_k sets it: use a vLLM server with "
+                f"{self.option('extensions')}: true"
+            )
         self._template_kwargs = setting.recipe.target.chat_template_kwargs
         if self._template_kwargs and options.api == "chat" and not options.extensions:
             raise UserError(
-                f"target.chat_template_kwargs is not of OpenAI's API: it needs {self.option('extensions')}: true, or "
-                f"{self.option('api')}: completions"
+                "OpenAI's chat API takes no target.chat_template_kwargs: use a vLLM server with "
+                f"{self.option('extensions')}: true, or {self.option('api')}: completions"
             )
         self._tokenizer = setting.tokenizer
         turns = PROBE[:1]
@@ -151,16 +168,16 @@ class OpenAIEngine:
         self._api_key = None if variable is None else self._from_environment(variable, "api_key_env").strip()
         if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
             raise UserError(
-                f"{self.option('api_key_env')}: {variable} holds line breaks or other characters that no HTTP header "
-                "takes: set it to the key alone"
+                f"{self.option('api_key_env')}: {variable} contains line breaks or other characters that HTTP "
+                "headers do not allow: set it to the key alone"
             )
         self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
         self._in_flight = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._giving_up: asyncio.TimerHandle | None = None
-        self._out_since_s: float | None = None  # of the loop's clock: no server could be used, and no answer has come
-        self._servers = [self._server(url) for url in options.base_urls]
+        self._out_since_s: float | None = None  # event loop's time since when no server could be used
+        self._servers = [self._connect(url) for url in options.base_urls]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
         self._thread.start()
@@ -182,7 +199,7 @@ class OpenAIEngine:
             if isinstance(item, BaseException):
                 if not outcomes:
                     raise item
-                self._finished.put(item)  # the outcomes are handed over first
+                self._finished.put(item)  # return the outcomes before raising the error
                 break
             outcomes.append(item)
         self._in_flight -= len(outcomes)
@@ -205,7 +222,7 @@ class OpenAIEngine:
         for server in self._servers:
             await server.client.close()
 
-    def _server(self, url: str) -> Server:
+    def _connect(self, url: str) -> Server:
         address, login = self._split_credentials(url)
         client = openai.AsyncOpenAI(
             base_url=address,
@@ -221,14 +238,14 @@ class OpenAIEngine:
         """Check every server, then start the workers."""
         problems = await asyncio.gather(*map(self._check, self._servers), return_exceptions=True)
         for server, problem in zip(self._servers, problems, strict=True):
-            if problem is not None and not isinstance(problem, ServerFails):
+            if problem is not None and not isinstance(problem, ServerFailure):
                 raise problem
             server.problem = str(problem or "")
             server.usable.set()
         if all(problems):
             raise UserError(
-                f"no server answers ({self._problems()}): start one, or correct {self.option('base_urls')}; "
-                "`python -m vllm.entrypoints.openai.api_server --model ...` is one"
+                f"no server answers ({self._problems()}): start one, as with `python -m "
+                "vllm.entrypoints.openai.api_server --model ...`, or correct {self.option('base_urls')}"
             )
         for server in self._servers:
             if server.problem:
@@ -247,9 +264,9 @@ class OpenAIEngine:
             try:
                 self._finished.put((request.key, await self.complete(server, request)))
                 server.failures, self._out_since_s = 0, None
-            except ServerFails as problem:
+            except ServerFailure as problem:
                 server.failures += 1
-                if problem.is_gone or server.failures >= FAILURES_IN_A_ROW:
+                if problem.is_unreachable or server.failures >= FAILURES_IN_A_ROW:
                     self._leave_out(server, str(problem))
                 attempts += not problem.is_throttled
                 if attempts >= self.options.max_attempts:
@@ -265,24 +282,27 @@ class OpenAIEngine:
         if not server.usable.is_set():
             return
         server.usable.clear()
-        self._tasks.append(self._loop.create_task(self._bring_back(server)))
+        self._tasks.append(self._loop.create_task(self._use_again(server)))
         if any(other.usable.is_set() for other in self._servers):
             warn(f"{server.url}: {problem}; its requests go to the other servers")
             return
-        # A server that answers only its check, and 429 to all other requests, has not come back.
+        # A server counts as usable again only when it answers more than its check, and not HTTP 429.
         now_s = self._loop.time()
         self._out_since_s = now_s if self._out_since_s is None else self._out_since_s
         pause_s = max(0.0, self._out_since_s + self.options.give_up_after_s - now_s)
         warn(f"no server answers ({self._problems()}): waiting up to {pause_s:.3g} s for one to come back")
-        self._giving_up = self._loop.call_later(pause_s, lambda: self._finished.put(UserError(self._gone_message())))
+        self._giving_up = self._loop.call_later(
+            pause_s, lambda: self._finished.put(UserError(self._no_server_message()))
+        )
 
-    async def _bring_back(self, server: Server) -> None:
+    async def _use_again(self, server: Server) -> None:
+        """Check a server that was left out until it answers, then use it again."""
         while server.problem:
             await asyncio.sleep(PROBE_PAUSE_S)
             try:
                 await self._check(server)
                 server.problem = ""
-            except (ServerFails, UserError) as problem:
+            except (ServerFailure, UserError) as problem:
                 server.problem = str(problem)
         warn(f"{server.url} answers again")
         if self._giving_up is not None:
@@ -290,29 +310,33 @@ class OpenAIEngine:
         server.failures = FAILURES_IN_A_ROW - 1  # the next failure takes it out again
         server.usable.set()
 
-    def _gone_message(self) -> str:
+    def _no_server_message(self) -> str:
         return (
             f"no server has answered for {self.options.give_up_after_s:g} s ({self._problems()}): start one again and "
             "run the same command; nothing that was written is lost"
         )
 
     def _problems(self) -> str:
+        """Describe the problem of each server."""
         return ", ".join(f"{server.url}: {server.problem}" for server in self._servers)
 
     async def _check(self, server: Server) -> None:
         """Check that the server offers the model and answers a request of one token.
 
         Raises:
-            ServerFails: The server does not answer now.
-            UserError: It never will: another model, a shorter context, a refusal.
+            ServerFailure: The server does not answer now.
+            UserError: The server cannot be used: it offers another model or a shorter context, or refuses the request.
         """
         try:
             page = await self.response(server, server.client.models.list())
             offered = {card.id: (card.model_extra or {}).get("max_model_len") for card in page.data}
-        except Refused as refusal:
-            raise UserError(f"{server.url}/models says {refusal}") from None
+        except RequestRefused as refusal:
+            raise UserError(
+                f"{server.url}/models is refused ({refusal}): check {self.option('base_urls')} and "
+                f"{self.option('api_key_env')}"
+            ) from None
         except (AttributeError, TypeError, ValueError):
-            raise ServerFails("malformed list of models") from None
+            raise ServerFailure("malformed list of models") from None
         names = ", ".join(map(str, offered)) or "no model"
         if self._model is None and len(offered) == 1:
             self._model = next(iter(offered))
@@ -323,25 +347,29 @@ class OpenAIEngine:
         outcome = await self.complete(server, self._trial) if self.asks_trial else None
         if outcome == Failure(OTHER_PROMPT):
             raise UserError(
-                f"{server.url} renders `{PROBE[0].content}` by another chat template than the target's: "
-                f"set {self.option('api')}: completions"
+                f"{server.url} renders `{PROBE[0].content}` with another chat template than the "
+                f"target's: set {self.option('api')}: completions"
             )
         if isinstance(outcome, Failure):
             raise UserError(
                 f"{server.url} refuses a request of one token ({outcome.reason}): for a server that does not know "
-                f"vLLM's fields set {self.option('extensions')}: false, for one that takes no token ids api: chat"
+                f"vLLM's fields set {self.option('extensions')}: false, for a server that takes no token ids set "
+                "api: chat"
             )
         longest, bound = offered[self._model], self.max_length_tokens
         if isinstance(longest, int) and (bound is None or longest < bound):
             if self._tasks and bound is not None:
-                raise UserError(f"{server.url} takes {longest} tokens, the other servers {bound}")
+                raise UserError(
+                    f"{server.url} takes sequences of {longest} tokens, the other servers {bound}: start it with the "
+                    "same limit"
+                )
             self.max_length_tokens = longest
 
     async def complete(self, server: Server, request: Request) -> Outcome:
         """Send a request to a server and return its outcome.
 
         Raises:
-            ServerFails: The server does not answer, or its response is malformed.
+            ServerFailure: The server does not answer, or its response is malformed.
             UserError: The server rejects the key, the URL or the model, which all requests share.
         """
         api = self.options.api
@@ -350,7 +378,7 @@ class OpenAIEngine:
         endpoint: Any = server.client.completions if api == "completions" else server.client.chat.completions
         try:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
-        except Refused as refusal:
+        except RequestRefused as refusal:
             return Failure(str(refusal))
         outcome = read_answer(response.content, request, api, self._vocabulary)
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
@@ -390,37 +418,37 @@ class OpenAIEngine:
         """Await a call of the client and translate its errors.
 
         Raises:
-            Refused: The server rejects this request.
-            ServerFails: The server fails at the moment.
+            RequestRefused: The server rejects this request.
+            ServerFailure: The server fails at the moment.
             UserError: The server would reject every request.
         """
         try:
             return await call
         except openai.APITimeoutError:
-            raise ServerFails("timeout") from None
+            raise ServerFailure("timeout") from None
         except openai.APIConnectionError as error:
-            raise ServerFails(f"no connection ({error.__cause__ or error})", is_gone=True) from None
+            raise ServerFailure(f"no connection ({error.__cause__ or error})", is_unreachable=True) from None
         except openai.APIStatusError as error:
             status, reason = error.status_code, refusal_reason(error, self._api_key)
             if status in REQUEST_REFUSED:
-                raise Refused(reason) from None
+                raise RequestRefused(reason) from None
             if 300 <= status < 400:
                 raise UserError(
-                    f"{server.url} sends us on to {redirected_to(error.response)} (HTTP {status}), which is not "
-                    f"followed: give the address that answers in {self.option('base_urls')}"
+                    f"{server.url} redirects to {redirected_to(error.response)} (HTTP {status}), which is not "
+                    f"followed: put the final address into {self.option('base_urls')}"
                 ) from None
             if status < 400 or status in (408, 409, 429) or status >= 500:
-                raise ServerFails(reason, is_throttled=status == 429) from None
+                raise ServerFailure(reason, is_throttled=status == 429) from None
             raise UserError(
                 f"{server.url} says {reason}: check {self.option('base_urls')} (usually with /v1 at the end), "
                 f"{self.option('model')} and {self.option('api_key_env')}"
             ) from None
 
     def _from_environment(self, name: str, option: str) -> str:
-        """Return a variable's value. A malformed name is probably the secret itself, and is not shown."""
+        """Return an environment variable's value. A malformed name is probably the secret itself, and is not shown."""
         if not os.environ.get(name):
-            shown = name if name.isidentifier() else "that is named there: give a variable's name, not what it holds"
-            raise UserError(f"{self.option(option)}: the environment has no variable {shown}")
+            shown = name if name.isidentifier() else "of this name (not shown: it looks like the secret itself)"
+            raise UserError(f"{self.option(option)}: there is no environment variable {shown}; give the name of one")
         return os.environ[name]
 
     def _split_credentials(self, url: str) -> tuple[str, str | None]:
@@ -431,8 +459,8 @@ class OpenAIEngine:
         parts = (address.username, address.password)
         if MASK in parts:
             raise UserError(
-                f"{self.option('base_urls')}: this recipe was written without the passwords of its servers: give the "
-                "URLs on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
+                f"{self.option('base_urls')}: draftsmith removed the servers' passwords when it stored this recipe: "
+                "give the URLs again on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
             )
         login = ":".join(
             ENVIRONMENT_VARIABLE.sub(lambda found: self._from_environment(found[1], "base_urls"), part)

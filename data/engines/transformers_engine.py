@@ -49,13 +49,13 @@ class TransformersEngine:
     class Options(Section):
         """`data.distill.options` of `engine: transformers`."""
 
-        batch_size: int = Field(16, ge=1, description="rows of one forward pass")
+        batch_size: int = Field(16, ge=1, description="number of answers that are generated concurrently")
 
     def __init__(self, target: Any, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
         if has_recurrent_layers(target):
             raise UserError(
                 f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with "
-                "another recurrent state, which transformers cannot batch over several lengths here: set "
+                "another recurrent state, for which this engine cannot batch prompts of different lengths: set "
                 "data.distill.engine=vllm"
             )
         self._target, self._end_ids = target, end_ids
@@ -67,9 +67,9 @@ class TransformersEngine:
         kind, unchanged = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
         if kind in CHANGING_ROPE_TYPES and unchanged and self.max_length_tokens > unchanged:
             raise UserError(
-                f"the target's RoPE ({kind}) changes beyond {unchanged} tokens, for all rows of a batch when one of "
-                f"them gets there: keep data.max_length_tokens and data.distill.max_new_tokens within {unchanged} "
-                "tokens together, or take data.distill.engine: vllm"
+                f"the target's RoPE ({kind}) changes for the whole batch when one sequence exceeds {unchanged} "
+                f"tokens: keep the sum of data.max_length_tokens and data.distill.max_new_tokens within {unchanged}, "
+                "or set data.distill.engine=vllm"
             )
         takes_count = "logits_to_keep" in inspect.signature(target.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}
@@ -84,7 +84,7 @@ class TransformersEngine:
         """Load the target and build its engine."""
         data = setting.recipe.data
         longest_tokens = data.max_length_tokens + data.distill.max_new_tokens
-        with _on_the_gpu(options.batch_size):
+        with _gpu_memory_errors(options.batch_size):
             target, _ = load_target(setting.recipe.target)
             pack_linears(target)
             return cls(target, options.batch_size, longest_tokens, setting.end_ids)
@@ -100,9 +100,9 @@ class TransformersEngine:
     def collect(self) -> list[tuple[str, Outcome]]:
         """Run forwards of all rows until an answer has ended."""
         outcomes, self._refused = self._refused, []
-        with _on_the_gpu(self.concurrency):
+        with _gpu_memory_errors(self.concurrency):
             while self._waiting and (self._ended or len(self._rows) < self.concurrency):
-                self._begin(self._waiting.popleft())
+                self._prefill(self._waiting.popleft())
             while not outcomes:
                 outcomes = self._advance()
         return outcomes
@@ -110,14 +110,14 @@ class TransformersEngine:
     def close(self) -> None:
         self._waiting.clear()
 
-    def _begin(self, request: Request) -> None:
+    def _prefill(self, request: Request) -> None:
         """Prefill a prompt in the row that holds its beginning, or in a free row."""
         row = next((row for row in self._ended if row.holds_beginning_of(request)), None)
         if row is not None:
             self._ended.remove(row)
         else:
             if len(self._rows) == self.concurrency:
-                self._leave(self._ended[-1])
+                self._remove_row(self._ended[-1])
             row = _Row(torch.Generator(self._target.device))
             self._rows.append(row)
         start, row.request, row.ids, row.held_ids = len(row.held_ids), request, [], list(request.prompt_ids)
@@ -125,7 +125,7 @@ class TransformersEngine:
         with self._cache.one_row(self._rows.index(row), start):
             positions = [*range(start, len(request.prompt_ids))]
             logits = self._forward([request.prompt_ids[start:]], [positions], None, **self._last_logits)
-        self._take(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
+        self._append_token(row, logits[0, -1], int(logits[0, -1].max(-1).indices))
 
     def _advance(self) -> list[tuple[str, Outcome]]:
         """Run a forward of all rows, unless an answer has ended with its first token; return the ended answers.
@@ -133,7 +133,7 @@ class TransformersEngine:
         Their rows stay until the next call, in case the next turns of their conversations are submitted before it.
         """
         while self._ended:
-            self._leave(self._ended[-1])
+            self._remove_row(self._ended[-1])
         if not any(self._has_ended(row) for row in self._rows):
             lengths = [len(row.held_ids) for row in self._rows]
             lengths_a = self._cache.begin_rows(lengths, self._target.device)
@@ -145,7 +145,7 @@ class TransformersEngine:
             greedy_ids = logits.max(-1).indices.tolist()  # for all rows, so that the device is waited for once
             for row, logits_v, greedy_id in zip(self._rows, logits, greedy_ids, strict=True):
                 row.held_ids.append(row.ids[-1])
-                self._take(row, logits_v, greedy_id)
+                self._append_token(row, logits_v, greedy_id)
         self._ended = [row for row in self._rows if self._has_ended(row)]
         return [
             (row.request.key, Completion(row.ids, "stop" if row.ids[-1] in self._end_ids else "length"))
@@ -165,14 +165,15 @@ class TransformersEngine:
         ).logits
         return logits
 
-    def _take(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
+    def _append_token(self, row: _Row, logits_v: Tensor, greedy_id: int) -> None:
+        """Choose a row's next token from its logits [V], and add it."""
         settings = row.request.settings
         row.ids.append(greedy_id if settings.greedy else first_token(logits_v, settings, row.generator))
 
     def _has_ended(self, row: _Row) -> bool:
         return row.ids[-1] in self._end_ids or len(row.ids) == row.request.settings.max_new_tokens
 
-    def _leave(self, row: _Row) -> None:
+    def _remove_row(self, row: _Row) -> None:
         """Remove a row from the batch; the last row moves to its place."""
         index, last = self._rows.index(row), len(self._rows) - 1
         if index != last:
@@ -202,9 +203,11 @@ class RowCache(Cache):
 
     def __init__(self, num_layers: int, rows: int, capacity_tokens: int) -> None:
         self.rows, self.capacity_tokens = rows, capacity_tokens
-        self.lengths: list[int] = []  # of the A rows that the next forward adds a token to
+        self.lengths: list[int] = []  # lengths of the A rows that the next forward adds a token to
         self.lengths_a: Tensor | None = None  # the same on the device: copied once a forward, not in each layer
-        self.only: tuple[int, int] | None = None  # a row, and how many of its tokens are read on from
+        self.only: tuple[int, int] | None = (
+            None  # (row, number of its cached tokens) while a forward adds tokens to this row alone
+        )
         super().__init__(layers=[_RowCacheLayer(self) for _ in range(num_layers)])
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
@@ -278,7 +281,7 @@ class _RowCacheLayer(CacheLayerMixin):
 
 
 @contextmanager
-def _on_the_gpu(batch_size: int) -> Iterator[None]:
+def _gpu_memory_errors(batch_size: int) -> Iterator[None]:
     """Report a lack of GPU memory as a UserError, and disable cuDNN's attention."""
     try:
         with without_cudnn_attention():

@@ -55,16 +55,18 @@ _ERROR = re.compile(
 class VllmOptions(Section):
     """`data.distill.options` of `engine: vllm`; None leaves the choice to vLLM."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="devices that share one copy of the target")
+    tensor_parallel_size: int = Field(1, ge=1, description="number of GPUs that share one copy of the target")
     data_parallel_size: int | None = Field(
-        None, ge=1, description="copies of the target; by default as many as the GPUs that are visible have room for"
+        None, ge=1, description="number of copies of the target; by default as many as the visible GPUs have room for"
     )
-    max_model_len: int | None = Field(None, ge=1, description="prompt and answer together, in tokens")
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="fraction of each device")
-    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="of one copy; needed on a CPU")
-    dtype: str | None = Field(None, description="by default the target's (target.dtype)")
-    enforce_eager: bool = Field(False, description="no compilation and no CUDA graphs")
-    concurrency: int = Field(256, ge=1, description="concurrent answers of one copy: its max_num_seqs")
+    max_model_len: int | None = Field(None, ge=1, description="most tokens of a prompt with its answer")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="fraction of each GPU's memory that vLLM uses"
+    )
+    kv_cache_memory_bytes: int | None = Field(None, ge=1, description="size of one copy's KV cache; needed on a CPU")
+    dtype: str | None = Field(None, description="dtype of the target in vLLM; by default `target.dtype`")
+    enforce_eager: bool = Field(False, description="run without compilation and without CUDA graphs")
+    concurrency: int = Field(256, ge=1, description="number of concurrent answers of one copy: vLLM's max_num_seqs")
     llm: dict[str, Any] = Field({}, description="further options of the server, by their names in `vllm.LLM`")
 
     @property
@@ -177,7 +179,7 @@ class VllmEngine(OpenAIEngine):
         super().close()
         self.server.close()
 
-    def _gone_message(self) -> str:
+    def _no_server_message(self) -> str:
         return (
             f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
             "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"

@@ -57,11 +57,11 @@ class InvalidConversation(UserError):
         self.reason, self.sentence = reason, sentence
 
 
-def json_of(line: bytes, where: str) -> Any:
+def parse_json_line(line: bytes, where: str) -> Any:
     """Parse a line of JSON.
 
     Raises:
-        InvalidConversation: It is not UTF-8, no JSON, or more than any record is.
+        InvalidConversation: The line is not UTF-8, not JSON, or too large for a record.
     """
     try:
         if len(line) > MOST_RECORD_BYTES:
@@ -96,6 +96,7 @@ def read_records(file: Path) -> Records:
 
 
 def _parquet_records(file: Path) -> Records:
+    """Read the rows of a Parquet file."""
     import pyarrow
     from pyarrow import parquet
 
@@ -109,7 +110,7 @@ def _parquet_records(file: Path) -> Records:
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file} cannot be read as Parquet ({reason(error)}): fetch or write it again") from None
     if number == 0:
-        raise UserError(f"{file} is empty: it must hold a conversation a row")
+        raise UserError(f"{file} is empty: it must hold one conversation per row")
 
 
 def table_record(row: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +123,7 @@ def table_record(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
+    """Remove keys with the value null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -131,7 +133,7 @@ def _csv_records(file: Path, delimiter: str) -> Records:
     """Read rows under a header line. A cell may go over several lines, in quotation marks."""
     csv.field_size_limit(MOST_RECORD_BYTES)
     number = 0
-    with _readable(file), _open_bytes(file) as stream:
+    with _decoding_errors(file), _open_bytes(file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:
@@ -145,11 +147,11 @@ def _csv_records(file: Path, delimiter: str) -> Records:
         except csv.Error as error:
             raise UserError(f"{file} line {rows.reader.line_num} is no CSV ({error}): write the file again") from None
     if number == 0:
-        raise UserError(f"{file} is empty: it must hold a header line and a conversation a row")
+        raise UserError(f"{file} is empty: it must hold a header line and one conversation per row")
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _decoding_errors(file: Path) -> Iterator[None]:
     """Raise a UserError in place of what decoding and decompressing raise."""
     from zstandard import ZstdError
 
@@ -172,15 +174,15 @@ def read_json_records(file: Path) -> Records:
         UserError: The file is empty or cannot be decompressed; or, unless its records are lines, it is not UTF-8, or a
             record no JSON.
     """
-    with _readable(file):
+    with _decoding_errors(file):
         with _open_bytes(file) as stream:
             head = stream.readline(HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
             while head and not head.strip():
                 head = stream.readline(HEAD_BYTES)
-        if _spans_lines(head):
+        if _is_spread_over_lines(head):
             with _open_bytes(file) as stream:
                 text = stream.read().decode("utf-8-sig")
-            if not text.lstrip().startswith("{") or _first_value_ends(text):
+            if not text.lstrip().startswith("{") or _starts_with_value(text):
                 yield from _spread_records(file, text)
                 return
         with _open_bytes(file) as stream:
@@ -189,6 +191,7 @@ def read_json_records(file: Path) -> Records:
 
 @contextmanager
 def _open_bytes(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed."""
     with file.open("rb") as raw:
         if file.suffix == ".zst":
             import zstandard
@@ -203,6 +206,7 @@ def _open_bytes(file: Path) -> Iterator[BinaryIO]:
 
 
 def _line_records(file: Path, stream: BinaryIO) -> Records:
+    """Read one JSON value per line."""
     number, empty = 0, True
     while line := stream.readline(MOST_RECORD_BYTES + 1):
         number += 1
@@ -214,16 +218,18 @@ def _line_records(file: Path, stream: BinaryIO) -> Records:
             continue
         empty, where = False, f"{file} line {number}"
         try:
-            record = json_of(line, where)
+            record = parse_json_line(line, where)
         except InvalidConversation as error:
             record = error
         yield where, record
     if empty:
-        raise UserError(f"{file} is empty: it must hold one JSON conversation a line, or a JSON array of them")
+        raise UserError(
+            f"{file} is empty: it must hold one JSON conversation per line, or a JSON array of conversations"
+        )
 
 
-def _spans_lines(head: bytes) -> bool:
-    """Return True if the first line is an array, `{"data": [`, or the beginning of a JSON object."""
+def _is_spread_over_lines(head: bytes) -> bool:
+    """Return True if JSON values span lines: the first line starts an array, `{"data": [`, or an unfinished object."""
     text = head.decode("utf-8", errors="replace").strip()
     if text.startswith("[") or CONTAINER.match(text):
         return True
@@ -236,26 +242,26 @@ def _spans_lines(head: bytes) -> bool:
     return False
 
 
-def _first_value_ends(text: str) -> bool:
+def _starts_with_value(text: str) -> bool:
     """Return whether the file starts with a JSON value; otherwise it is read, and errors are reported, by line."""
     with suppress(json.JSONDecodeError, RecursionError):
-        DECODER.raw_decode(text, _after_blanks(text, 0))
+        DECODER.raw_decode(text, _skip_blanks(text, 0))
         return True
-    return CONTAINER.match(text, _after_blanks(text, 0)) is not None
+    return CONTAINER.match(text, _skip_blanks(text, 0)) is not None
 
 
 def _spread_records(file: Path, text: str) -> Records:
     """Read the records of an array, of `{"data": [...]}`, or of values one after the other."""
-    at, number = _after_blanks(text, 0), 0
+    at, number = _skip_blanks(text, 0), 0
     container = CONTAINER.match(text, at)
     in_list = container is not None or text[at] == "["
     at = container.end() if container is not None else at + in_list
 
-    def problem(place: int, what: str) -> UserError:
+    def error_at(place: int, what: str) -> UserError:
         return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
 
     while True:
-        at = _after_blanks(text, at)
+        at = _skip_blanks(text, at)
         is_over = text.startswith("]", at) and number == 0 if in_list else at == len(text)
         if is_over:
             at += 1
@@ -264,24 +270,24 @@ def _spread_records(file: Path, text: str) -> Records:
         try:
             record, at = DECODER.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise problem(error.pos, f"is not JSON: {error.msg}") from None
+            raise error_at(error.pos, f"is not JSON: {error.msg}") from None
         except RecursionError:
-            raise problem(at, f"is {TOO_DEEP}") from None
+            raise error_at(at, f"is {TOO_DEEP}") from None
         yield f"{file} conversation {number}", record
         if in_list:
-            at = _after_blanks(text, at) + 1
+            at = _skip_blanks(text, at) + 1
             if text[at - 1 : at] not in (",", "]"):
-                raise problem(at - 1, "is not JSON: a comma or ] is missing")
+                raise error_at(at - 1, "is not JSON: a comma or ] is missing")
             if text[at - 1] == "]":
                 break
-    at = _after_blanks(text, at)
-    if container is not None and not text.startswith(("}", ","), at):  # with what else there may be about the data
-        raise problem(at, "is not JSON: a } is missing")
+    at = _skip_blanks(text, at)
+    if container is not None and not text.startswith(("}", ","), at):  # other keys of the object around the array
+        raise error_at(at, "is not JSON: a } is missing")
     if in_list and container is None and at < len(text):
-        raise problem(at, "is not JSON: there is text after the array")
+        raise error_at(at, "is not JSON: there is text after the array")
 
 
-def _after_blanks(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 

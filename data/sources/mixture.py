@@ -25,7 +25,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.schema import FiltersRecipe, MixedSourceRecipe, Recipe
 
 KEY_BYTES = 16
-MOST_UNREAD_KEYS = 1000  # different ones, of a source
+MOST_UNREAD_KEYS = 1000  # most different unread keys to count for a source
 # Of the language filter.
 SURE_FRAC = 0.5
 DOUBT_FRAC = 0.1
@@ -105,7 +105,7 @@ def load_conversations(
     """Yield the recipe's conversations one at a time, in an order that depends on the sources alone.
 
     Args:
-        recipe: Its `data` section is used, and `eval.questions` by default for decontamination.
+        recipe: Recipe whose `data` section is used, and by default its `eval.questions` for decontamination.
         counts: Is filled with the counts of kept and dropped records.
         tokenizer: The target's, for `filters.max_tokens`, which is not applied without one.
 
@@ -187,7 +187,7 @@ class Filters:
         """Return the first reason to leave the conversation out, if there is any."""
         recipe, turns = self._recipe, conversation.turns
         user_turns = sum(turn.role == "user" for turn in turns)
-        # An answer that the target is yet to write has no length, and what a tool gave may well be a word.
+        # Answers that are not generated yet have no length, and a tool's result may be a single word.
         chars = [len(turn.content) for turn in turns if turn.role in ("user", "assistant") and turn.content]
         if user_turns < recipe.min_turns:
             return f"fewer than {recipe.min_turns} user turns"
@@ -209,8 +209,8 @@ class Filters:
         text = "\n".join(turn.content for turn in conversation.turns if turn.role == "user")
         ranked = self._identifier.rank(text[:READ_CHARS])  # (language, probability), the likeliest first
         language, probability = ranked[0]
-        wanted = {*self._recipe.languages, NO_LANGUAGE}
-        doubt = sum(other for name, other in ranked if name in wanted)
+        allowed = {*self._recipe.languages, NO_LANGUAGE}
+        doubt = sum(other for name, other in ranked if name in allowed)
         return f"language {language}" if probability >= SURE_FRAC and doubt < DOUBT_FRAC else None
 
 
@@ -269,7 +269,7 @@ class _Selection:
             return True
         self._seen.add(key)
         if recipe.split != "all" and source.source != STDLIB:
-            # By its id alone, whatever else there is.
+            # The split depends on the id alone, so that it does not change when conversations are added.
             digest = hashlib.sha256(f"heldout {conversation.id}".encode()).digest()
             is_heldout = int.from_bytes(digest[:8], "big") / 2**64 < recipe.heldout_frac
             if is_heldout != (recipe.split == "heldout"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.sources.files import InvalidConversation, json_of
+from draftsmith.data.sources.files import InvalidConversation, parse_json_line
 from draftsmith.data.sources.turn_checks import json_kind, text_of
 from draftsmith.errors import UserError, reason
 from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
@@ -89,7 +89,7 @@ def questions_file(source: str) -> Path:
     except OSError as error:
         raise UserError(f"Spec-Bench's questions cannot be fetched from {URL} ({reason(error)}): {way_out}") from None
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise UserError(f"what {URL} gave is not Spec-Bench's question file (another SHA-256): {way_out}")
+        raise UserError(f"the file at {URL} is not Spec-Bench's question file (its SHA-256 differs): {way_out}")
     write_atomically(file, content.decode("utf-8"))
     return file
 
@@ -137,18 +137,18 @@ def load_questions(
         of_category.setdefault(question.category, []).append(index)
     ranked = [(rank, i) for indices in of_category.values() for rank, i in enumerate(indices[:limit_per_category])]
     kept: list[int] = []
-    taken: Counter[str] = Counter()
+    num_kept: Counter[str] = Counter()
     for _, index in sorted(ranked):
         task = questions[index].task_name
-        taken[task] += 1
-        if limit_per_task is None or taken[task] <= limit_per_task:
+        num_kept[task] += 1
+        if limit_per_task is None or num_kept[task] <= limit_per_task:
             kept.append(index)
     return [questions[index] for index in sorted(kept)]
 
 
 def _parse(line: bytes, where: str) -> Question:
     try:
-        fields: Any = json_of(line, where)
+        fields: Any = parse_json_line(line, where)
     except InvalidConversation as error:
         raise UserError(f"{where} is {error.sentence}: {FORMAT}") from None
     if not isinstance(fields, dict):
@@ -158,9 +158,9 @@ def _parse(line: bytes, where: str) -> Question:
             raise UserError(f"{where} has no `{key}`: {FORMAT}")
     identity, category, turns = fields["question_id"], fields["category"], fields["turns"]
     if not isinstance(identity, (int, str)) or not str(identity).isprintable():
-        raise UserError(f"{where}: question_id must be a number or text of one line, not {_shown(identity)}")
+        raise UserError(f"{where}: question_id must be a number or text of one line, not {_quote(identity)}")
     if not isinstance(category, str) or not category.isprintable() or category.strip() in ("", "overall"):
-        raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_shown(category)}")
+        raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_quote(category)}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where}: turns must be a list of one or more non-empty texts")
     if placeholder := next(filter(None, map(PLACEHOLDER.search, turns)), None):
@@ -171,7 +171,8 @@ def _parse(line: bytes, where: str) -> Question:
     return Question(identity, category, tuple(text_of(turn, where) for turn in turns))
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
+    """Show a wrong value in a message: texts and numbers shortened, others by their JSON type."""
     return repr(value)[:80] if isinstance(value, (str, float)) else json_kind(value)
 
 
@@ -210,8 +211,8 @@ class Contamination:
             file = questions_file(source)
             if not file.is_file():
                 raise UserError(
-                    f"questions file {source}, which conversations are kept apart from, does not exist: correct "
-                    "eval.questions or data.conversations.decontaminate ([] keeps them apart from none)"
+                    f"questions file {source}, whose questions are removed from the conversations, does not exist: "
+                    "correct eval.questions or data.conversations.decontaminate ([] for none)"
                 )
             for question in load_questions(source):
                 name, first = f"{file.name}:{question.question_id}", words_of(question.turns[0])
@@ -244,4 +245,5 @@ class Contamination:
 
 
 def words_of(text: str) -> Words:
+    """Split a text into words, for comparison: without case and punctuation."""
     return tuple(WORD.findall(text.casefold()))

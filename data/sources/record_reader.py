@@ -76,7 +76,7 @@ COLUMNS = {
     "answer": ("response", "output", "answer", "completion"),
     "system": ("system_prompt", "system"),
 }
-# What a prompt that holds its own answer has before it: "### Response:", "<|assistant|>", "[/INST]".
+# Headers before the answer in a prompt that contains its answer: "### Response:", "<|assistant|>", "[/INST]".
 ANSWER_HEADER = re.compile(
     r"(?:(?:^|\n)[^\w\n]*(?:response|output|answer|assistant|completion|solution)[^\w\n]*"
     r"|\[/INST\]|<\|assistant\|>|<\|im_start\|>assistant|<\|end_header_id\|>)\s*$",
@@ -97,10 +97,10 @@ def parse_conversation(
     """Read one record of any of the formats.
 
     Args:
-        record: What JSON gave: a mapping with a list of turns or a prompt column, or the list of turns itself.
+        record: Parsed JSON: a mapping with a list of turns or a prompt column, or the list of turns itself.
         where: File and line, for the error message.
-        columns: The recipe's names of columns. If it names that of prompts, a list of turns is not read.
-        keeps_answers: The record's own answers are used. If not, keys that are about them alone are not looked at.
+        columns: The recipe's names of columns. If it names the prompt column, a list of turns is not read.
+        keeps_answers: The record's own answers are used; otherwise keys that concern only answers are ignored.
         unread: Receives the keys that were not read; those of a turn as `turns.key`.
 
     Raises:
@@ -233,8 +233,8 @@ class _Reader:
             raise InvalidConversation(here, BAD_CALL, f"a {role} turn calls tools, which only the assistant does")
         if calls is not None and not isinstance(calls, list):
             raise InvalidConversation(here, BAD_CALL, f"`tool_calls` must be a list, not {json_kind(calls)}")
-        said = "" if content is None and (calls or role == "tool") else content
-        text, thoughts = text_and_thoughts(said, here)
+        text_or_parts = "" if content is None and (calls or role == "tool") else content
+        text, thoughts = text_and_thoughts(text_or_parts, here)
         reasoning = [
             text_of(message[key], f"{here}, `{key}`") for key in REASONING_KEYS if message.get(key) is not None
         ]
@@ -298,8 +298,8 @@ class _Reader:
         if not is_nothing(message.get("train_detail")):
             what = "`train_detail` says which parts of a turn are learned, and turns are learned whole or not at all"
             raise InvalidConversation(here, "parts of a turn are learned", what)
-        said = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
-        for key, value in said.items():
+        weights = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
+        for key, value in weights.items():
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 shown = json.dumps(value, default=str)[:LONGEST_NAME]
                 what = f"`{key}` of a turn must be 0 or 1, true or false, not {shown}"
@@ -307,10 +307,10 @@ class _Reader:
             if value and role != "assistant":
                 what = f"`{key}` asks to learn a {role} turn, and a drafter learns the assistant's alone: remove it"
                 raise InvalidConversation(here, f"learns a {role} turn", what)
-        if len({int(value) for value in said.values()}) > 1:
-            what = f"{listed(said)} of a turn contradict each other: remove the wrong ones"
+        if len({int(value) for value in weights.values()}) > 1:
+            what = f"{listed(weights)} of a turn contradict each other: remove the wrong ones"
             raise InvalidConversation(here, "malformed turn", what)
-        return min((int(value) for value in said.values()), default=1) if role == "assistant" else 1
+        return min((int(value) for value in weights.values()), default=1) if role == "assistant" else 1
 
     # ---- prompts in columns ----
 
@@ -338,8 +338,8 @@ class _Reader:
         for prompt, answer in zip(prompts, answers, strict=True):
             if not prompt.strip():
                 raise self._invalid("empty user turn", f"`{prompt_column}` is empty")
-            said = Turn("assistant", answer if answer.strip() else "", reasoning_content=thoughts)
-            turns += [Turn("user", prompt), said]
+            answer_turn = Turn("assistant", answer if answer.strip() else "", reasoning_content=thoughts)
+            turns += [Turn("user", prompt), answer_turn]
         while turns and turns[-1] == Turn("assistant", ""):
             turns.pop()
         return tuple(turns)
@@ -388,6 +388,7 @@ class _Reader:
         return [Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
 
     def _texts_in(self, column: str) -> list[str]:
+        """Return the texts of a column, which holds one text or a list of texts."""
         value = self._record[column]
         if column == "turns" and isinstance(value, str) and value.lstrip().startswith("["):
             value = read_json_text(value, "`turns`", self._where, "not a list of turns")
@@ -395,6 +396,7 @@ class _Reader:
         return [text_of(text, f"{self._where}, `{column}`") for text in values]
 
     def _text_in(self, key: str) -> str:
+        """Return the text of the column for this key; empty if there is none."""
         column = self._column(key)
         return "" if column is None else text_of(self._record[column], f"{self._where}, `{column}`")
 

@@ -24,14 +24,14 @@ def text_of(content: Any, where: str) -> str:
     """Return the text of a string, or of OpenAI's list of text parts.
 
     Raises:
-        InvalidConversation: It is neither.
+        InvalidConversation: The content is neither.
     """
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXT_PARTS for part in content):
         parts = [part.get("text", "") for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str):
         raise InvalidConversation(where, "turn is not text", f"the turn must be text, not {json_kind(content)}")
-    # A lone surrogate comes in as a JSON escape, means nothing, and neither UTF-8 nor a tokenizer takes it.
+    # Lone surrogates come from JSON escapes; they mean nothing, and neither UTF-8 nor tokenizers accept them.
     return content.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -41,9 +41,9 @@ def text_and_thoughts(content: Any, here: str) -> tuple[str, str]:
         return text_of(content, here), ""
     is_thought = [isinstance(part, dict) and part.get("type") in THOUGHT_PARTS for part in content]
     thoughts = [part for part, thought in zip(content, is_thought, strict=True) if thought]
-    told = [next((part[key] for key in (part["type"], "text") if part.get(key) is not None), "") for part in thoughts]
+    texts = [next((part[key] for key in (part["type"], "text") if part.get(key) is not None), "") for part in thoughts]
     rest = [part for part, thought in zip(content, is_thought, strict=True) if not thought]
-    return text_of(rest, here), "".join(text_of(each, here) for each in told)
+    return text_of(rest, here), "".join(text_of(each, here) for each in texts)
 
 
 def listed(names: Iterable[Any]) -> str:
@@ -70,6 +70,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def read_json_text(text: str, what: str, where: str, reason: str = BAD_CALL) -> Any:
+    """Parse JSON; `what` names the text in the error."""
     try:
         return DECODER.decode(text)
     except (json.JSONDecodeError, RecursionError):
@@ -80,7 +81,7 @@ def checked_call(call: Any, here: str) -> dict[str, Any]:
     """Check a tool call: OpenAI's, or its inner {"name": ..., "arguments": ...}, with an object or JSON text.
 
     Raises:
-        InvalidConversation: It is no such call.
+        InvalidConversation: The call has neither form.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -144,6 +145,7 @@ def in_order_of_calls(turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
 
 
 def check_turns(turns: tuple[Turn, ...], where: str) -> None:
+    """Check the number, length and order of a conversation's turns."""
     characters = sum(
         len(turn.content) + len(turn.reasoning_content) + sum(map(len, map(str, turn.tool_calls))) for turn in turns
     )

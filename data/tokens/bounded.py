@@ -18,18 +18,18 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 
-WITHIN_S = 20.0  # of its thread's processor; the longest conversation that is read takes a tenth of a second
-MOST_GROWTH_BYTES = 2 << 30  # of this process meanwhile
-MOST_CHARACTERS = 32 << 20  # of what it writes: four of the longest conversations
+WITHIN_S = 20.0  # CPU time of its thread; the longest conversation takes a tenth of a second
+MOST_GROWTH_BYTES = 2 << 30  # growth of this process while the template runs
+MOST_CHARACTERS = 32 << 20  # length of the template's output: four of the longest conversations
 LOOKS_EVERY_S = 0.05
 RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
 WATCHES_ON_S = 2.0  # after the last run
-STATUS = Path("/proc/self/statm")  # of Linux; elsewhere nothing says how large this process is
+STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not checked
 PAGE_BYTES = 4096
 
 
 class EndlessTemplate(UserError):
-    """A chat template ran for too long, or took or wrote too much."""
+    """Error for a chat template that ran too long, used too much memory or wrote too much text."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -53,13 +53,15 @@ class _Run:
     raised_s: float = 0.0
 
 
-class _Watch:
+class _Watchdog:
     """The running templates by number, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._number = 0
         self.forget()
-        os.register_at_fork(after_in_child=self.forget)  # a child has no watching thread, and may inherit a held lock
+        os.register_at_fork(
+            after_in_child=self.forget
+        )  # a forked child has no watchdog thread, and may inherit a locked lock
 
     def forget(self) -> None:
         self._lock = threading.Lock()
@@ -68,11 +70,12 @@ class _Watch:
         self._size_bytes = 0
 
     def begin(self) -> int:
+        """Register a template run of this thread; returns its number."""
         with self._lock:
             self._number += 1
             if self._thread is None:
                 self._size_bytes = _size_bytes()
-                self._thread = threading.Thread(target=self._look, name="templates", daemon=True)
+                self._thread = threading.Thread(target=self._stop_long_runs, name="templates", daemon=True)
                 self._thread.start()
             self._runs[self._number] = _Run(threading.get_ident(), self._size_bytes)
             return self._number
@@ -81,7 +84,8 @@ class _Watch:
         with self._lock:
             self._runs.pop(number, None)
 
-    def _look(self) -> None:
+    def _stop_long_runs(self) -> None:
+        """Check the runs at intervals; raise `EndlessTemplate` in the thread of one that exceeds a limit."""
         idle_since_s = time.monotonic()
         while True:
             time.sleep(LOOKS_EVERY_S)
@@ -113,19 +117,20 @@ def _spent_s(thread: int) -> float:
 
 
 def _size_bytes() -> int:
+    """Return the resident size of this process; 0 if it is unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(STATUS.read_text().split()[1]) * PAGE_BYTES
     return 0
 
 
-_watch = _Watch()
+_watch = _Watchdog()
 
 
 def bounded(write: Callable[[], str]) -> str:
-    """Run a template.
+    """Run a chat template, `write`, with limits of time, memory and length; return its text.
 
     Raises:
-        EndlessTemplate: It does not end in time, or takes or writes too much.
+        EndlessTemplate: The template exceeds a limit of time, memory or length.
     """
     number = _watch.begin()
     try:
@@ -133,10 +138,10 @@ def bounded(write: Callable[[], str]) -> str:
             text = write()
         finally:
             _watch.end(number)
-            for _ in range(2):  # an exception that was raised just before surfaces here, not after
+            for _ in range(2):  # an exception that the watchdog has just raised surfaces here, not later
                 pass
     except EndlessTemplate:
-        _watch.end(number)  # if it came in the middle of that
+        _watch.end(number)  # again, if the exception interrupted the first call
         raise
     if len(text) > MOST_CHARACTERS:
         raise EndlessTemplate

@@ -8,7 +8,7 @@ prompt. They then include whatever the template writes between the prompt and an
 block), and an answer that was cut short has no end token that would carry loss.
 
 A template may rewrite an answer once later turns follow (Qwen3 removes its thoughts). The target then reads another
-text than it generated: such turns stay, without loss, as `unsaid_turns`. So do answers of weight 0.
+text than it generated: such turns stay, without loss, as `rewritten_turns`. So do answers of weight 0.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
     from transformers import GenerationConfig
 
 AnswerIds = list[list[int] | None]
-ANSWERS_AT_FIRST = 16  # tried whole; twice as many each time that they fit
+ANSWERS_AT_FIRST = 16  # first number of answers to try; doubled each time that they fit
 END_TOKENS = 16  # more than any template puts after an answer
 CHARACTERS_ALWAYS_READ = 1 << 20
 LOOK_BACK_CHARACTERS = 1000
@@ -64,13 +64,13 @@ def tokenize_conversation(
     turns, tools, given = conversation.turns, conversation.tools, _ids_by_turn(conversation, answer_ids)
     last = len(turns) - 1
     # If the last answer has ids, they are put after its prompt, so the answer itself is not rendered.
-    asking = last in given
-    shown = turns[:-1] if asking else turns
-    text = render(tokenizer, shown, add_generation_prompt=asking, tools=tools)
-    if not asking:
+    generation_prompt = last in given
+    shown = turns[:-1] if generation_prompt else turns
+    text = render(tokenizer, shown, add_generation_prompt=generation_prompt, tools=tools)
+    if not generation_prompt:
         _check_last_answer_is_whole(turns, text)
     special = special_ids(tokenizer)
-    spans = find_spans(tokenizer, shown, text, special, asking, tools)
+    spans = find_spans(tokenizer, shown, text, special, generation_prompt, tools)
     borders = []
     for index, span in spans.items():
         is_cut_short = index in given and given[index][-1] not in special
@@ -88,7 +88,7 @@ def tokenize_conversation(
         input_ids += before
         loss_mask += [0] * len(before)
         start = len(input_ids)
-        # What the target reads of an answer that the template rewrites is not what it said: without loss.
+        # An answer that the template rewrites in the history is not what the target generated: no loss on it.
         if answer is not rendered:
             is_rewritten = not _same_words(tokenizer, answer, rendered)
         else:
@@ -104,23 +104,23 @@ def tokenize_conversation(
         silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
         loss_mask += [0] * silent + [turns[index].weight] * (len(answer) - silent)
         learned += [index] * turns[index].weight
-    final = given[last] if asking else []
+    final = given[last] if generation_prompt else []
     input_ids += pieces[-1] + final
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
-    learned += [last] * turns[last].weight * asking
-    ends += [len(input_ids)] if asking else []
-    if learned:  # else its answers are of weight 0, or are learned in separate rows
+    learned += [last] * turns[last].weight * generation_prompt
+    ends += [len(input_ids)] if generation_prompt else []
+    if learned:  # else all answers have weight 0, or get separate rows
         _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
     if (
         turns[last].role == "assistant"
-        and not asking
-        and _has_another_prompt(tokenizer, conversation, text, spans[last])
+        and not generation_prompt
+        and _prompt_differs(tokenizer, conversation, text, spans[last])
     ):
-        # Once more, the last answer's ids given now, so that it comes after the prompt that asks for it.
+        # Tokenise again with the last answer's ids given, so that it follows the prompt that generates it.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
-        said = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
-        return tokenize_conversation(tokenizer, conversation, [*earlier, said])
+        last_ids = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
+        return tokenize_conversation(tokenizer, conversation, [*earlier, last_ids])
     return tokenized
 
 
@@ -139,12 +139,12 @@ def tokenize_shortened(
     ends = _ends_in_reach(tokenizer, turns, max_length_tokens)
     if not ends:
         return None
-    taken = ANSWERS_AT_FIRST
+    num_tried = ANSWERS_AT_FIRST
     while True:
-        tried, taken = ends[:taken], 2 * taken
+        tried, num_tried = ends[:num_tried], 2 * num_tried
         try:
             longest = tokenize_conversation(tokenizer, *up_to_turn(conversation, tried[-1], answer_ids))
-        except TemplateProblem:  # of an end that may be no end
+        except TemplateProblem:  # this turn may not be a possible end
             if tried == ends:
                 raise
             continue
@@ -197,7 +197,7 @@ def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
 def _is_whole(turn: Turn, text: str) -> bool:
     """Return whether all that a turn says is in the text, white space aside."""
     shown = "".join(text.split())
-    return all("".join(said.split()) in shown for said in (turn.content, turn.reasoning_content, *turn.called))
+    return all("".join(part.split()) in shown for part in (turn.content, turn.reasoning_content, *turn.called))
 
 
 def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:
@@ -217,7 +217,7 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
     return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
 
 
-def _has_another_prompt(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
+def _prompt_differs(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
     """Return whether the text before the last answer differs from the prompt that generates it.
 
     Mistral's templates write the system prompt in the last turn if it is the user's, and nowhere otherwise. A prompt
@@ -278,7 +278,7 @@ def _first_marked(marked: list[int], start: int, content_end: int, number: int) 
     The template may exclude text that it inserts before an answer, such as an empty <think> block.
 
     Raises:
-        TemplateProblem: It marks no token of this answer.
+        TemplateProblem: The template marks no token of this answer.
     """
     first = next((t for t in range(start, content_end) if marked[t]), None)
     if first is None:
@@ -303,7 +303,7 @@ def answer_end_ids(generation_config: "GenerationConfig", tokenizer: Any) -> lis
     """Return all tokens that end an answer: the eos tokens of model and tokenizer, and the template's end token.
 
     Raises:
-        UserError: There is none, or the chat template cannot be used.
+        UserError: No token ends an answer, or the chat template cannot be used.
     """
     of_model = generation_config.eos_token_id
     of_model = of_model if isinstance(of_model, list) else [of_model]

@@ -17,14 +17,14 @@ OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer
 class TokenizedConversation:
     """A tokenised conversation.
 
-    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. unsaid_turns: assistant turns
+    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. rewritten_turns: assistant turns
     that the template rewrites in the history, which carry no loss. answer_ends_tokens: number of tokens up to the end
     of each answer.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
-    unsaid_turns: tuple[int, ...] = ()
+    rewritten_turns: tuple[int, ...] = ()
     answer_ends_tokens: tuple[int, ...] = ()
 
     def answers(self) -> list[list[int]]:
@@ -114,7 +114,7 @@ def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
     """Return the ids of the tokens that begin and end thoughts; None if thoughts are learned.
 
     Raises:
-        UserError: One of them is not a token of this vocabulary.
+        UserError: One of `data.reasoning_tokens` is not in the target's vocabulary.
     """
     if data.reasoning == "learn":
         return None
@@ -122,7 +122,8 @@ def reasoning_ids(tokenizer: Any, data: DataRecipe) -> tuple[int, int] | None:
     if opening is None or closing is None:
         missing = data.reasoning_tokens[opening is not None]
         raise UserError(
-            f"the target's tokenizer has no token {missing}, so that thoughts cannot be separated from answers: set "
-            "data.reasoning_tokens to the two that it thinks between, or data.reasoning=learn if it does not think"
+            f"the target's tokenizer has no token {missing}, so that its reasoning cannot be separated from the "
+            "answers: set data.reasoning_tokens to the tokens that start and end its reasoning, or "
+            "data.reasoning=learn if it has none"
         )
     return opening, closing

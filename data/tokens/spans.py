@@ -44,7 +44,7 @@ def find_spans(
     turns: tuple[Turn, ...],
     text: str,
     special: frozenset[int],
-    asking: bool = False,
+    generation_prompt: bool = False,
     tools: Tools = (),
 ) -> dict[int, Span]:
     """Find each assistant turn in the rendering `text`, by its index; in time linear in the text.
@@ -54,13 +54,15 @@ def find_spans(
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     between = answers[AT_EACH_END:-AT_EACH_END]
     one_by_one = answers if not between else answers[:AT_EACH_END] + answers[-AT_EACH_END:]
-    span_of = partial(find_span, tokenizer, turns, text=text, special=special, asking=asking, tools=tools)
+    span_of = partial(
+        find_span, tokenizer, turns, text=text, special=special, generation_prompt=generation_prompt, tools=tools
+    )
     spans = {index: span_of(index) for index in one_by_one}
     if between:
         plain = not tools and not any(
             turn.role == "tool" or turn.tool_calls or turn.reasoning_content for turn in turns
         )
-        found = _spans_between(tokenizer, turns, answers, text, spans, asking) if plain else {}
+        found = _spans_between(tokenizer, turns, answers, text, spans, generation_prompt) if plain else {}
         if not found and len(answers) > MOST_RENDERED_ONE_BY_ONE:
             raise TemplateProblem(
                 f"the target's chat template does not write all {len(answers)} answers of a conversation in the same "
@@ -72,22 +74,27 @@ def find_spans(
 
 
 def _spans_between(
-    tokenizer: Any, turns: tuple[Turn, ...], answers: list[int], text: str, spans: dict[int, Span], asking: bool
+    tokenizer: Any,
+    turns: tuple[Turn, ...],
+    answers: list[int],
+    text: str,
+    spans: dict[int, Span],
+    generation_prompt: bool,
 ) -> dict[int, Span]:
     """Locate the answers between those at both ends, whose spans are known.
 
     Empty if the template does not write all answers in the same way. `around[n]` is the text between the answers n - 1
     and n, questions included.
     """
-    around = _around_markers(tokenizer, turns, ("assistant",), asking)
-    without_contents = _around_markers(tokenizer, turns, ("assistant", "user"), asking)
+    around = _around_markers(tokenizer, turns, ("assistant",), generation_prompt)
+    without_contents = _around_markers(tokenizer, turns, ("assistant", "user"), generation_prompt)
     first, model, last = spans[answers[0]], spans[answers[1]], answers[-AT_EACH_END]
     if not around or not without_contents or not text.startswith(around[1], first.content_end):
         return {}
     systems = len(turns) + 1 - len(without_contents)
     headers = {without_contents[index - systems] for index in answers[1:-1]}  # between a question and its answer
-    asked = (*turns[: answers[1] - 1], Turn("user", MARKER))
-    opened = render(tokenizer, asked, add_generation_prompt=True).rpartition(MARKER)[2].removeprefix(max(headers))
+    question = (*turns[: answers[1] - 1], Turn("user", MARKER))
+    opened = render(tokenizer, question, add_generation_prompt=True).rpartition(MARKER)[2].removeprefix(max(headers))
     begin = first.content_end + len(around[1])  # of the content
     if len(headers) > 1 or begin < model.start:
         return {}
@@ -108,10 +115,12 @@ def _spans_between(
     return found if found.pop(last) == spans[last] else {}
 
 
-def _around_markers(tokenizer: Any, turns: tuple[Turn, ...], roles: tuple[str, ...], asking: bool) -> list[str]:
+def _around_markers(
+    tokenizer: Any, turns: tuple[Turn, ...], roles: tuple[str, ...], generation_prompt: bool
+) -> list[str]:
     """Return the texts that the template writes around the contents of these roles; empty if they cannot be split."""
     marked = tuple(Turn(turn.role, MARKER) if turn.role in roles else turn for turn in turns)
-    around = render(tokenizer, marked, asking).split(MARKER)
+    around = render(tokenizer, marked, generation_prompt).split(MARKER)
     return around if len(around) == 1 + sum(turn.role in roles for turn in turns) else []
 
 
@@ -131,41 +140,39 @@ def find_span(
     index: int,
     text: str,
     special: frozenset[int],
-    asking: bool = False,
+    generation_prompt: bool = False,
     tools: Tools = (),
 ) -> Span:
     """Find assistant turn `index` in the rendering `text` (steps 1 to 3 of the module).
 
     Args:
-        special: Ids among which an end token is.
-        asking: `text` ends with a generation prompt.
-        tools: Of the conversation.
+        special: Ids of the special tokens, one of which ends a turn.
+        generation_prompt: `text` ends with a generation prompt.
+        tools: Tools of the conversation.
 
     Raises:
-        TemplateProblem: The template drops or rewrites what is needed to tell.
+        TemplateProblem: The template drops or rewrites the text by which the turn is found.
     """
     if turns[index].tool_calls:
-        return _calling_span(tokenizer, turns, index, text, special, asking, tools)
+        return _calling_span(tokenizer, turns, index, text, special, generation_prompt, tools)
     marked = replace(turns[index], content=MARKER)
     marked_turns = (*turns[:index], marked, *turns[index + 1 :])
-    marked_text = render(tokenizer, marked_turns, asking, tools)
+    marked_text = render(tokenizer, marked_turns, generation_prompt, tools)
     before, _, after = marked_text.partition(MARKER)
     ending = render(tokenizer, marked_turns[: index + 1], tools=tools).partition(MARKER)[2]
     prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
     if marked_text.count(MARKER) != 1 or not text.endswith(after):
-        raise _dropped(index)
+        raise _dropped_error(index)
     if text.startswith(prompt):
         start = len(prompt)
     elif text.startswith(before):
         start = len(before.removesuffix(template_answer_lead(tokenizer)))
     else:
-        raise _rewritten(index)
+        raise _rewritten_error(index)
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
-    end_token = next(
-        (token for token in tokens if token in ending), None
-    )  # the token for what is unknown is in no text
+    end_token = next((token for token in tokens if token in ending), None)  # `unk_token` does not occur in texts
     if end_token is None:
         return Span(start, content_end, content_end)
     return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))
@@ -177,30 +184,30 @@ def _calling_span(
     index: int,
     text: str,
     special: frozenset[int],
-    asking: bool,
+    generation_prompt: bool,
     tools: Tools,
 ) -> Span:
     """Find the span of a turn that calls tools; its end is the last special token that ends calls and turn."""
     turn = turns[index]
     calls = tuple({**call, "function": {"name": MARKER, "arguments": {}}} for call in turn.tool_calls)
     marked_turns = (*turns[:index], replace(turn, tool_calls=calls), *turns[index + 1 :])
-    marked_text = render(tokenizer, marked_turns, asking, tools)
+    marked_text = render(tokenizer, marked_turns, generation_prompt, tools)
     prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
     if marked_text.count(MARKER) != len(calls):
-        raise _dropped(index)
+        raise _dropped_error(index)
     before, after = marked_text.partition(MARKER)[0], common_end(marked_text.rpartition(MARKER)[2], text)
     ended, marked_end = (render(tokenizer, each[: index + 1], tools=tools) for each in (turns, marked_turns))
     ending = common_end(marked_end.rpartition(MARKER)[2], ended)
-    # What the template writes between the generation prompt and the first name, as `template_answer_lead`.
-    asked = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
+    # Text between the generation prompt and the first function name, as in `template_answer_lead`.
+    probe_prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
     probe = render(tokenizer, (PROBE[0], marked_turns[index]), tools=tools)
-    opening = probe.removeprefix(asked).partition(MARKER)[0] if probe.startswith(asked) else ""
+    opening = probe.removeprefix(probe_prompt).partition(MARKER)[0] if probe.startswith(probe_prompt) else ""
     if text.startswith(prompt):
         start = len(prompt)
     elif opening and before.endswith(opening) and text.startswith(before):
         start = len(before) - len(opening)
     else:
-        raise _rewritten(index)
+        raise _rewritten_error(index)
     content_end = len(text) - len(after)
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
@@ -209,14 +216,14 @@ def _calling_span(
     return Span(start, content_end, end)
 
 
-def _dropped(index: int) -> TemplateProblem:
+def _dropped_error(index: int) -> TemplateProblem:
     return TemplateProblem(
         f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
         "tokens cannot be located: correct tokenizer.chat_template"
     )
 
 
-def _rewritten(index: int) -> TemplateProblem:
+def _rewritten_error(index: int) -> TemplateProblem:
     return TemplateProblem(
         f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
         "so that the assistant's tokens cannot be located: correct tokenizer.chat_template"

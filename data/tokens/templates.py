@@ -1,4 +1,4 @@
-"""Rendering by the target's chat template, and probes of it: what it writes around answers, thoughts and calls.
+"""Rendering by the target's chat template, and probes of its text around answers, thoughts and calls.
 
 Thoughts in a separate field of a turn are passed to the template under the name that it reads, or in the content
 between `<think>` and `</think>` if the template expects them there.
@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 
 PROBE = (Turn("user", "Say hi"), Turn("assistant", "Hello"))
 THOUGHTS = "Xq7ThoughtsXq7"
-THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # as templates call it
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names that templates use
 THOUGHTS_IN_CONTENT = "<think>\n{thoughts}\n</think>\n\n{content}"
 Tools = tuple[Tool, ...]
 
@@ -44,11 +44,11 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
     way_out = "remove such turns, or set data.conversations.skip_invalid=true to skip and count them"
     if tools and template_calls(tokenizer) is None:
         raise TemplateRefusal(
-            f"the target's chat template does not write tools, their calls or their results, which conversations have: "
+            "the target's chat template does not write tools, their calls or their results, which conversations have: "
             f"{way_out}"
         )
     try:
-        return _written(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
+        return _render(tokenizer, Conversation("", turns, tools=tools), add_generation_prompt)
     except (EndlessTemplate, TemplateProblem):
         raise
     except Exception as error:  # of any kind: templates are programs
@@ -58,10 +58,12 @@ def render(tokenizer: Any, turns: tuple[Turn, ...], add_generation_prompt: bool 
         ) from None
 
 
-def _written(tokenizer: Any, conversation: Conversation, asking: bool) -> str:
+def _render(tokenizer: Any, conversation: Conversation, generation_prompt: bool) -> str:
     messages, tools = template_messages(tokenizer, conversation.turns), list(conversation.tools) or None
     return bounded(
-        lambda: tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=asking)
+        lambda: tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+        )
     )
 
 
@@ -69,7 +71,7 @@ def template_messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str,
     """Return the turns as messages, thoughts where the template looks for them.
 
     Raises:
-        TemplateProblem: It looks for thoughts nowhere.
+        TemplateProblem: The template has no field for thoughts.
     """
     messages = [turn.message for turn in turns]
     if not any(turn.reasoning_content for turn in turns):
@@ -78,7 +80,7 @@ def template_messages(tokenizer: Any, turns: tuple[Turn, ...]) -> list[dict[str,
     for message in messages:
         thoughts = message.pop("reasoning_content", "")
         if thoughts:
-            message |= _thinking(field, thoughts, message["content"])
+            message |= _thoughts_fields(field, thoughts, message["content"])
     return messages
 
 
@@ -86,9 +88,9 @@ def thoughts_field(tokenizer: Any) -> str:
     """Return the field of a message in which the template looks for thoughts.
 
     Raises:
-        TemplateProblem: It does not even write those of the last answer.
+        TemplateProblem: The template does not write the thoughts of any answer, not even the last one.
     """
-    field = _thoughts_field(tokenizer, str(tokenizer.chat_template))
+    field = _find_thoughts_field(tokenizer, str(tokenizer.chat_template))
     if field is None:
         raise TemplateProblem(
             "the target's chat template does not write the thoughts that conversations have as `reasoning_content`: "
@@ -97,7 +99,7 @@ def thoughts_field(tokenizer: Any) -> str:
     return field
 
 
-def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
+def _thoughts_fields(field: str, thoughts: str, content: str) -> dict[str, str]:
     """Return the fields of a message that hold these thoughts and this content."""
     if field == "content":
         return {"content": THOUGHTS_IN_CONTENT.format(thoughts=thoughts.strip("\n"), content=content)}
@@ -105,14 +107,14 @@ def _thinking(field: str, thoughts: str, content: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def _thoughts_field(tokenizer: Any, template: str) -> str | None:
+def _find_thoughts_field(tokenizer: Any, template: str) -> str | None:
     """Find the field of `thoughts_field`; None if there is none."""
-    asked, answer = (turn.message for turn in PROBE)
+    question, answer = (turn.message for turn in PROBE)
     fields = [field for field in THOUGHT_FIELDS if field in template] + ["content"] * ("</think>" in template)
     for field in fields:
-        thinking = answer | _thinking(field, THOUGHTS, answer["content"])
+        thinking = answer | _thoughts_fields(field, THOUGHTS, answer["content"])
         try:
-            if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [asked, thinking], tokenize=False))):
+            if THOUGHTS in str(bounded(partial(tokenizer.apply_chat_template, [question, thinking], tokenize=False))):
                 return field
         except Exception:  # of any kind: templates are programs
             continue
@@ -139,9 +141,9 @@ def joined_thoughts(tokenizer: Any, thoughts: str, content: str) -> str | None:
 
 def missing_header_sentence(tokenizer: Any) -> str:
     """Return a warning if the template writes the header of an answer in no generation prompt, else nothing."""
-    asked = render(tokenizer, PROBE[:1])
+    without_prompt = render(tokenizer, PROBE[:1])
     header = template_answer_lead(tokenizer).strip()
-    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != asked:
+    if not header or render(tokenizer, PROBE[:1], add_generation_prompt=True) != without_prompt:
         return ""
     return (
         f"the chat template writes the header of an answer ({header.splitlines()[0]}) in no generation prompt, so that "
@@ -152,12 +154,12 @@ def missing_header_sentence(tokenizer: Any) -> str:
 
 def template_calls(tokenizer: Any) -> CallForm | None:
     """Return the template's form of tool calls; None if it does not write tools, calls and results."""
-    return _template_calls(tokenizer, str(tokenizer.chat_template))
+    return _find_call_form(tokenizer, str(tokenizer.chat_template))
 
 
 @lru_cache(maxsize=8)
-def _template_calls(tokenizer: Any, template: str) -> CallForm | None:
-    return call_form(partial(_written, tokenizer))
+def _find_call_form(tokenizer: Any, template: str) -> CallForm | None:
+    return call_form(partial(_render, tokenizer))
 
 
 def template_answer_lead(tokenizer: Any) -> str:
@@ -175,22 +177,26 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     """Tokenise rendered text, in which the template has written the BOS, if there is one.
 
     Raises:
-        UserError: It holds half a surrogate pair, as bytes that are no UTF-8 become on a command line.
+        UserError: The text contains half a surrogate pair, as from a command line that is not UTF-8.
     """
     try:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     except TypeError:
         if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
             raise
-        raise UserError("a text to be tokenised is no UTF-8 (it holds half a surrogate pair): convert it") from None
+        raise UserError(
+            "a text to tokenize is not valid UTF-8 (it contains half a surrogate pair): convert it"
+        ) from None
 
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all special tokens."""
     added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 @lru_cache(maxsize=8)
 def longest_token_characters(tokenizer: Any) -> int:
+    """Return the length of the longest token, in characters."""
     return max(map(len, tokenizer.get_vocab()))

@@ -1,7 +1,7 @@
-"""How a chat template writes the calls of tools, so that a target's answer is read as its own template would write it.
+"""The form of tool calls in a chat template, to read a target's answer as its own template would write it.
 
-Found by rendering a call, as `chat_tokens` finds answers: what stands before the function's name, and between the name
-and the arguments. A template whose arguments are no JSON (Qwen3-Coder's) gives the names alone; an answer of it keeps
+It is found by rendering a call, as `chat_tokens` finds answers: the text before the function's name, and between name
+and arguments. For a template whose arguments are not JSON (Qwen3-Coder's) only the names are known, and an answer keeps
 its text.
 """
 
@@ -16,7 +16,7 @@ from draftsmith.data.sources.conversation import Conversation, Turn, tool_call
 from draftsmith.data.sources.files import DECODER
 from draftsmith.data.tokens.bounded import EndlessTemplate
 
-# Names, values and a result that no template writes by itself.
+# Names, values and a result that do not occur in templates.
 NAME, SECOND, ARGUMENT, VALUE, RESULT = "xq7_first", "xq7_second", "xq7_argument", "Xq7ValueXq7", "Xq7ResultXq7"
 # Nine letters and digits, as Mistral's templates want the ids of calls.
 CALL_ID = "call{:05d}"
@@ -45,13 +45,13 @@ class CallForm:
         """Return an answer as a turn: with its calls, or as text if it has none or they cannot be read.
 
         Args:
-            text: Of the answer, special tokens included, without its end token.
-            call_ids: Of its calls, as far as the results that follow name them.
+            text: Text of the answer, special tokens included, without its end token.
+            call_ids: Ids of the answer's calls, as far as the results that follow name them.
         """
         calls: list[dict[str, Any]] = []
         end, start = 0, None
         for found in self.before.finditer(text):
-            if found.start() < end:  # within the arguments of the call before
+            if found.start() < end:  # it is inside the arguments of the previous call
                 continue
             start = found.start() if start is None else start
             between = self.between.match(text, found.end()) if self.between else None
@@ -72,13 +72,17 @@ def call_form(render: Render) -> CallForm | None:
     tools = ({"type": "function", "function": FUNCTION},)
     calls = [tool_call(name, {ARGUMENT: VALUE}, CALL_ID.format(n)) for n, name in enumerate((NAME, SECOND), start=1)]
 
-    def rendered(*turns: Turn, asking: bool = False) -> str:
-        return render(Conversation("probe", (*ASKED, *turns), tools=tools), asking)
+    def rendered(*turns: Turn, generation_prompt: bool = False) -> str:
+        return render(Conversation("probe", (*ASKED, *turns), tools=tools), generation_prompt)
 
     called = Turn("assistant", "", tuple(calls[:1]))
     result = Turn("tool", RESULT, name=NAME, tool_call_id=calls[0]["id"])
     try:
-        prompt, text, whole = rendered(asking=True), rendered(called), rendered(called, result, asking=True)
+        prompt, text, whole = (
+            rendered(generation_prompt=True),
+            rendered(called),
+            rendered(called, result, generation_prompt=True),
+        )
     except EndlessTemplate:
         raise
     except Exception:  # of any kind: templates are programs
@@ -96,13 +100,14 @@ def call_form(render: Render) -> CallForm | None:
         raise
     except Exception:  # as above, or without a place for the second
         pass
-    written = "|".join(dict.fromkeys(_loosely(each) for each in openings if each.strip()))
+    written = "|".join(dict.fromkeys(_ignoring_white_space(each) for each in openings if each.strip()))
     if not written:
         return None
     between = rest[: max(rest.find("{", 0, rest.index(ARGUMENT)), 0)]
     is_json = rest[len(between) : len(between) + 1] == "{"
     return CallForm(
-        re.compile(rf"(?:{written})(?P<name>[\w.-]+)"), re.compile(_loosely(between)) if is_json and between else None
+        re.compile(rf"(?:{written})(?P<name>[\w.-]+)"),
+        re.compile(_ignoring_white_space(between)) if is_json and between else None,
     )
 
 
@@ -112,6 +117,6 @@ def common_end(left: str, right: str) -> str:
     return left[len(left) - sum(1 for _ in alike) :]
 
 
-def _loosely(text: str) -> str:
+def _ignoring_white_space(text: str) -> str:
     """Return a pattern for the text, whatever its white space."""
     return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text))) + r"\s*" * text[-1:].isspace()

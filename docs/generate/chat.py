@@ -34,7 +34,7 @@ def record() -> dict[str, Any]:
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
     from draftsmith.eval.decoding.generate import AnswerRecord
-    from draftsmith.eval.serving.worker import Finished, Job, Worker
+    from draftsmith.eval.serving.worker import CompletedAnswer, Job, Worker
     from draftsmith.models.sampling import Sampling
 
     worker = Worker(with_tuned_trees(shipped_recipe()), 1)
@@ -45,7 +45,7 @@ def record() -> dict[str, Any]:
         begin_s, pieces = time.perf_counter(), []
         job = Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), lambda piece: out.put((time.perf_counter(), piece)))
         worker.submit(job)
-        while not isinstance((came := out.get())[1], Finished):
+        while not isinstance((came := out.get())[1], CompletedAnswer):
             at_s, piece = came
             if piece.text:
                 pieces.append([piece.text, len(piece.drafted), round(at_s - begin_s, 4)])

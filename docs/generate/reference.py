@@ -163,6 +163,7 @@ def engines() -> list[str]:
 
 
 def _option_tables(what: str, options: dict[str, type[BaseModel]]) -> list[str]:
+    """Return a heading and a table of options for each name."""
     return [line for name, model in options.items() for line in (f"### {what} `{name}`\n", *_table(model))]
 
 
@@ -200,6 +201,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _section(model: type[BaseModel]) -> list[str]:
+    """Return a section's docstring and its table of keys."""
     words = inspect.getdoc(model) or ""
     if words and model.__name__ == "MixedSourceRecipe":
         words += "\n\nThe other keys are those of `data.conversations`."
@@ -208,6 +210,7 @@ def _section(model: type[BaseModel]) -> list[str]:
 
 
 def _table(model: type[BaseModel]) -> list[str]:
+    """Return a Markdown table of a section's keys."""
     schema = model.model_json_schema()
     rows = [
         f"| `{name}` | {_type(schema['properties'][name], schema)} | {_default(field)} | {_meaning(name, field)} |"

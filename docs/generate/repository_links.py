@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-ELSEWHERE = r"[a-z]+:|#|/"  # links that are none to a file of the repository
+ELSEWHERE = r"[a-z]+:|#|/"  # links to something else than a file of the repository
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -73,10 +73,10 @@ def _copied_uri(name: str) -> str:
 
 
 def _source_file(name: str) -> Path:
-    """Return the file, or the one that describes the folder of that name.
+    """Return the file of this name; for a folder its `__init__.py` or `README.md`.
 
     Raises:
-        PluginError: It does not exist.
+        PluginError: The file does not exist.
     """
     place = ROOT / name
     for file in (place, place / "__init__.py", place / "README.md"):

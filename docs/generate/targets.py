@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
 }  # fmt: skip
-# For those that have a use for them: scales, windows, experts, latent attention.
+# Sizes for the architectures that have scales, windows, experts or latent attention.
 MORE: dict[str, Any] = {
     "logit_scale": 0.25, "logits_scaling": 4.0, "sliding_window": WINDOW, "num_experts": 4, "num_local_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
@@ -46,7 +46,7 @@ MORE: dict[str, Any] = {
 WITHOUT_HEADS = ("num_key_value_heads", "head_dim", "intermediate_size")
 MOST_PARAMETERS = 4_000_000
 PROMPT = [5, 9, 33, 12, 40, 7, 5, 9, 33, 12, 41]
-# What differs in a row may be rounding: of the logits' size.
+# Tolerance for rounding, relative to the logits' size.
 ROUNDING_FRAC = 1e-4
 
 
@@ -106,7 +106,7 @@ def built(model_type: str) -> PreTrainedModel | None:
             name_base_model(target)
             use_exact_attention(target)
             target(input_ids=torch.tensor([PROMPT]), use_cache=False)
-        except Exception:  # whatever a class says to sizes that it has no use for
+        except Exception:  # of any type: a class may reject sizes that it does not know
             continue
         return target
     return None

@@ -49,7 +49,7 @@ class MeasuredCosts:
 
     @cached_property
     def curve(self) -> Curve:
-        """Seconds of a verification forward by number of nodes."""
+        """Return the seconds of a verification forward by number of nodes."""
         return verify_curve(self._session, self._prompt)
 
     def set_costs(self, method: Method) -> None:
@@ -65,6 +65,7 @@ class MeasuredCosts:
         method.adaptive.costs = self._by_decoder[id(decoder)]
 
     def _round_costs(self, decoder: SequenceDecoder) -> RoundCosts:
+        """Measure the cost of a draft, and of each further level if it is drafted level by level."""
         new_tokens = min(DRAFTED_TOKENS, self._session.max_length_tokens - len(self._prompt))
 
         def seconds(depth: int | None) -> float:

@@ -32,7 +32,7 @@ BLOCKS_TOKENS = (8, 1)  # the slower block size only if the first does not expla
 
 @dataclass
 class Divergence:
-    """The first difference of a greedy answer from the target's.
+    """First difference between a greedy answer and the target's.
 
     position: index of the token. expected, found: token ids. gap: largest logit minus that of the lower of the two.
     noise: largest difference between correct computations of the logits.

@@ -133,7 +133,7 @@ def drafter_folder(recipe: Recipe, method: MethodConfig) -> Path:
     """Return the folder of the method's drafter: the run's own, unless it names another folder or a Hub id.
 
     Raises:
-        UserError: It cannot be downloaded from the Hub.
+        UserError: The drafter cannot be downloaded from the Hub.
     """
     if method.drafter is None:
         return RunFolder(recipe).drafter

@@ -64,7 +64,7 @@ class MethodResult:
 
     @property
     def ids(self) -> list[list[int]]:
-        """Token ids of each turn's answer."""
+        """Return the token ids of each turn's answer."""
         return [turn.ids for turn in self.turns]
 
 
@@ -87,7 +87,7 @@ class QuestionRecord:
 
     @property
     def task_name(self) -> str:
-        """The task that the question belongs to."""
+        """Return the task that the question belongs to."""
         return task_of(self.category) if self.task is None else self.task
 
     @property
@@ -224,7 +224,7 @@ def check_fair_clock(records: list[QuestionRecord]) -> None:
     """Check that every speedup compares answers with equal settings, measured in one process.
 
     Raises:
-        UserError: A record does not; the message names it and the difference.
+        UserError: A record is not comparable; the message names it and the difference.
     """
     if not records:
         raise UserError("nothing has been measured yet: run `draftsmith eval` with this recipe first")

@@ -41,7 +41,7 @@ class SpecBench:
 
     Args:
         target: The target model.
-        tokenizer: Its tokenizer, with a chat template.
+        tokenizer: The target's tokenizer, with a chat template.
         questions: Questions that do not fit the target's context are left out and counted in `left_out`.
         max_new_tokens: Longest answer to a turn.
         seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.

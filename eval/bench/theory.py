@@ -206,7 +206,7 @@ class OverlapMeter:
 
     def on_round(self, round_: Round) -> None:
         """Measure the overlap at every node that decided a token of the answer."""
-        tree, path = round_.tree, round_.verdict.path
+        tree, path = round_.tree, round_.verification.path
         if self._counting:
             self.depths.append(tree.shape.draft_depth)
             self.nodes.append(len(tree))
@@ -245,7 +245,7 @@ def measure_untimed(bench: SpecBench, methods: list[Arm], questions: int) -> dic
     """Measure `OverlapMeter.figures` of every method except the baseline, by `method@temperature`.
 
     Args:
-        questions: Number of questions, spread over the bench's, of which all turns are answered.
+        questions: Number of questions, spread over the bench's; all their turns are answered.
     """
     chosen = bench.questions[:: max(1, len(bench.questions) // questions)][:questions]
     figures = {}

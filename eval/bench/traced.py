@@ -40,17 +40,17 @@ class TracedRound:
 
     @property
     def num_accepted(self) -> int:
-        """Number of accepted draft tokens."""
+        """Return the number of accepted draft tokens."""
         return len(self.path) - 1
 
     @property
     def drafted(self) -> str:
-        """Text of the accepted draft tokens."""
+        """Return the text of the accepted draft tokens."""
         return "".join(self.texts[node] for node in self.path[1:])
 
     @property
     def rejected(self) -> list[str]:
-        """Texts of the most likely rejected path: the first child of the last accepted node, its first child, etc.
+        """Return the texts of the most likely rejected path: the first child of the last accepted node, and so on.
 
         Empty if the answer ended in this round, as no draft was rejected then.
         """
@@ -98,7 +98,7 @@ class TracedAnswer:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all rounds, so without the prefill's."""
+        """Return the number of tokens of all rounds, so without the prefill's."""
         return self.drafted + sum(each.own is not None for each in self.rounds)
 
     @property
@@ -130,7 +130,7 @@ class Trace:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of the answer so far; empty before the first round."""
+        """Return the token ids of the answer so far; empty before the first round."""
         return list(self._ids)
 
     def added(self, before: list[int], token: int) -> str:
@@ -145,7 +145,7 @@ class Trace:
         return self._texts[ids]
 
     def on_round(self, round_: Round) -> None:
-        tree, path = round_.tree, round_.verdict.path
+        tree, path = round_.tree, round_.verification.path
         if not self._ids:
             self._ids = [tree.tokens[0]]
             self.answer.first = self.added([], tree.tokens[0])
@@ -158,8 +158,8 @@ class Trace:
         self._ids += paths[accepted[-1]]
         own = None
         if round_.kept == len(path):
-            own = self.added(self._ids, round_.verdict.next_token)
-            self._ids.append(round_.verdict.next_token)
+            own = self.added(self._ids, round_.verification.next_token)
+            self._ids.append(round_.verification.next_token)
         self.answer.rounds.append(TracedRound(texts, list(tree.shape.parents), accepted, own))
 
 

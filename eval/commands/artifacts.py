@@ -187,6 +187,7 @@ def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:
 def _recorded(
     recipe: Recipe, name: str, form: type[FormT], way_out: str = EVAL_AGAIN, key: str | None = None
 ) -> FormT | None:
+    """Read a measurement's file in the run's `eval` folder; None if it does not exist."""
     file = RunFolder(recipe).eval / name
     return read_json(file, form, way_out, key) if file.is_file() else None
 

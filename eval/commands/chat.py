@@ -122,7 +122,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     """Read messages and answer them until the input ends. Returns the answers.
 
     Args:
-        recipe: Its first method drafts, at its first temperature.
+        recipe: Recipe whose first method drafts, at its first temperature.
         new_tokens: Longest answer.
 
     Raises:

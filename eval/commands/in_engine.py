@@ -32,21 +32,21 @@ from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.serving.asking import (
+from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, TimedAnswer
+from draftsmith.eval.serving.llama_server import find_server, started_server
+from draftsmith.eval.serving.load_test import (
     DEFINITIONS,
     DRAFTING,
     ENGINES,
     PLAIN,
-    Asked,
-    Served,
-    ServedRow,
-    ask,
-    served_file,
+    ArmResult,
+    EngineMeasurement,
+    LoadTestRow,
+    measurement_file,
+    send_questions,
     with_speedups,
 )
-from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, TimedAnswer
-from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.files import write_atomically
 from draftsmith.models.decoding.cached_attention import cache_shape
 from draftsmith.models.formats import exporting
@@ -73,7 +73,7 @@ class ServingOptions:
     """Options of a measurement in an engine.
 
     engine: vllm or llamacpp.
-    concurrency: numbers of questions in flight, one measurement each, as `1,4,16`.
+    concurrency: numbers of concurrent questions, one measurement each, as `1,4,16`.
     server: URL of a running server that drafts; None: start one. plain_server: URL of a server of the same target
     without a drafter. server_model: the target's name there; api_key_env: environment variable with the API key.
     engine_options: `VllmOptions` in YAML, for a server that is started. correct_cpu_sampling: see `cpu_sampling`.
@@ -127,12 +127,12 @@ class ServingOptions:
         return ENGINES[self.engine]
 
     @property
-    def levels(self) -> list[int]:
-        """Return the numbers of questions in flight, ascending."""
-        return _ascending(self.concurrency)
+    def concurrencies(self) -> list[int]:
+        """Return the numbers of concurrent questions, ascending."""
+        return _parse_numbers(self.concurrency)
 
 
-def _ascending(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     return sorted({int(word) for word in text.split(",")})
 
 
@@ -147,7 +147,7 @@ class _Setting:
 
 
 @with_run_lock("eval")
-def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
+def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasurement:
     """Measure the drafter in an engine, print the tables and write them to `eval/<engine>.json`.
 
     The file of a given server is `<engine>-server.json`. An existing report is written again.
@@ -161,8 +161,8 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     tokenizer = loading.load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
     questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
-    of_engine = EngineSetting(recipe, tokenizer, end_ids)
-    setting = _Setting(recipe, options, questions, of_engine)
+    engine_setting = EngineSetting(recipe, tokenizer, end_ids)
+    setting = _Setting(recipe, options, questions, engine_setting)
     notes: list[str] = []
     with ExitStack() as stack:
         start = _start_servers if options.engine == "vllm" else _start_llama_servers
@@ -171,17 +171,17 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     rows = with_speedups([result.row() for result in measured])
     depth = max((len(row.acceptance_by_depth) for row in rows), default=0)
     prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
-    own, missing = own_rows(recipe, prompts, depth)
-    notes += missing + _count_sentences(measured)
+    own, reasons = own_decoder_rows(recipe, prompts, depth)
+    notes += reasons + _count_sentences(measured)
     if len(opened) > 2:
         fastest = max(
             (row for row in rows if row.concurrency == rows[0].concurrency), key=lambda row: row.tokens_per_s or 0
         )
         notes.append(f"Fastest at concurrency {fastest.concurrency}: {fastest.arm}.")
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
-    served = Served(place, rows, own, notes, len(questions), options.name)
+    served = EngineMeasurement(place, rows, own, notes, len(questions), options.name)
     # Written before the target is loaded to compare greedy answers: a failure there must not lose the measurement.
-    file = served_file(recipe, options.engine, options.server is not None)
+    file = measurement_file(recipe, options.engine, options.server is not None)
     lines = [
         {"arm": each.arm, "temperature": each.temperature, "concurrency": each.concurrency, **asdict(answer)}
         for each in measured
@@ -190,7 +190,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> Served:
     text = "".join(json.dumps({key: line[key] for key in line if key != "prompt_ids"}) + "\n" for line in lines)
     write_atomically(file.with_name(f"{file.stem}-answers.jsonl"), text)
     write_result(file, asdict(served))
-    greedy = _greedy_proofs(setting, measured, served.notes)
+    greedy = _compare_greedy_answers(setting, measured, served.notes)
     served.greedy = [asdict(proof) for proof in greedy]
     served.notes += _greedy_sentences(greedy)
     write_result(file, asdict(served))
@@ -220,8 +220,8 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
     limit, new_tokens = loading.longest_sequence_tokens(target), recipe.eval.max_new_tokens
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, new_tokens, None)
     length = min(length + drafted_tokens(drafter.config) + 1, limit or sys.maxsize)
-    most = max(options.levels)
-    arguments = measured_arguments(engine_options, setting.engine, target.config, length, most)
+    most = max(options.concurrencies)
+    arguments = vllm_arguments(engine_options, setting.engine, target.config, length, most)
 
     @contextmanager
     def started(**more: Any) -> Iterator[Endpoint]:
@@ -247,8 +247,8 @@ def _start_llama_servers(setting: _Setting, notes: list[str]) -> dict[str, Abstr
     exported = exporting.export_run(recipe, "gguf", None, options.target_gguf, options.dtype)
     depth = exported.made.num_speculative_tokens
     length = session_length_tokens(setting.engine.tokenizer, setting.questions, recipe.eval.max_new_tokens, None)
-    file, most = Path(exported.made.target), max(options.levels)
-    drafted = _ascending(options.draft_tokens or str(depth))
+    file, most = Path(exported.made.target), max(options.concurrencies)
+    drafted = _parse_numbers(options.draft_tokens or str(depth))
     notes.append(f"Target {file.name}; drafter in {options.dtype or 'bf16'}; trained to draft {depth} tokens.")
     exactly = UNROUNDED if options.dtype == "f32" else ()
 
@@ -298,34 +298,38 @@ def read_engine_options(text: str) -> VllmOptions:
     return options
 
 
-def measured_arguments(
-    options: VllmOptions, setting: EngineSetting, config: PreTrainedConfig, length_tokens: int, most_at_once: int
+def vllm_arguments(
+    options: VllmOptions, setting: EngineSetting, config: PreTrainedConfig, length_tokens: int, max_concurrency: int
 ) -> dict[str, Any]:
     """Return the arguments of `VllmServer`; those that the user did not set are sized for these questions.
 
     Args:
         config: The target's config.
         length_tokens: Length of the longest conversation, with room for a draft.
-        most_at_once: Largest number of concurrent requests.
+        max_concurrency: Largest number of concurrent requests.
     """
-    sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": most_at_once, "data_parallel_size": 1}
+    sized: dict[str, Any] = {"max_model_len": length_tokens, "concurrency": max_concurrency, "data_parallel_size": 1}
     if not torch.cuda.is_available():
-        sized |= {"enforce_eager": True, "kv_cache_memory_bytes": cpu_cache_bytes(config, length_tokens, most_at_once)}
+        sized |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": cpu_cache_bytes(config, length_tokens, max_concurrency),
+        }
     chosen = {key: value for key, value in sized.items() if key not in options.model_fields_set}
     return server_arguments(options.model_copy(update=chosen), setting)
 
 
-def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, most_at_once: int) -> int:
-    """Return the size of vLLM's KV cache on a CPU: room for `most_at_once` conversations of target and drafter.
+def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, max_concurrency: int) -> int:
+    """Return the size of vLLM's KV cache on a CPU: room for `max_concurrency` conversations of target and drafter.
 
     At most 4 GiB, unless a single conversation needs more.
     """
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
     one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
-    return max(one_bytes, min(most_at_once * one_bytes, LARGEST_CPU_CACHE_BYTES))
+    return max(one_bytes, min(max_concurrency * one_bytes, LARGEST_CPU_CACHE_BYTES))
 
 
 def _check_sampling(options: ServingOptions) -> None:
+    """Check that vLLM samples correctly on this machine, at temperatures above 0."""
     on_a_cpu = not torch.cuda.is_available()
     if options.correct_cpu_sampling and not on_a_cpu:
         raise UserError(f"{CORRECTION} is for vLLM on a CPU, and this machine has a GPU: leave it out")
@@ -356,7 +360,7 @@ def _connect_servers(
     return opened
 
 
-def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[Asked]:
+def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoint]) -> Iterator[ArmResult]:
     """Measure every temperature and concurrency in one server, whose prefix cache is emptied before each, if it can be.
 
     Raises:
@@ -367,7 +371,7 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
     seed = setting.recipe.seed
     with opened as endpoint:
         warmup = GenerationSettings(max_new_tokens=min(WARMUP_NEW_TOKENS, choices.max_new_tokens))
-        warmed = ask(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
+        warmed = send_questions(endpoint, tokenizer, setting.questions[:WARMUP_QUESTIONS], warmup, seed, 2)
         if options.server is not None and arm == PLAIN and warmed.counts.drafts:
             raise UserError(
                 f"option --plain-server: {options.plain_server} drafts: give a server of the target without a drafter"
@@ -380,16 +384,16 @@ def _measure(setting: _Setting, arm: str, opened: AbstractContextManager[Endpoin
             )
         for temperature in choices.temperatures:
             settings = GenerationSettings(temperature, choices.top_k, choices.top_p, choices.max_new_tokens)
-            for concurrency in options.levels:
+            for concurrency in options.concurrencies:
                 endpoint.forget_prompts()
-                result = ask(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
+                result = send_questions(endpoint, tokenizer, setting.questions, settings, seed, concurrency, arm)
                 if not result.answers:
                     reasons = ", ".join(result.failures) or f"no prompt leaves room for {FEWEST_NEW_TOKENS} tokens"
                     raise UserError(f"{options.name} {arm} answered no question ({reasons})")
                 yield result
 
 
-def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -> list[GreedyProof]:
+def _compare_greedy_answers(setting: _Setting, measured: list[ArmResult], notes: list[str]) -> list[GreedyProof]:
     """Compare greedy answers with and without the drafter at each concurrency, for turns with the same prompt.
 
     Args:
@@ -401,7 +405,7 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
         if result.temperature == 0
     }
     target, proofs = None, []
-    rounds = setting.options.engine == "llamacpp" and setting.options.dtype != "f32"
+    depends_on_batch_size = setting.options.engine == "llamacpp" and setting.options.dtype != "f32"
     for (concurrency, arm), actual in greedy.items():
         if arm == PLAIN or (concurrency, PLAIN) not in greedy:
             continue
@@ -409,11 +413,11 @@ def _greedy_proofs(setting: _Setting, measured: list[Asked], notes: list[str]) -
         same = [key for key in expected if key in actual and expected[key].prompt_ids == actual[key].prompt_ids]
         prompts: list[tuple[int | str, list[int]]] = [(key, expected[key].prompt_ids) for key in same]
         answers: list[dict[int | str, list[int]]] = [{key: a[key].ids for key in same} for a in (expected, actual)]
-        name = f"{arm}, {concurrency} at once"
+        name = f"{arm}, concurrency {concurrency}"
         if answers[0] == answers[1]:
             proofs.append(GreedyProof(name, len(same), sum(map(len, answers[1].values()))))
             continue
-        if rounds:  # llama.cpp's rounding depends on the batch size and is not our target's: ties cannot be recognised
+        if depends_on_batch_size:  # and llama.cpp's rounding is not our target's, so that ties cannot be recognised
             equal = sum(answers[0][key] == answers[1][key] for key in same)
             notes.append(
                 f"{_same_sentence(name, equal, len(same))} llama.cpp rounds differently for other batch sizes; with "
@@ -445,7 +449,7 @@ def _greedy_sentences(proofs: list[GreedyProof]) -> list[str]:
     return sentences
 
 
-def _count_sentences(measured: list[Asked]) -> list[str]:
+def _count_sentences(measured: list[ArmResult]) -> list[str]:
     """Describe where the engine's counters include other requests, which requests failed and what was left out."""
     sentences = []
     for result in measured:
@@ -464,8 +468,8 @@ def _count_sentences(measured: list[Asked]) -> list[str]:
 Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the ids of their first prompts
 
 
-def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedRow], list[str]]:
-    """Return our decoder's table rows for the same prompts and drafter, and notes on missing ones.
+def own_decoder_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[LoadTestRow], list[str]]:
+    """Return our own decoder's table rows for the same prompts and drafter, and the reasons why rows are missing.
 
     Args:
         depth: Draft tokens per round of the engine.
@@ -474,7 +478,7 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
     if not file.is_file():
         return [], ["Our own decoder has not been measured: run `draftsmith eval` without --engine."]
     recorded = recorded_settings(recipe)
-    chain = find_chain(recorded.eval, depth)
+    chain = find_chain_method(recorded.eval, depth)
     if chain is None:
         return [], [f"Our own decoder is not compared: eval.methods has no lossless chain of {depth} draft tokens."]
     own_drafter = recipe.eval.model_copy(update={"methods": [MethodConfig(name="x")]})
@@ -484,21 +488,21 @@ def own_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[ServedR
     records, rows = list(RecordLog(file)), []
     for temperature in recipe.eval.temperatures:
         sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        rows += own_figures(records, chain.name, prompts, sampling, recipe.eval.max_new_tokens)
+        rows += rows_of_records(records, chain.name, prompts, sampling, recipe.eval.max_new_tokens)
     return with_speedups(rows), [] if rows else ["Our own decoder is not compared: its records lack these prompts."]
 
 
-def find_chain(evaluation: EvalRecipe, drafted_tokens: int) -> MethodConfig | None:
+def find_chain_method(evaluation: EvalRecipe, drafted_tokens: int) -> MethodConfig | None:
     """Find the method that drafts as an engine does: the whole chain of the run's own drafter, without lenience."""
     own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
     chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
     return next((method for method in chains if method.max_depth in (None, drafted_tokens)), None)
 
 
-def own_figures(
+def rows_of_records(
     records: Iterable[QuestionRecord], chain: str, prompts: Prompts, sampling: Sampling, max_new_tokens: int
-) -> list[ServedRow]:
-    """Return one table row without and one with the drafter; empty if no record has one of these prompts.
+) -> list[LoadTestRow]:
+    """Compute our decoder's table rows, without and with the drafter; empty if no record has one of these prompts.
 
     Args:
         chain: Name of the method that drafts chains.
@@ -528,7 +532,7 @@ def own_figures(
         num_questions = len({record.question_id for record, _ in answers})
         wall_time_s = sum(turn.wall_time_s for turn in turns)
         tau = statistics.fmean(taus) if taus else None
-        row = ServedRow.of_answers(
+        row = LoadTestRow.of_answers(
             arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=num_questions
         )
         # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.

@@ -74,7 +74,7 @@ LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
     "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles", ".trainer.lock",
 )  # fmt: skip
 KEPT_ANSWERS = 4000  # default number of answers on disk
-KEPT_OUT_FRAC, FEWEST_KEPT_OUT, MOST_KEPT_OUT = 0.15, 8, 64
+HELD_OUT_FRAC, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.15, 8, 64
 FEWEST_NEW_TOKENS = 1500  # new answer tokens that start another training
 FIRST_CYCLE_TOKENS = 16_000  # of the first training, whose speed sets the number for the next one
 SHORTEST_ROW_TOKENS = 16
@@ -116,9 +116,9 @@ class Answer:
         return hashlib.sha256(json.dumps([self.prompt_ids, self.ids]).encode()).hexdigest()[:16]
 
     @property
-    def is_kept_out(self) -> bool:
-        """Whether the answer is held out from training; depends on its tokens alone, so it never changes sides."""
-        return int(self.key[:8], 16) / 16**8 < KEPT_OUT_FRAC
+    def is_held_out(self) -> bool:
+        """Return whether the answer is held out from training; depends on its tokens only, so it never changes."""
+        return int(self.key[:8], 16) / 16**8 < HELD_OUT_FRAC
 
     @property
     def tokens(self) -> int:
@@ -141,7 +141,7 @@ LINE = TypeAdapter(Answer)
 
 
 @dataclass(frozen=True)
-class Weighed:
+class CandidateResult:
     """Comparison of a candidate with the serving drafter on the held-out answers.
 
     at: Unix time. answers: number of held-out answers. serving, candidate: tau of the two drafters. low, high: interval
@@ -179,7 +179,7 @@ class State:
     begun_with: str
     current: int = 0
     previous: int = 0
-    weighed: list[Weighed] = field(default_factory=list)
+    weighed: list[CandidateResult] = field(default_factory=list)
 
 
 class Learned:
@@ -208,14 +208,14 @@ class Learned:
             self.write(State(weights))
         if self.state.begun_with != weights:
             raise UserError(
-                f"{self.folder} was learned from other weights than those in {self.begun_with}: restore those weights, "
+                f"{self.folder} was trained from other weights than those in {self.begun_with}: restore those weights, "
                 "or delete the folder to learn from scratch"
             )
         self.newer()
 
     @property
     def state(self) -> State:
-        """State as read from `state.json` now.
+        """Read the current state from `state.json`.
 
         Raises:
             UserError: The file is damaged.
@@ -269,7 +269,7 @@ class Learned:
             self._lines = self._trim(file)
         line = memoryview(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
         lines, self._lines = self._lines, 0  # an interruption may leave part of the line: the next call trims the file
-        with open(file, "ab", buffering=0, opener=_for_the_owner) as stream:
+        with open(file, "ab", buffering=0, opener=_open_private) as stream:
             begin = stream.tell()
             try:
                 while line:
@@ -321,7 +321,7 @@ class Learned:
         return list(by_key.values())[-self.kept_answers :]
 
 
-def _for_the_owner(file: str, flags: int) -> int:
+def _open_private(file: str, flags: int) -> int:
     return os.open(file, flags, OWNER_ALONE)
 
 
@@ -354,6 +354,7 @@ def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
 
 
 def _learn(learned: Learned, minutes: float) -> None:
+    """Train in cycles, as the training process of `serve --learn`."""
     end_with_parent()
     if hasattr(os, "SCHED_IDLE"):
         # Niceness alone would still make the server's threads wait for a slice whenever they wake.
@@ -387,7 +388,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
             raise
         with suppress(OSError):  # the log is on the same disk
             print(sentence)
-        learner.look_again()
+        learner.reread_answers()
         return TRIES_AGAIN_AFTER_S
     if weighed is None:
         return LOOKS_EVERY_S
@@ -397,7 +398,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
 
 
 class Learner:
-    """Trains and evaluates candidates.
+    """Trainer of new drafters (candidates) on the served answers, and judge of whether to adopt them.
 
     Args:
         learned: The folder with answers, drafters and state.
@@ -424,7 +425,7 @@ class Learner:
         self._taus: dict[tuple[Path, str], float] = {}
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
 
-    def cycle(self) -> Weighed | None:
+    def cycle(self) -> CandidateResult | None:
         """Train and evaluate a candidate; None if there are too few new or too few held-out answers."""
         if (size := self.learned.size_bytes()) == self._seen_bytes:
             return None
@@ -432,10 +433,10 @@ class Learner:
         answers, state = self.learned.answers(), self.learned.state
         if self.learned.damaged_lines:
             print(f"{self.learned.folder / ANSWERS}: {self.learned.damaged_lines} damaged lines are left out")
-        kept_out = [answer for answer in answers if answer.is_kept_out][-MOST_KEPT_OUT:]
-        train = [answer for answer in answers if not answer.is_kept_out]
+        held_out = [answer for answer in answers if answer.is_held_out][-MOST_HELD_OUT:]
+        train = [answer for answer in answers if not answer.is_held_out]
         new = [answer for answer in train if answer.key not in self.trained]
-        if len(kept_out) < FEWEST_KEPT_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
+        if len(held_out) < FEWEST_HELD_OUT or sum(len(answer.ids) for answer in new) < FEWEST_NEW_TOKENS:
             return None
         serving = self.learned.drafter(state.current)
         chosen = self._chosen(train, state.weighed)
@@ -445,11 +446,11 @@ class Learner:
         trained = sum(len(ids) for ids, _ in chosen)
         pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
-        before, after = (self.taus_of(folder, kept_out) for folder in (serving, candidate))
-        tokens = [len(answer.ids) - 1 for answer in kept_out]
+        before, after = (self.taus_of(folder, held_out) for folder in (serving, candidate))
+        tokens = [len(answer.ids) - 1 for answer in held_out]
         low, high = paired_interval(tokens, before, after)
         number = None
-        if low > 0 and self._proven(candidate, kept_out):
+        if low > 0 and self._is_lossless(candidate, held_out):
             number = 1 + max((each.number or 0 for each in state.weighed), default=0)
             place = self.learned.drafter(number)
             place.parent.mkdir(exist_ok=True)
@@ -459,17 +460,17 @@ class Learner:
             state.current, state.previous = number, state.current
         self.trainee = None if high < 0 else trainee
         taus = tau_of(tokens, before), tau_of(tokens, after)
-        weighed = Weighed(time.time(), len(kept_out), trained, *taus, low, high, number)
+        weighed = CandidateResult(time.time(), len(held_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
         self.learned.write(state)
         self.trained = {answer.key for answer in train}
         return weighed
 
-    def look_again(self) -> None:
-        """Make the next cycle read the answers even if the file has not changed."""
+    def reread_answers(self) -> None:
+        """Make the next cycle read the answers again even if the file has not changed."""
         self._seen_bytes = -1
 
-    def _chosen(self, train: Sequence[Answer], weighed: Sequence[Weighed]) -> list[Row]:
+    def _chosen(self, train: Sequence[Answer], weighed: Sequence[CandidateResult]) -> list[Row]:
         """Choose a cycle's training examples: half the tokens newest answers, half older ones and run data."""
         generator = random.Random(len(weighed))
         rows = [answer.row for answer in train]
@@ -514,7 +515,7 @@ class Learner:
         candidate = trained.with_name(CANDIDATE)
         shutil.rmtree(candidate, ignore_errors=True)
         shutil.copytree(trained, candidate, ignore=shutil.ignore_patterns("checkpoints"))
-        keep_some_of(self.learned.begun_with, candidate, BEGINNING_FRAC)
+        interpolate_weights(self.learned.begun_with, candidate, BEGINNING_FRAC)
         return candidate
 
     def taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
@@ -536,12 +537,12 @@ class Learner:
             ids_s, mask_s = torch.tensor(ids, device=self.target.device), torch.tensor(mask)
             with torch.inference_mode():
                 features_sf = target_features(self.target, ids_s[None], layers=layers)[0]
-            if len(self._features) >= 2 * MOST_KEPT_OUT:
+            if len(self._features) >= 2 * MOST_HELD_OUT:
                 self._features.clear()
             self._features[answer.key] = (ids_s, mask_s, features_sf)
         return self._features[answer.key]
 
-    def _proven(self, folder: Path, answers: Sequence[Answer]) -> bool:
+    def _is_lossless(self, folder: Path, answers: Sequence[Answer]) -> bool:
         """Check that greedy answers with this drafter equal those of the target alone."""
         drafter = load_drafter(folder, self.target)
         prompts = [answer.prompt_ids for answer in answers[-PROVEN_PROMPTS:]]
@@ -560,7 +561,7 @@ class Learner:
 
 
 @torch.no_grad()
-def keep_some_of(begun_with: Path, folder: Path, frac: float) -> None:
+def interpolate_weights(begun_with: Path, folder: Path, frac: float) -> None:
     """Interpolate a drafter's weights towards those at the start of learning, in place (arXiv 2109.01903).
 
     Args:

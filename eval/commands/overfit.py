@@ -46,9 +46,9 @@ from draftsmith.train.drafter.training_arguments import enable_gradient_checkpoi
 STEPS, LOOKED_EVERY_STEPS = 200, 10
 ANSWER_TOKENS, MOST_PROMPT_TOKENS = 96, 256
 LOWEST_LEARNING_RATE = 1e-3  # a recipe's own may be too low for so few steps
-LEARNED_FRAC, LEARNED_LOGS = 0.985, 5  # of the labels at every depth, in this many logs after another
-REACHED_FRAC = 0.9  # of the bound: a near tie of the target's may cost a round or two, a mistake costs most of them
-CE_SHARE = 0.3  # low enough for a teacher of other tokens to win against it
+LEARNED_FRAC, LEARNED_LOGS = 0.985, 5  # share of correct labels at every depth, in this number of consecutive logs
+REACHED_FRAC = 0.9  # share of the bound: a near tie of the target may cost one or two rounds, a mistake costs most
+CE_SHARE = 0.3  # low enough that a teacher with other tokens still dominates
 CHAIN = MethodConfig(name="chain")
 # Keys of `train:` that say how a step is computed; those of schedules, batches and files do not fit a single example.
 STEP_KEYS = (
@@ -104,9 +104,9 @@ def overfit(
 
     Args:
         recipe: The recipe.
-        target: Its target, in the dtype that it is trained with.
-        tokenizer: The target's.
-        rows: Examples, of which the first gives the prompt; without any the recipe's first conversation does.
+        target: The drafter's target, in the dtype of training.
+        tokenizer: The target's tokenizer.
+        rows: Examples; the first one gives the prompt. Without examples the recipe's first conversation does.
 
     Returns:
         None if this kind of drafter trains no layers, so that it could not learn an answer by heart.

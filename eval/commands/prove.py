@@ -137,6 +137,7 @@ def compare_answers(
 
 @torch.inference_mode()
 def _test(target: PreTrainedModel, measured: Arm, drawn: Iterable[tuple[list[int], list[int]]]) -> DistributionProof:
+    """Test whether sampled answers, given as (prompt, answer), have the target's distribution."""
     uniforms, impossible = [], 0
     generator = torch.Generator().manual_seed(0)
     for prompt, answer in drawn:
@@ -156,7 +157,7 @@ def rosenblatt(p: Tensor, tokens: Tensor, generator: torch.Generator) -> tuple[T
     """Map tokens [n] to numbers that are uniform on [0, 1] if the tokens were drawn from the rows of p [n, V].
 
     Args:
-        generator: Draws v, which spreads each token over an interval as long as its probability.
+        generator: Source of v, which spreads each token over an interval as long as its probability.
 
     Returns:
         The numbers, fp64, for tokens of probability above 0; and the number of tokens with probability 0.

@@ -81,7 +81,8 @@ def push(
     for key, value in (("drafter.kind", recipe.drafter.kind), ("target.model", recipe.target.model)):
         if trained.get(key, value) != value:
             raise UserError(
-                f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: give the recipe of its training"
+                f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: use the recipe that it was "
+                "trained with"
             )
     if base_model is not None and hub_id(base_model) is None:
         raise UserError(f"option --base-model: {base_model} is no Hub id: give owner/name")
@@ -128,7 +129,7 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     """Collect the files to upload in the card's folder. Returns them by their names in the repository.
 
     Args:
-        card: Its `pictures` and `exports` are filled in here.
+        card: Card whose `pictures` and `exports` are filled in here.
         dtype: Dtype of the weights; None: unchanged.
 
     Raises:
@@ -180,7 +181,7 @@ def _stage_export(recipe: Recipe, card: Publication, export_file: Path) -> str |
     """Add an export to the files to upload. Returns the command that serves it after a download.
 
     Raises:
-        UserError: It was made from other weights than the drafter's.
+        UserError: The export was made from other weights than the drafter's.
     """
     export, place = export_file.parent, card.folder / "export" / export_file.parent.name
     way_out = f"delete {export}, and export again"
@@ -235,10 +236,10 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 
 def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
-    """Check that no text file names a local path or the user's token.
+    """Check that no text file contains a local path or the user's token.
 
     Raises:
-        UserError: A file does; the message names it.
+        UserError: A file contains one; the message names the file.
     """
     folders = {str(Path.home()), str(Path.cwd()), str(RunFolder(recipe).root.absolute())}
     private = {f"{folder.rstrip('/')}/": "a folder of this machine" for folder in folders if folder != "/"}
@@ -250,7 +251,7 @@ def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
         text = file.read_text(encoding="utf-8", errors="replace")
         leak = next((what for needle, what in private.items() if needle in text), None)
         if leak is not None:
-            raise UserError(f"nothing was pushed: {name} names {leak}: remove it from {file}, or from its source")
+            raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file}, or from its source")
 
 
 def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:
@@ -277,7 +278,7 @@ def _existing(api: HfApi, repo: str, public: bool) -> bool:
     """Check whether the repository exists.
 
     Raises:
-        UserError: It is public without `--public`, private with it, or holds something else than a drafter.
+        UserError: The repository is public without `--public`, private with it, or holds something else than a drafter.
     """
     try:
         info = api.model_info(repo)
@@ -293,7 +294,7 @@ def _existing(api: HfApi, repo: str, public: bool) -> bool:
         config = {}
     if others and not str(config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
         raise UserError(
-            f"nothing was pushed: {repo} exists and holds no drafter of draftsmith ({', '.join(others[:3])}): name "
+            f"nothing was pushed: {repo} exists and holds no draftsmith drafter ({', '.join(others[:3])}): name "
             "another one with --repo"
         )
     return True

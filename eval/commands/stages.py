@@ -39,7 +39,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
     sources = ", ".join(source.label for source in recipe.data.conversations.sources)
-    answering = recipe.teacher
+    answering = recipe.answering_target
     heading("1 distil", f"{answering.model} answers {sources}")
     folder = RunFolder(recipe)
     check_writable(folder.data)

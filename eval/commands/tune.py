@@ -81,7 +81,7 @@ def traced_path(round_: Round) -> list[int]:
     order = list(range(1, len(tree)))
     if tree.log_confidence is not None:
         order.sort(key=tree.log_confidence.__getitem__, reverse=True)
-    return [order.index(node) for node in round_.verdict.path[1:]]
+    return [order.index(node) for node in round_.verification.path[1:]]
 
 
 def expected_tau(trace: Trace, depth: int, nodes: int) -> float:

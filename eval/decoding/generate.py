@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
-from draftsmith.eval.trees.verify import DraftTree, Verdict, verify
+from draftsmith.eval.trees.verify import DraftTree, Verification, verify
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.sampling import Sampling, first_token
@@ -75,15 +75,15 @@ class AnswerRecord:
     def accepted_drafts(self) -> int:
         return sum(self.draft_lengths)
 
-    def add_round(self, tree: DraftTree, verdict: Verdict, kept: int, columns: TokenColumns) -> None:
+    def add_round(self, tree: DraftTree, verification: Verification, kept: int, columns: TokenColumns) -> None:
         """Count a round of which `kept` tokens belong to the answer; `columns` are what the method can draft."""
-        path = verdict.path
+        path = verification.path
         self.accept_lengths.append(kept)
         self.draft_lengths.append(min(kept, len(path) - 1))
         self.draft_depths.append(tree.shape.draft_depth)
         rejected = kept == len(path) and bool(tree.children(path[-1]))
         self.tried += self.draft_lengths[-1] + rejected
-        if kept == len(path) and verdict.next_token not in columns:
+        if kept == len(path) and verification.next_token not in columns:
             # The round's last token could not have been drafted.
             self.outside_tokens = (self.outside_tokens or 0) + 1
             if rejected:
@@ -112,19 +112,19 @@ class Round:
 
     tree: DraftTree
     logits: Tensor
-    verdict: Verdict
+    verification: Verification
     kept: int
     features: Tensor
 
     @property
     def accepted(self) -> int:
         """Return the number of accepted draft tokens."""
-        return min(self.kept, len(self.verdict.path) - 1)
+        return min(self.kept, len(self.verification.path) - 1)
 
     @property
     def committed(self) -> list[int]:
         """Return the committed tokens, accepted drafts first."""
-        return self.verdict.committed(self.tree)[: self.kept]
+        return self.verification.committed(self.tree)[: self.kept]
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Generation:
         self.method, self._reads_logits = method, isinstance(method, ReadsLogits)
 
     def begin(self, logits_v: Tensor) -> int:
-        """Keep the first token, which comes from the prompt's logits [V]; returns it."""
+        """Add the first token, which comes from the prompt's logits [V]; returns it."""
         first = first_token(logits_v, self.sampling, self.generator)
         self._keep([first])
         return first
@@ -169,28 +169,28 @@ class Generation:
         assert self.method is not None
         return self.method.propose().cut_to_depth(self.max_new_tokens - len(self.record.ids) - 1)
 
-    def choose(self, tree: DraftTree, step: TargetStep) -> Verdict:
+    def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
         """Choose the accepted path, and show the logits to a method that reads them."""
         p_logits = step.logits  # at every node; tree.q has q of its children
-        verdict = verify(tree, p_logits, self.sampling, self.generator, self.lenience)
+        verification = verify(tree, p_logits, self.sampling, self.generator, self.lenience)
         if self._reads_logits:
             self.method.read_logits(tree, p_logits)  # type: ignore[union-attr]
-        return verdict
+        return verification
 
-    def commit(self, tree: DraftTree, step: TargetStep, verdict: Verdict) -> Round:
+    def commit(self, tree: DraftTree, step: TargetStep, verification: Verification) -> Round:
         """Keep the tokens that belong to the answer, and show them to the method unless the answer ends with them."""
-        path, committed = verdict.path, verdict.committed(tree)
+        path, committed = verification.path, verification.committed(tree)
         in_order = path[-1] == len(path) - 1
         features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
         kept = self._keep(committed)
-        self.record.add_round(tree, verdict, kept, self.columns)
+        self.record.add_round(tree, verification, kept, self.columns)
         if not self.finished:
             assert self.method is not None
             self.method.observe(committed, features)
-        return Round(tree, step.logits, verdict, kept, features)
+        return Round(tree, step.logits, verification, kept, features)
 
     def _keep(self, committed: list[int]) -> int:
-        """Add tokens to the answer up to its end; returns how many.
+        """Add tokens to the answer up to its end; returns their number.
 
         It ends at an end token, at the token that completes a stop string, or at the limit.
         """
@@ -223,13 +223,13 @@ def decode_round(
     # 2. Verify: p at all nodes of all trees in one forward, then the path that p and q accept.
     steps = session.forward_trees([(each.sequence, tree) for each, tree in zip(generations, trees, strict=True)])
     mark()
-    verdicts = [each.choose(tree, step) for each, tree, step in zip(generations, trees, steps, strict=True)]
+    verifications = [each.choose(tree, step) for each, tree, step in zip(generations, trees, steps, strict=True)]
     mark()
     # 3. Commit: the path's keys and values stay in the cache, its tokens and the target's own join the answer.
     rounds = []
-    for each, tree, step, verdict in zip(generations, trees, steps, verdicts, strict=True):
-        session.commit(verdict.path, each.sequence)
-        rounds.append(each.commit(tree, step, verdict))
+    for each, tree, step, verification in zip(generations, trees, steps, verifications, strict=True):
+        session.commit(verification.path, each.sequence)
+        rounds.append(each.commit(tree, step, verification))
     return rounds
 
 

@@ -56,7 +56,7 @@ class Autoregressive:
 
 @runtime_checkable
 class DraftsColumns(Protocol):
-    """A method that says which tokens it can draft. Of one that does not, nothing is counted."""
+    """A method with a known set of tokens that it can draft; without one, tokens outside of it are not counted."""
 
     columns: TokenColumns
 

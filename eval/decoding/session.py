@@ -126,7 +126,7 @@ class TargetSession:
             TargetSession._cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
         TargetSession._num_open += 1
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # Once: at `close`, or when the session is garbage that nobody closed.
+        # Runs once: at `close`, or when an unclosed session is garbage-collected.
         self._cudnn_off = weakref.finalize(self, TargetSession._release_session)
         self._windows = get_windows(target)
         self._positions = torch.arange(self.cache.longest_tokens, device=self.device)
@@ -146,7 +146,7 @@ class TargetSession:
             torch.backends.cuda.enable_cudnn_sdp(TargetSession._cudnn_before)
 
     def close(self) -> None:
-        """Take the feature hooks off the target again."""
+        """Remove the feature hooks from the target."""
         self.model.tap.close()
         self._cudnn_off()
 
@@ -160,7 +160,7 @@ class TargetSession:
         """Check that a prompt, with an answer of `new_tokens`, fits.
 
         Raises:
-            UserError: It does not.
+            UserError: Prompt and answer are too long.
         """
         if not 0 < len(prompt_ids) <= self.max_length_tokens - new_tokens:
             answer = f" and an answer of {new_tokens} do" if new_tokens else " does"
@@ -229,7 +229,7 @@ class TargetSession:
         ends = [lengths[number] + size for (number, _), size in zip(trees, sizes, strict=True)]
         if max(ends) > self.cache.longest_tokens:
             raise UserError(f"a draft tree of {max(sizes)} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        # Beyond a window there is a mask for each type of layer, which no graph was made for.
+        # Beyond a sliding window each type of layer has its own mask, for which no graph was compiled.
         num_rows, slides = sum(sizes), self._windows.reached(max(ends))
         size = 0 if self.compiled is None or slides else self.compiled.size_of(num_rows)
         if size > num_rows:
@@ -361,14 +361,15 @@ class TargetSession:
                 "`draftsmith eval --engine vllm`"
             )
         vocabulary = self._target.config.get_text_config().vocab_size
-        # Spread over the vocabulary: first in it are often special tokens, at which models are at their worst.
+        # Spread over the vocabulary: the first ids are often special tokens, which models predict badly.
         *prompt, root, elder, younger = (place * vocabulary // 6 for place in range(1, 6))
         try:
             self.prefill(prompt)
-            # Many elders: where a column counts and not the position, as with ALiBi, the younger is far from its place.
+            # Many elder siblings: if columns count and not positions, as with ALiBi, the younger one is far off its
+            # place.
             tree = DraftTree([root, *[elder] * PROBE_ELDERS, younger], TreeShape.of((-1, *[0] * (PROBE_ELDERS + 1))))
             in_tree = self.forward_tree(tree).logits[-1]
-            # What a target gives that does not see the mask: the younger at its place, looking at the elder.
+            # Result of a target that ignores the mask: the younger sibling at its position also sees the elder ones.
             self.prefill(prompt)
             chain = DraftTree([root, elder, younger], TreeShape.chain(2))
             wrong = self._run([(self.current, chain)], [2, 3, 3], 0, slides=False)[0][2]
@@ -377,7 +378,7 @@ class TargetSession:
             self.commit([0])
             right = self.forward_tree(root_only(younger)).logits[0]
             self.cache.crop(0)
-            # Another way to compute the same: in half precision kernels differ.
+            # The same result by another kernel, as a measure of rounding in half precision.
             ids = torch.tensor([[*prompt, root, younger]], device=self.device)
             also_right = self._target(input_ids=ids, use_cache=False).logits[0, -1]
         except UserError:

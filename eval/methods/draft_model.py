@@ -36,7 +36,8 @@ class DraftModelDecoder:
         model: In eval mode.
         num_depths: gamma, the longest path worth drafting.
         max_length_tokens: Committed tokens that fit, the prompt included.
-        vocab_size: V; further tokens of the model are never drafted, missing ones have no probability.
+        vocab_size: V of the target; the draft model's tokens beyond it are never drafted, missing ones get probability
+            0.
     """
 
     reads_tokens = True
@@ -100,7 +101,7 @@ class DraftModelDecoder:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """[1, 1, R, committed + columns] additive, from [R, columns] bool; everything committed is seen."""
+        """Build the additive mask [1, 1, R, committed + columns] of [R, columns] bool; committed tokens are visible."""
         committed = self._cache.length
         mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
         mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
@@ -117,8 +118,8 @@ class DraftModelMethod:
     class Options(Section):
         """Options of a Hugging Face causal LM with the target's vocabulary."""
 
-        model: str = Field(description="a Hub id or local folder")
-        num_tokens: int = Field(4, ge=1, description="gamma, the longest path that is drafted")
+        model: str = Field(description="Hub id or local folder of the draft model")
+        num_tokens: int = Field(4, ge=1, description="gamma, the most draft tokens along one path")
 
     @classmethod
     def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:
@@ -130,7 +131,7 @@ def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting
     """Load the draft model of a folder or Hub id, to draft paths of `num_tokens`.
 
     Raises:
-        UserError: It cannot be loaded, or has another vocabulary or too few positions.
+        UserError: The draft model cannot be loaded, or has another vocabulary or too few positions.
     """
     model = _load(location, setting.target, setting.tokenizer)
     limit = tokens_within_windows(model)  # its trees have a mask for full attention alone

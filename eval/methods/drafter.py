@@ -231,7 +231,7 @@ class StaticPaths:
         """Check that the drafter has enough depths and tokens for the tree.
 
         Raises:
-            UserError: It does not.
+            UserError: The tree is too deep or too wide for the drafter.
         """
         depth, width = self.shape.max_depth, max(self.ranks) + 1
         if depth > num_depths or width > vocabulary:
@@ -365,14 +365,14 @@ class BestFirstGrower:
     2. Reranking: the `nodes` most confident of all candidates stay.
 
     We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
-    the node; but what cannot stay is not expanded, and a tree that no deeper node can enter is done.
+    the node; but nodes that cannot stay are not expanded, and the tree is complete once no deeper node can enter it.
 
     Args:
-        adaptive: How many nodes are worth verifying, by which the tree is cut after every level, so that what would not
-            stay is not drafted below; and whether a further level is worth its forward. None: all, always.
-        beam: Nodes of a level that are expanded. With `nodes` of them every new node that may stay is, and the tree is
-            the best there is under q with at most `branch` children a node: what a heap finds with a call for each
-            node takes one for each level.
+        adaptive: Number of nodes that are worth verifying, to which the tree is cut after every level, so that nothing
+            is drafted below nodes that would be cut; and whether another level is worth its forward. None: no cuts.
+        beam: Number of nodes of a level to expand. With `nodes` of them the tree is
+            the best under q with at most `branch` children per node: a heap finds the same with a call per
+            node, here it takes one per level.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ def most_likely(
 
 def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:
     """Return the `count` most likely tokens of each row of [R, V'], best first; -1 if there are fewer columns."""
-    return _padded(logits.topk(min(count, logits.shape[-1]), dim=-1).indices, count, columns)
+    return _to_token_lists(logits.topk(min(count, logits.shape[-1]), dim=-1).indices, count, columns)
 
 
 def draw_without_replacement(
@@ -451,17 +451,18 @@ def draw_without_replacement(
     """Draw `count` different tokens from each row of q [R, V'], in the order drawn; -1 if q has fewer tokens."""
     # The order of q / Exp(1) is the order of draws without replacement.
     order = race(q, generator).topk(min(count, q.shape[-1]), dim=-1).indices
-    return _padded(order.masked_fill(q.gather(-1, order) <= 0, -1), count, columns)
+    return _to_token_lists(order.masked_fill(q.gather(-1, order) <= 0, -1), count, columns)
 
 
 def draw_independently(
     q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
     """Draw `count` tokens from each row of q [R, V'], with replacement."""
-    return _padded(torch.multinomial(q, count, replacement=True, generator=generator), count, columns)
+    return _to_token_lists(torch.multinomial(q, count, replacement=True, generator=generator), count, columns)
 
 
-def _padded(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]]:
+def _to_token_lists(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]]:
+    """Convert columns [R, n] to `count` token ids per row, with -1 for missing ones."""
     missing = [-1] * (count - chosen.shape[-1])
     return [columns.tokens(row) + missing for row in chosen.tolist()]
 

@@ -37,29 +37,35 @@ from draftsmith.recipes.schema import Section
 
 
 class Lookahead:
-    """See the module's docstring; `options` are those of `Options`."""
+    """Method of Lookahead decoding; see the module's docstring. `options` are the fields of `Options`."""
 
     sequential = False
 
     class Options(Section):
         """Defaults are Spec-Bench's setting (its eval.sh)."""
 
-        level: int = Field(5, ge=2, description="N, the length of an n-gram")
-        window: int = Field(7, ge=1, description="W, columns that look ahead")
-        guesses: int = Field(7, ge=1, description="G, n-grams of one first token that are kept, and verified")
-        from_prompt: bool = Field(False, description="the prompt's n-grams go into the pool first; ours")
-        accept_window: bool = Field(False, description="guesses of the window may be accepted too; ours")
+        level: int = Field(5, ge=2, description="N, the length of the n-grams")
+        window: int = Field(7, ge=1, description="W, the number of columns of the lookahead branch")
+        guesses: int = Field(
+            7,
+            ge=1,
+            description="G, the most n-grams with the same first token that the pool holds and a round verifies",
+        )
+        from_prompt: bool = Field(False, description="put the prompt's n-grams into the pool first; not in the paper")
+        accept_window: bool = Field(
+            False, description="allow guesses of the lookahead branch to be accepted too; not in the paper"
+        )
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name
         self._options = self.Options(**options)
         self._level = self._options.level
         self._newest = -1
-        # N-1 times W guesses, the first of them in the newest token's place: it is not read.
+        # N-1 levels of W guesses; the first guess stands for the newest token and is not read.
         self._levels: list[list[int]] = []
-        # From a token to what followed it, N-1 tokens, the most recent last.
+        # Pool: from a token to the continuations (N-1 tokens each) that followed it, the most recent last.
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
-        self._last_nodes: list[int] = []  # of each column
+        self._last_nodes: list[int] = []  # last node of each column
         self._proposed = 0
 
     @classmethod

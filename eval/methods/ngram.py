@@ -34,7 +34,7 @@ class NgramModel:
         vocab_size: V; V**order must fit into 63 bits.
 
     Raises:
-        ValueError: It does not, or no token is counted.
+        ValueError: V**order is too large, or no token is counted.
     """
 
     def __init__(self, rows: Iterable[tuple[np.ndarray, np.ndarray]], order: int, vocab_size: int) -> None:
@@ -117,8 +117,13 @@ class Ngram:
     class Options(Section):
         """Options of an n-gram model."""
 
-        order: int = Field(3, ge=1, le=4, description="n: 1 counts single tokens, 3 what followed the last two")
-        num_tokens: int = Field(4, ge=1, description="the longest path that is drafted")
+        order: int = Field(
+            3,
+            ge=1,
+            le=4,
+            description="n of the n-grams: 1 counts single tokens, 3 the tokens that followed each pair of tokens",
+        )
+        num_tokens: int = Field(4, ge=1, description="most draft tokens along one path")
 
     @classmethod
     def make(cls, options: Options, setting: DecodingSetting) -> TreeDrafter:

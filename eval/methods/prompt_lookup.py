@@ -26,23 +26,29 @@ from draftsmith.recipes.schema import Section
 
 
 class PromptLookup:
-    """See the module's docstring; `options` are those of `Options`."""
+    """Method of prompt lookup; see the module's docstring. `options` are the fields of `Options`."""
 
     sequential = False
 
     class Options(Section):
         """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""
 
-        max_ngram: int = Field(3, ge=1, description="the longest n-gram that is looked up; shorter ones follow")
-        num_tokens: int = Field(10, ge=1, description="drafted at most")
-        match: Literal["earliest", "latest"] = Field("earliest", description="which occurrence of an n-gram counts")
-        partial: bool = Field(False, description="one counts that fewer than `num_tokens` tokens follow")
+        max_ngram: int = Field(
+            3, ge=1, description="length of the longest n-gram that is looked up; shorter ones are tried after it"
+        )
+        num_tokens: int = Field(10, ge=1, description="most draft tokens per round")
+        match: Literal["earliest", "latest"] = Field(
+            "earliest", description="occurrence of the n-gram whose continuation is drafted"
+        )
+        partial: bool = Field(
+            False, description="also use an occurrence that is followed by fewer than `num_tokens` tokens"
+        )
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name
         self._options = self.Options(**options)
         self._ids: list[int] = []
-        # From an n-gram to the place after its occurrence, the one at the very end excepted.
+        # From an n-gram to the position after its occurrence, except for n-grams at the end of the text.
         self._after: dict[tuple[int, ...], int] = {}
 
     @classmethod
@@ -64,7 +70,7 @@ class PromptLookup:
         num_tokens = self._options.num_tokens
         for size in range(self._options.max_ngram, 0, -1):
             place = self._after.get(tuple(self._ids[-size:]))
-            # Spec-Bench also asks that more tokens follow than the n-gram has.
+            # Spec-Bench also requires more tokens after the occurrence than the n-gram has.
             needed = 1 if self._options.partial else max(num_tokens, size + 1)
             if place is not None and place + needed <= len(self._ids):
                 return self._ids[place : place + num_tokens]
@@ -72,7 +78,7 @@ class PromptLookup:
 
     def _append(self, ids: list[int]) -> None:
         for token in ids:
-            # Only now something follows the n-grams that ended here.
+            # The n-grams that ended at the previous token now have a continuation.
             place = len(self._ids)
             for size in range(1, min(self._options.max_ngram, place) + 1):
                 ngram = tuple(self._ids[place - size : place])

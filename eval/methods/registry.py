@@ -50,7 +50,7 @@ def load_method_class(config: MethodConfig) -> tuple[Any, Any]:
     """Return the class that `kind` names, with `Options` and `make`, and its options with their defaults.
 
     Raises:
-        UserError: There is no such kind, or an option is unknown or wrong.
+        UserError: The method's kind does not exist, or an option is unknown or wrong.
     """
     kinds = method_kinds()
     if config.kind not in kinds:

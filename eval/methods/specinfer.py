@@ -37,11 +37,11 @@ class SpecInfer:
     """See the module's docstring.
 
     Args:
-        name: The row of the table.
-        decoders: [M], of the models; each drafts as deep as its `num_depths` at most.
+        name: Name of the method, a row of the table.
+        decoders: [M] decoders of the draft models; each drafts at most `num_depths` deep.
         expansion: k_d of depths 1, 2, ...
-        samples: Trees that each model grows at T > 0; at T = 0 they would all be the same.
-        sampling: The target's, applied to every q too.
+        samples: Number of trees that each model grows at T > 0; at T = 0 they would all be equal.
+        sampling: The target's sampling, applied to every q too.
     """
 
     sequential = True
@@ -50,11 +50,16 @@ class SpecInfer:
         """Defaults are the paper's `<1, 1, 3, 1, 1, 1, 1, 1>`."""
 
         models: list[str] = Field(
-            min_length=1, description="Hub ids, local folders, or folders of trained `draft_model` drafters"
+            min_length=1,
+            description="draft models: Hub ids, local folders, or folders of trained `draft_model` drafters",
         )
-        num_tokens: int = Field(8, ge=1, description="the longest path")
-        expansion: list[PositiveInt] = Field([1, 1, 3], description="k_1, k_2, ...; 1 below the last one given")
-        samples: int = Field(1, ge=1, description="trees of each model at T > 0")
+        num_tokens: int = Field(8, ge=1, description="most draft tokens along one path")
+        expansion: list[PositiveInt] = Field(
+            [1, 1, 3],
+            description="k_1, k_2, ...: number of children of a node at each depth; 1 at depths after the last one "
+            "given",
+        )
+        samples: int = Field(1, ge=1, description="number of trees that each model samples at temperatures above 0")
 
         @model_validator(mode="after")
         def _fits_a_tree(self) -> SpecInfer.Options:
@@ -192,7 +197,7 @@ def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> Stepwi
     if model_type != DraftModelConfig.model_type:
         raise UserError(
             f"method {setting.recipe.name}: {location} holds a {model_type.removeprefix(MODEL_TYPE_PREFIX)} drafter, "
-            "but specinfer takes language models and trained `draft_model` drafters"
+            "but specinfer takes language models and trained `draft_model` drafters: name one"
         )
     decoder = _load_drafter(folder, setting.target).decoder(setting.max_length_tokens)
     decoder.num_depths = num_tokens  # type: ignore[union-attr]

@@ -73,7 +73,7 @@ class QuestionSums:
 
     @property
     def strata(self) -> tuple[str, ...]:
-        """The task of each question; the same for all if they are pooled."""
+        """Return the task of each question; the same for all if they are pooled."""
         return self.tasks or ("",) * len(self.rounds)
 
     def by_task(self) -> Iterator[tuple[NDArray[np.intp], QuestionSums]]:

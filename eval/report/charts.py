@@ -58,6 +58,7 @@ def draw_charts(summary: list[dict[str, Any]], folder: Path, title: str) -> list
 def _bars(
     summary: list[dict[str, Any]], value_key: str, spread_key: str | None, title: str, label: str, file: Path
 ) -> Path:
+    """Draw a metric's bars by task and method, with error bars if `spread_key` is given, and return the file."""
     rows = {(series_name(row, summary), row["category"]): row for row in summary if row["method"] != AUTOREGRESSIVE}
     series = list(dict.fromkeys(name for name, _ in rows))
     categories = [*shown_categories(summary), OVERALL]

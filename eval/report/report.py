@@ -102,7 +102,7 @@ class SpeedVerdict:
 
 
 def verdict_word(ends: list[float] | None) -> str:
-    """Judge the 95 % interval of the speedup; None, for too few questions, is unclear."""
+    """Return the verdict for a 95 % interval of the speedup; `unclear` for None, too few questions."""
     if ends is None:
         return UNCLEAR
     if ends[0] > 1:

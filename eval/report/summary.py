@@ -85,6 +85,7 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
 
 
 def _pairs(records: list[QuestionRecord], key: str, category: str) -> list[Pair]:
+    """Return the answers of `method@temperature` and of the baseline to a category's questions."""
     return [(record.run, *record.with_baseline(key)) for record in records if _belongs(record, category)]
 
 
@@ -97,6 +98,7 @@ def _turns(answers: Iterable[MethodResult]) -> list[AnswerRecord]:
 
 
 def _row(records: list[QuestionRecord], key: str, category: str, ties: Collection[tuple[int, int | str, str]]) -> Row:
+    """Compute the figures of `method@temperature` over a category."""
     pairs = _pairs(records, key, category)
     answers = [answer for _, answer, _ in pairs]
     turns, first = _turns(answers), answers[0]
@@ -247,6 +249,7 @@ def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | No
 
 
 def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> Row:
+    """Compute the median times of a round's phases, and predicted and measured speedup."""
     answers = [answer for _, answer, _ in pairs]
     baselines = [baseline for _, _, baseline in pairs]
     turns, first = _turns(answers), answers[0]

@@ -33,6 +33,7 @@ def add_to_trackers(recipe: Recipe, summary: list[dict[str, Any]]) -> None:
 
 
 def _to_wandb(folder: RunFolder, about: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+    """Log the table and the report's files to the training's wandb run."""
     import wandb  # an optional dependency
 
     run = begin_wandb(folder, about)
@@ -45,6 +46,7 @@ def _to_wandb(folder: RunFolder, about: dict[str, Any], columns: list[str], rows
 
 
 def _to_tensorboard(folder: RunFolder, about: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+    """Log the table to TensorBoard, as text."""
     from torch.utils.tensorboard import SummaryWriter
 
     lines = [columns, ["---"] * len(columns), *rows]
@@ -53,6 +55,7 @@ def _to_tensorboard(folder: RunFolder, about: dict[str, Any], columns: list[str]
 
 
 def _to_trackio(folder: RunFolder, about: dict[str, Any], columns: list[str], rows: list[list[Any]]) -> None:
+    """Log the table and the report's files to the training's trackio run."""
     import trackio  # an optional dependency
 
     project, name = about["project"], about["name"]

@@ -27,8 +27,15 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.protection import Guard, error, page_response
-from draftsmith.eval.serving.requests import Asked, ChatAsked, CompletionAsked, TooLong, ids_of_text, ids_of_turns
-from draftsmith.eval.serving.worker import Finished, Gone, Job, Worker
+from draftsmith.eval.serving.requests import (
+    AnswerRequest,
+    ChatRequest,
+    CompletionRequest,
+    PromptTooLong,
+    ids_of_text,
+    ids_of_turns,
+)
+from draftsmith.eval.serving.worker import CompletedAnswer, Job, RequestCancelled, Worker
 from draftsmith.models.sampling import Sampling
 
 PAGE = Path(__file__).with_name("page.html")
@@ -66,17 +73,19 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     @app.exception_handler(Exception)
     async def failed(_: Request, problem: Exception) -> Response:
         logger.error("a request failed", exc_info=problem)
-        said = error(500, "the request failed")
-        said.headers["Connection"] = "close"  # the server closes it after an exception; a client must not reuse it
-        return said
+        response = error(500, "the request failed")
+        response.headers["Connection"] = "close"  # the server closes it after an exception; a client must not reuse it
+        return response
 
-    def known(request: Request) -> None:
+    def check_api_key(request: Request) -> None:
+        """Raise HTTP 401 unless the request has the API key."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "the API key is wrong or missing")
 
-    def take(body: Asked, prompt_ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+    def submit(body: AnswerRequest, prompt_ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+        """Queue a request; returns its job and the queue of its results."""
         room = worker.length - len(prompt_ids)
         if room < 1:
             raise HTTPException(
@@ -96,23 +105,25 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
             worker.submit(job)
         except queue.Full:
             raise HTTPException(429, f"the queue is full ({worker.jobs.maxsize} requests): try again later") from None
-        except Gone:
+        except RequestCancelled:
             raise HTTPException(503, "the server is stopping") from None
         return job, out
 
-    async def ids_by(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
+    async def tokenised(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
+        """Tokenise a prompt in another thread; `where` names its field in the error."""
         running = asyncio.get_running_loop()
         try:
             return await running.run_in_executor(tokenising, tokenise, worker.tokenizer, prompt, worker.length)
-        except TooLong as problem:
+        except PromptTooLong as problem:
             raise HTTPException(400, str(problem)) from None
         except UserError as problem:
             raise HTTPException(400, f"{where}: {problem}") from None
 
     async def respond(
-        request: Request, body: Asked, prompt_ids: list[int], max_tokens: int | None, chat: bool
+        request: Request, body: AnswerRequest, prompt_ids: list[int], max_tokens: int | None, chat: bool
     ) -> Response:
-        job, out = take(body, prompt_ids, max_tokens)
+        """Answer a request, streamed or as a whole."""
+        job, out = submit(body, prompt_ids, max_tokens)
         made = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -121,9 +132,9 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         if body.stream:
             return StreamingResponse(streamed(job, out, made, body, chat), media_type="text/event-stream")
         try:
-            end = await next_of(out, request)
+            end = await next_result(out, request)
         finally:
-            job.gone.set()
+            job.cancelled.set()
         content = {"message": {"role": "assistant", "content": end.text}} if chat else {"text": end.text}
         return JSONResponse(
             made
@@ -140,51 +151,52 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         )
 
     async def streamed(
-        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: Asked, chat: bool
+        job: Job, out: asyncio.Queue[Any], made: dict[str, Any], body: AnswerRequest, chat: bool
     ) -> AsyncIterator[str]:
+        """Yield the server-sent events of an answer."""
         kind = {"object": "chat.completion.chunk" if chat else "text_completion"}
 
         def event(content: dict[str, Any], reason: str | None = None, **more: Any) -> str:
             choice = {"index": 0, "finish_reason": reason, "logprobs": None, **content}
             return f"data: {json.dumps({**made, **kind, 'choices': [choice], **more})}\n\n"
 
-        def words(text: str) -> dict[str, Any]:
+        def text_content(text: str) -> dict[str, Any]:
             return {"delta": {"content": text}} if chat else {"text": text}
 
         try:
             if chat:
                 yield event({"delta": {"role": "assistant", "content": ""}})
-            while not isinstance(end := await out.get(), Finished):
+            while not isinstance(end := await out.get(), CompletedAnswer):
                 if isinstance(end, BaseException):
                     yield f"data: {json.dumps({'error': {'message': 'the answer failed', 'type': 'server_error'}})}\n\n"
                     return
                 own = {"tokens": end.tokens, "accepted_tokens": end.accepted, "drafted_text": end.drafted}
                 if end.text or end.tokens:
-                    yield event(words(end.text), draftsmith=own)
+                    yield event(text_content(end.text), draftsmith=own)
             yield event({"delta": {}} if chat else {"text": ""}, end.reason)
             if body.stream_options is not None and body.stream_options.include_usage:
                 yield f"data: {json.dumps({**made, **kind, 'choices': [], 'usage': usage(end)})}\n\n"
             yield "data: [DONE]\n\n"
         finally:  # also when the client has disconnected
-            job.gone.set()
+            job.cancelled.set()
 
-    @app.post("/v1/chat/completions", dependencies=[Depends(known)])
-    async def chat_completions(request: Request, body: ChatAsked) -> Response:
+    @app.post("/v1/chat/completions", dependencies=[Depends(check_api_key)])
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
         turns = [message.turn for message in body.messages]
         if turns[-1].role != "user":
             raise HTTPException(400, f"messages: the last one has role {turns[-1].role}, it must be the user's")
-        prompt_ids = await ids_by(ids_of_turns, turns, "messages")
+        prompt_ids = await tokenised(ids_of_turns, turns, "messages")
         return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens, chat=True)
 
-    @app.post("/v1/completions", dependencies=[Depends(known)])
-    async def completions(request: Request, body: CompletionAsked) -> Response:
-        ids = body.prompt if isinstance(body.prompt, list) else await ids_by(ids_of_text, body.prompt, "prompt")
+    @app.post("/v1/completions", dependencies=[Depends(check_api_key)])
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        ids = body.prompt if isinstance(body.prompt, list) else await tokenised(ids_of_text, body.prompt, "prompt")
         vocabulary = worker.target.config.get_text_config().vocab_size
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise HTTPException(400, f"prompt: give token ids from 0 to {vocabulary - 1}, at least one")
         return await respond(request, body, ids, body.max_tokens or 16, chat=False)
 
-    @app.get("/v1/models", dependencies=[Depends(known)])
+    @app.get("/v1/models", dependencies=[Depends(check_api_key)])
     async def models() -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": 0, "owned_by": "draftsmith", "max_model_len": worker.length}
         return {"object": "list", "data": [card]}
@@ -193,7 +205,7 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/metrics", dependencies=[Depends(known)])
+    @app.get("/metrics", dependencies=[Depends(check_api_key)])
     async def metrics() -> Response:
         return Response(generate_latest(worker.registry), media_type="text/plain; version=0.0.4")
 
@@ -204,13 +216,13 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
     return app
 
 
-def usage(finished: Finished) -> dict[str, int]:
+def usage(finished: CompletedAnswer) -> dict[str, int]:
     """Return the token counts as OpenAI's API defines them, the end token included."""
     prompt, answer = len(finished.prompt_ids), len(finished.record.ids)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-async def next_of(out: asyncio.Queue[Any], request: Request) -> Any:
+async def next_result(out: asyncio.Queue[Any], request: Request) -> Any:
     """Wait for the next result of a job, and check meanwhile whether the client is still connected.
 
     Raises:

@@ -5,7 +5,7 @@ distils. Counters are read from `/metrics` in Prometheus' text format; another e
 field `token_ids` of an answer is vLLM's extension of OpenAI's API.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Its accepted tokens include those of an answer's last
-draft that exceed the answer's length, so `ServedRow` has the committed tau too. Sources of the names: vLLM 0.32,
+draft that exceed the answer's length, so `LoadTestRow` has the committed tau too. Sources of the names: vLLM 0.32,
 `v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`.
 """
 
@@ -25,7 +25,7 @@ import openai
 from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
-from draftsmith.data.engines.openai_answers import OTHER_ANSWER, Refused, ServerFails
+from draftsmith.data.engines.openai_answers import OTHER_ANSWER, RequestRefused, ServerFailure
 from draftsmith.data.engines.openai_engine import OpenAIEngine, OpenAIOptions
 from draftsmith.errors import UserError, masked
 
@@ -202,10 +202,11 @@ class Endpoint(OpenAIEngine):
         """
         try:
             return await self.response(self._servers[0], self._streamed(request))
-        except (Refused, ServerFails) as problem:
+        except (RequestRefused, ServerFailure) as problem:
             return Failure(str(problem))
 
     async def _streamed(self, request: Request) -> TimedAnswer | Failure:
+        """Collect the streamed answer and its times."""
         (server,) = self._servers
         ids: list[int] = []
         reason: str | None = None
@@ -235,7 +236,7 @@ class Endpoint(OpenAIEngine):
             if piece.choices:
                 for part in (piece, piece.choices[0]):
                     if getattr(part, "prompt_token_ids", None) not in (None, request.prompt_ids):
-                        raise ServerFails(OTHER_ANSWER)
+                        raise ServerFailure(OTHER_ANSWER)
                 yield getattr(piece.choices[0], "token_ids", None), piece.choices[0].finish_reason
 
     def _call(self, method: str, path: str) -> str:
@@ -250,7 +251,7 @@ class Endpoint(OpenAIEngine):
 
         try:
             return self.run(self.response(server, page()))
-        except (ServerFails, Refused) as problem:
+        except (ServerFailure, RequestRefused) as problem:
             raise UserError(f"{masked(self._root)}{path} failed: {problem}") from None
 
 
@@ -276,7 +277,7 @@ class LlamaEndpoint(Endpoint):
         ):
             if response.status_code != httpx2.codes.OK:
                 detail = (await response.aread()).decode(errors="replace")[:200]
-                raise Refused(f"HTTP {response.status_code}: {detail}")
+                raise RequestRefused(f"HTTP {response.status_code}: {detail}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     piece = json.loads(line.removeprefix("data: "))

@@ -53,6 +53,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Any) -> Response | None:
+        """Return the error response for a request that must be rejected; None if it may pass."""
         headers = dict(scope.get("headers", ()))
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._is_ours(host):
@@ -94,22 +95,22 @@ class TimedRequests(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if not self._waits:
-            self._forget()
+        if not self._is_waiting:
+            self._cancel_timer()
         elif self._late is None:
             self._late = self.loop.call_later(REQUEST_WITHIN_S, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._cancel_timer()
         super().connection_lost(exc)
 
-    def _forget(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
     @property
-    def _waits(self) -> bool:
+    def _is_waiting(self) -> bool:
         """Return whether a request is incomplete, or the connection's first one has not arrived.
 
         Between two requests uvicorn's own keep-alive limit applies.
@@ -140,20 +141,20 @@ def page_response(page: str) -> Response:
     return HTMLResponse(page, headers=headers)
 
 
-def key_in(variable: str) -> str:
+def read_api_key(variable: str) -> str:
     """Return the API key in an environment variable.
 
     Raises:
         UserError: The variable is not set, or its value cannot be sent in an HTTP header. The message never shows a
             text that may be the key itself.
     """
-    shown = variable if variable.isidentifier() else "that is named there: give a variable's name, not what it holds"
+    shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise UserError(f"option --api-key-env: the environment has no variable {shown}")
+        raise UserError(f"option --api-key-env: there is no environment variable {shown}; give the name of one")
     if not (key.isascii() and key.isprintable()):
         raise UserError(
-            f"option --api-key-env: {shown} holds line breaks or other characters that HTTP headers do not allow: set "
-            "it to the key alone"
+            f"option --api-key-env: the environment variable {shown} holds line breaks or other characters that HTTP "
+            "headers do not allow: set it to the key alone"
         )
     return key

@@ -33,14 +33,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 EMPTY: tuple[Any, ...] = (None, [], {})
 
 
-class Asks(BaseModel):
+class RequestModel(BaseModel):
     """Base of all requests: rejects unknown fields unless their value has no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, given: Any) -> Any:
+    def _drop_fields_without_effect(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         return {
@@ -50,7 +50,7 @@ class Asks(BaseModel):
         }
 
 
-class Message(Asks):
+class Message(RequestModel):
     """A message of a chat; an assistant's may have its reasoning, under either of the two names that servers use."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -61,13 +61,13 @@ class Message(Asks):
 
     @model_validator(mode="before")
     @classmethod
-    def _thoughts_alone(cls, given: Any) -> Any:
+    def _allow_reasoning_alone(cls, given: Any) -> Any:
         thought = isinstance(given, dict) and (given.get("reasoning_content") or given.get("reasoning"))
         return {**given, "content": given.get("content") or ""} if thought else given
 
     @field_validator("content", mode="before")
     @classmethod
-    def _joined(cls, content: Any) -> Any:
+    def _join_text_parts(cls, content: Any) -> Any:
         """Join the texts of a list of parts, as vLLM and llama.cpp do."""
         if not isinstance(content, list):
             return content
@@ -84,12 +84,12 @@ class Message(Asks):
         """Return the message as a turn for the target's chat template."""
         role: Any = "system" if self.role == "developer" else self.role
         if role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
-            return ThoughtTurn(role, self.content, name=self.name, thoughts=thoughts)
+            return ReasoningTurn(role, self.content, name=self.name, thoughts=thoughts)
         return Turn(role, self.content, name=self.name)
 
 
 @dataclass(frozen=True)
-class ThoughtTurn(Turn):
+class ReasoningTurn(Turn):
     """A turn with the reasoning before it; the template decides how much of it stays in the history."""
 
     thoughts: str = ""
@@ -99,11 +99,11 @@ class ThoughtTurn(Turn):
         return super().message | ({"reasoning_content": self.thoughts} if self.thoughts else {})
 
 
-class StreamOptions(Asks):
+class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
-class Asked(Asks):
+class AnswerRequest(RequestModel):
     """Fields that chat and text completions share."""
 
     model: str | None = None
@@ -128,7 +128,7 @@ class Asked(Asks):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, given: Any) -> Any:
+    def _reject_unencodable_text(cls, given: Any) -> Any:
         """Reject texts with lone surrogates, which no tokenizer accepts, and drop `LABELS`."""
         if (place := unencodable_place(given)) is not None:
             raise ValueError(
@@ -137,18 +137,18 @@ class Asked(Asks):
         return {key: value for key, value in given.items() if key not in LABELS} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
-    def _few_stops(self) -> Asked:
+    def _check_number_of_stops(self) -> AnswerRequest:
         if len(self.stops) > MOST_STOPS:
             raise ValueError(f"stop: {len(self.stops)} strings, at most {MOST_STOPS} are allowed")
         return self
 
 
-class ChatAsked(Asked):
+class ChatRequest(AnswerRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(AnswerRequest):
     prompt: str | list[int] = Field(min_length=1)
     echo: Literal[False] = False
 
@@ -177,7 +177,7 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-class TooLong(UserError):
+class PromptTooLong(UserError):
     """Error for a prompt that is recognised as too long before it is tokenised."""
 
 
@@ -186,7 +186,7 @@ def ids_of_turns(tokenizer: Any, turns: list[Turn], most_tokens: int) -> list[in
 
     Raises:
         UserError: The chat template rejects the conversation.
-        TooLong: The text certainly has more than `most_tokens` tokens.
+        PromptTooLong: The text certainly has more than `most_tokens` tokens.
     """
     return _bounded_ids(tokenizer, lambda: render(tokenizer, tuple(turns), add_generation_prompt=True), most_tokens)
 
@@ -195,7 +195,7 @@ def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
     """Return the token ids of a text prompt.
 
     Raises:
-        TooLong: The text certainly has more than `most_tokens` tokens.
+        PromptTooLong: The text certainly has more than `most_tokens` tokens.
     """
     return _bounded_ids(tokenizer, lambda: text, most_tokens)
 
@@ -203,5 +203,5 @@ def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
 def _bounded_ids(tokenizer: Any, written: Callable[[], str], most_tokens: int) -> list[int]:
     text = written()
     if len(text) > most_tokens * longest_token_characters(tokenizer):
-        raise TooLong(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
+        raise PromptTooLong(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
     return token_ids(tokenizer, text)

@@ -50,15 +50,15 @@ class Listening:
             raise UserError(
                 f"cannot listen on {host}:{port} ({error.strerror}): give another --port or --host"
             ) from None
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="listening", daemon=True)
+        self._connect = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._connect.run, args=([listening],), name="listening", daemon=True)
         self._thread.start()
-        while not self._server.started and self._thread.is_alive():
+        while not self._connect.started and self._thread.is_alive():
             time.sleep(0.01)
 
     def stop(self) -> None:
         """Shut down; open connections get a grace period."""
-        self._server.should_exit = True
+        self._connect.should_exit = True
         self._thread.join(3 * LAST_WORDS_S)
 
 

@@ -62,8 +62,8 @@ class Piece:
 
 
 @dataclass
-class Finished:
-    """A complete answer, for the client and for `on_answer`."""
+class CompletedAnswer:
+    """A complete answer. reason: OpenAI's finish reason, `stop` or `length`."""
 
     prompt_ids: list[int]
     record: AnswerRecord
@@ -73,10 +73,10 @@ class Finished:
 
 @dataclass
 class Job:
-    """A queued or running request. The worker passes results to `put` and checks `gone` every round.
+    """A queued or running request. The worker passes results to `send` and checks `cancelled` every round.
 
-    put: gets the pieces, then the complete answer or an error. gone: set when the client has disconnected.
-    streamed: False: `put` gets no pieces, each of which would wake the listening thread.
+    send: gets the pieces, then the complete answer or an error. cancelled: set when the client has disconnected.
+    streamed: False: `send` gets no pieces, each of which would wake the listening thread.
     """
 
     prompt_ids: list[int]
@@ -84,8 +84,8 @@ class Job:
     sampling: Sampling
     seed: int
     stops: tuple[str, ...]
-    put: Callable[[Piece | Finished | BaseException], object]
-    gone: threading.Event = field(default_factory=threading.Event)
+    send: Callable[[Piece | CompletedAnswer | BaseException], object]
+    cancelled: threading.Event = field(default_factory=threading.Event)
     streamed: bool = True
 
 
@@ -99,21 +99,21 @@ class Running:
 
     job: Job
     generation: Generation
-    pieces: Pieces
+    pieces: AnswerPieces
     layers: tuple[int, ...]
     features: list[Tensor]
     started_s: float
     counted: bool = True
     texts: list[str] = field(default_factory=list)
 
-    def say(self, piece: Piece) -> None:
+    def add_piece(self, piece: Piece) -> None:
         """Add a piece to the answer's text, and send it if the answer is streamed."""
         self.texts.append(piece.text)
         if self.job.streamed:
-            self.job.put(piece)
+            self.job.send(piece)
 
 
-class Gone(Exception):
+class RequestCancelled(Exception):
     """Raised or sent when an answer is cancelled: its client has disconnected, or the server stops."""
 
 
@@ -125,11 +125,11 @@ class Worker:
     186 tokens/s with SmolLM2 on two cores).
 
     Args:
-        recipe: Its first method drafts.
-        waiting: Length of the queue.
+        recipe: Recipe whose first method drafts.
+        queue_length: Most waiting jobs.
         on_answer: Called with every complete answer.
-        newer: Called before every answer; returns the folder of another drafter to serve from then on, or None.
-        at_once: Number of concurrent answers, each with its KV cache.
+        get_newer: Called before every answer; returns the folder of a drafter to serve from then on, or None.
+        concurrency: Number of concurrent answers, each with its KV cache.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.
@@ -138,17 +138,17 @@ class Worker:
     def __init__(
         self,
         recipe: Recipe,
-        waiting: int,
-        on_answer: Callable[[Finished], None] | None = None,
-        newer: Callable[[], Path | None] = lambda: None,
-        at_once: int = 1,
+        queue_length: int,
+        on_answer: Callable[[CompletedAnswer], None] | None = None,
+        get_newer: Callable[[], Path | None] = lambda: None,
+        concurrency: int = 1,
     ) -> None:
-        self.recipe, self.on_answer, self._newer = recipe, on_answer, newer
+        self.recipe, self.on_answer, self._get_newer = recipe, on_answer, get_newer
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, self.drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
-        self.jobs: queue.Queue[Job] = queue.Queue(waiting)
+        self.jobs: queue.Queue[Job] = queue.Queue(queue_length)
         self._stopping = threading.Event()
         self._running = list[Running]()
         self.registry = CollectorRegistry()
@@ -165,7 +165,7 @@ class Worker:
         self._keeps = True
         Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
-        self._session = open_session(self.target, self.length, recipe.eval.compile, at_once)
+        self._session = open_session(self.target, self.length, recipe.eval.compile, concurrency)
         self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)
@@ -175,7 +175,7 @@ class Worker:
         self._measure()
         for together in range(1, 1 + min(2, self._session.sequences)):
             jobs = [Job(self._greeting, 8, Sampling(), 0, (), lambda _: None) for _ in range(together)]
-            running = [self._begin(job, counted=False) for job in jobs]
+            running = [self._start_answer(job, counted=False) for job in jobs]
             while running:
                 self._round(running)
                 running = [each for each in running if not each.generation.finished]
@@ -186,10 +186,10 @@ class Worker:
 
         Raises:
             queue.Full: The queue is full.
-            Gone: The worker has stopped or is stopping.
+            RequestCancelled: The worker has stopped or is stopping.
         """
         if self._stopping.is_set():
-            raise Gone
+            raise RequestCancelled
         self.jobs.put_nowait(job)
 
     def stop(self) -> None:
@@ -197,17 +197,17 @@ class Worker:
         self._stopping.set()
 
     def work(self) -> None:
-        """Process jobs until `stop` or Ctrl-C; unfinished jobs then get `Gone`."""
+        """Process jobs until `stop` or Ctrl-C; unfinished jobs then get `RequestCancelled`."""
         try:
             self._work()
         finally:
             self._stopping.set()
             self._session.close()
             for running in self._running:
-                running.job.put(Gone())
+                running.job.send(RequestCancelled())
             with suppress(queue.Empty):
                 while True:
-                    self.jobs.get_nowait().put(Gone())
+                    self.jobs.get_nowait().send(RequestCancelled())
 
     def answer(self, client: Callable[[], Result]) -> Result:
         """Run `client` in another thread while this thread processes its jobs; return the client's result."""
@@ -225,8 +225,8 @@ class Worker:
                 if self._running:
                     self._round(self._running)
                 for running in [*self._running]:
-                    if running.job.gone.is_set():
-                        self._end(running, "gone", Gone())
+                    if running.job.cancelled.is_set():
+                        self._end(running, "gone", RequestCancelled())
                     elif running.generation.finished:
                         self._finish(running)
             except Exception as error:  # of any kind: later jobs must still be processed
@@ -241,21 +241,21 @@ class Worker:
                 job = self.jobs.get_nowait() if self._running else self.jobs.get(timeout=STOPS_WITHIN_S)
             except queue.Empty:
                 return
-            if job.gone.is_set():
+            if job.cancelled.is_set():
                 self.answers.labels("gone").inc()
                 continue
             self._take_newer()
             try:
-                self._begin(job)
+                self._start_answer(job)
             except Exception as error:  # of this prompt alone
                 logger.exception("an answer failed")
                 self.answers.labels("error").inc()
-                job.put(error)
+                job.send(error)
 
     def _take_newer(self) -> None:
         """Switch to a newer drafter if there is one; if it cannot be loaded, the current one stays."""
         try:
-            if (folder := self._newer()) is None:
+            if (folder := self._get_newer()) is None:
                 return
             drafter = load_drafter(folder, self.target)
             pack_linears(drafter)
@@ -270,21 +270,21 @@ class Worker:
         self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
 
-    def _free(self) -> int:
+    def _get_free_sequence(self) -> int:
         """Return the number of a free sequence of the session."""
         used = {running.generation.sequence for running in self._running}
         return next(number for number in range(self._session.sequences) if number not in used)
 
     def _measure(self) -> None:
         """Measure this drafter's round costs, which adaptive trees need; overwrites a free sequence."""
-        self._session.current = self._free()
+        self._session.current = self._get_free_sequence()
         self._session.read_layers(self.drafter.feature_layers)
         self._costs.set_costs(build_tree_drafter(self.recipe.eval.methods[0], self._decoder, Sampling()))
 
-    def _begin(self, job: Job, counted: bool = True) -> Running:
+    def _start_answer(self, job: Job, counted: bool = True) -> Running:
         """Prefill a prompt and start its answer."""
         started_s, session = time.perf_counter(), self._session
-        session.current = self._free()
+        session.current = self._get_free_sequence()
         session.read_layers(self.drafter.feature_layers)
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
         stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
@@ -294,7 +294,7 @@ class Worker:
         step = session.prefill(job.prompt_ids)
         generation.begin(step.logits[-1])
         generation.record.first_token_s = generation.record.prefill_s = time.perf_counter() - started_s
-        pieces = Pieces(self.tokenizer, job.stops)
+        pieces = AnswerPieces(self.tokenizer, job.stops)
         running = Running(job, generation, pieces, self.drafter.feature_layers, [step.features], started_s, counted)
         self._running.append(running)
         return running
@@ -314,10 +314,10 @@ class Worker:
             if running.counted:
                 self._count(round_)
             running.generation.record.round_s.append(time.perf_counter() - started_s)
-            running.say(running.pieces.of_round(round_))
+            running.add_piece(running.pieces.of_round(round_))
 
     def _set_method(self, running: Running, is_alone: bool) -> None:
-        """Draft for an answer that runs alone, unless it started with a drafter of other feature layers."""
+        """Set the next round's method: the drafter if the answer runs alone and started with its feature layers."""
         generation, drafts = running.generation, is_alone and running.layers == self.drafter.feature_layers
         if isinstance(generation.method, TreeDrafter if drafts else Autoregressive):
             return
@@ -337,14 +337,14 @@ class Worker:
         job, record = running.job, running.generation.record
         record.wall_time_s = time.perf_counter() - running.started_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
-        running.say(running.pieces.rest(record))
-        finished = Finished(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
+        running.add_piece(running.pieces.rest(record))
+        finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
-        self._keep(finished)
+        self._store(finished)
         self._end(running, finished.reason, finished)
 
-    def _keep(self, finished: Finished) -> None:
+    def _store(self, finished: CompletedAnswer) -> None:
         """Call `on_answer`; if it fails, as on a full disk, the client still gets its answer."""
         if self.on_answer is None:
             return
@@ -360,10 +360,11 @@ class Worker:
                 logger.warning("answers are stored again")
             self._keeps = True
 
-    def _end(self, running: Running, reason: str, result: Finished | BaseException) -> None:
+    def _end(self, running: Running, reason: str, result: CompletedAnswer | BaseException) -> None:
+        """Stop an answer, count its reason in the metrics and send the result or error to its request."""
         self._running.remove(running)
         self.answers.labels(reason).inc()
-        running.job.put(result)
+        running.job.send(result)
 
     def _count(self, round_: Round) -> None:
         self.rounds.inc()
@@ -373,7 +374,7 @@ class Worker:
             self.by_position.labels(position).inc()
 
 
-class Pieces:
+class AnswerPieces:
     """Splits an answer's text into the pieces of its rounds.
 
     Text at the end is held back as long as it may be part of a stop string or of an incomplete character.
@@ -400,13 +401,14 @@ class Pieces:
         return Piece(text[self._sent :])
 
     def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
-        held = max((_begun(text, stop) for stop in self._stops), default=0)
+        """Return the text that was not sent yet, less what may become a stop string."""
+        held = max((count_held_characters(text, stop) for stop in self._stops), default=0)
         new = text[self._sent : max(self._sent, len(text) - held)]
         self._sent += len(new)
         return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
 
 
-def _begun(text: str, stop: str) -> int:
+def count_held_characters(text: str, stop: str) -> int:
     """Return the number of characters at the text's end that may belong to a stop string.
 
     If the text holds the whole stop string, the number counts from its start.

@@ -56,7 +56,7 @@ class RoundCosts:
 
     @cached_property
     def _verify_costs(self) -> list[float]:
-        """Cost of verification by number of nodes, from 1 on; cached, as it is read dozens of times per round."""
+        """Return the cost of verification by number of nodes from 1 on; cached, as a round reads it dozens of times."""
         return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
 
 
@@ -82,7 +82,7 @@ def isotonic_fit(curve: Curve) -> Curve:
 
 
 class AdaptiveTree:
-    """Cutter of one drafter's trees, see the module's docstring. Without `costs` trees are not cut."""
+    """Adaptive size of one drafter's trees, see the module's docstring. Without `costs` trees are not cut."""
 
     def __init__(self, costs: RoundCosts | None = None) -> None:
         self.costs = costs
@@ -96,12 +96,12 @@ class AdaptiveTree:
 
     @property
     def keeps_whole_trees(self) -> bool:
-        """Whether trees are not cut yet."""
+        """Return whether trees are not cut yet."""
         return self.costs is None or self._rounds < FIRST_ROUNDS
 
     @property
     def rate(self) -> float:
-        """Tokens per unit of cost over all rounds so far, and one assumed round in which nothing was accepted."""
+        """Return tokens per unit of cost over all rounds so far, and an assumed round in which nothing was accepted."""
         assert self.costs is not None
         return (self._tokens + 1) / (self._spent + self.costs.of(2))
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict, walk
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, walk
 from draftsmith.models.sampling import Sampling
 
 V = 4
@@ -64,16 +64,16 @@ class Outcomes:
         return self._choose(probabilities.tolist())
 
 
-def every_verdict(
+def every_verification(
     tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
-) -> Iterator[tuple[float, Verdict]]:
-    """Yield every possible verdict of verification with its probability."""
+) -> Iterator[tuple[float, Verification]]:
+    """Yield every possible outcome of verification with its probability."""
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
-        verdict = walk(tree, logits, sampling, chooser, lenience)
+        verification = walk(tree, logits, sampling, chooser, lenience)
         scripts += chooser.branches
-        yield chooser.probability, verdict
+        yield chooser.probability, verification
 
 
 def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -128,8 +128,8 @@ def joint_distribution(trees: Trees, target_logits: dict[tuple[int, ...], Tensor
     for weight, tree in trees:
         contexts = [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(len(tree))]
         logits = torch.stack([target_logits.get(context, torch.zeros(V).double()) for context in contexts])
-        for probability, verdict in every_verdict(tree, logits, sampling):
-            committed = verdict.committed(tree)
+        for probability, verification in every_verification(tree, logits, sampling):
+            committed = verification.committed(tree)
             if len(committed) == 1:
                 joint[committed[0]] += weight * probability * sampling.probabilities(target_logits[committed[0],])
             else:

@@ -85,7 +85,7 @@ class TreeShape:
         Args:
             nodes: The subset.
             parents: The parents of all nodes of the tree.
-            num_candidates: As for the whole tree.
+            num_candidates: Number of candidates, as for the whole tree.
         """
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
         new_parents = tuple(new_index[parents[node]] for node in nodes)
@@ -98,7 +98,7 @@ class TreeShape:
 
     @cached_property
     def attention_mask(self) -> Tensor:
-        """[N, N] bool: row u is true at u and at u's ancestors."""
+        """Return the mask [N, N] bool: row u is true at u and at u's ancestors."""
         # Bytes instead of tensors: best-first trees have a new shape nearly every round, and this takes 5 us for 13
         # nodes, 10 for 33 and 12 for 65, where doubling ancestors with gathers takes 17.
         nodes = len(self.parents)
@@ -159,12 +159,12 @@ class DraftTree:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """[N], -1 for the root."""
+        """Return the parents [N], -1 for the root."""
         return self.shape.parents
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """[N], 0 for the root."""
+        """Return the depths [N], 0 for the root."""
         return self.shape.depths
 
     def children(self, node: int) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ def root_only(token: int) -> DraftTree:
 
 
 @dataclass(slots=True)
-class Verdict:
+class Verification:
     """Result of verification.
 
     path: [a+1] the accepted nodes, root first. next_token: the token that the target adds after them.
@@ -227,7 +227,7 @@ class Chooser(Protocol):
 
 
 class RandomChooser:
-    """Draws from a torch.Generator."""
+    """Source of randomness from a torch.Generator."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
@@ -245,13 +245,13 @@ def verify(
     sampling: Sampling,
     generator: torch.Generator | None = None,
     lenience: float = 1.0,
-) -> Verdict:
+) -> Verification:
     """Return the path of the tree that the target accepts, with its next token.
 
     Args:
         tree: The draft tree.
         logits: [N, V] of the target at every node.
-        sampling: Applied to the target's logits; `tree.q` must have been computed with the same one.
+        sampling: Sampling to apply to the target's logits; `tree.q` must have been computed with the same one.
         generator: Source of randomness at temperatures > 0.
         lenience: In (0, 1]; 1 is lossless.
     """
@@ -262,7 +262,7 @@ def verify(
     return verify_greedy(tree, largest(logits).tolist())
 
 
-def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
+def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verification:
     """Follow, from the root, the child that equals the target's most likely token at its parent.
 
     Args:
@@ -277,10 +277,10 @@ def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verdict:
                 path.append(child)
                 break
         else:
-            return Verdict(path, next_token)
+            return Verification(path, next_token)
 
 
-def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verdict:
+def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -> Verification:
     """Follow the most likely child x with p(x) >= lenience max p, where p is the softmax at temperature 1 (A.5)."""
     path = [0]
     while True:
@@ -290,11 +290,11 @@ def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -
         least = float(node_logits[best]) + math.log(lenience)
         good = [child for child in tree.children(path[-1]) if float(node_logits[tree.tokens[child]]) >= least]
         if not good:
-            return Verdict(path, best)
+            return Verification(path, best)
         path.append(max(good, key=lambda child: float(node_logits[tree.tokens[child]])))
 
 
-def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verdict:
+def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verification:
     """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`."""
     path = [0]
     while True:
@@ -313,7 +313,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
             p = _residual(p, q, token)
         else:
             # 3. No child left: the target adds a token drawn from the residual.
-            return Verdict(path, chooser.draw(p))
+            return Verification(path, chooser.draw(p))
 
 
 def draws_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:

@@ -12,7 +12,7 @@ from draftsmith.models.target.view import embedding_width, target_values
 from draftsmith.models.target_logits import LogitShape
 
 MODEL_TYPE_PREFIX = "draftsmith-"
-# Values that must be equal in a drafter's target and the one that it was made for.
+# Config values in which a target must equal the one that the drafter was made for.
 MATCHED_KEYS = ("model_type", "hidden_size", "vocab_size")
 
 
@@ -21,8 +21,8 @@ class DrafterConfig(PreTrainedConfig):
 
     Args:
         target_config: Result of `target_values`, so that a drafter can be built without its target.
-        target_name_or_path: That target's name or path, to show.
-        kwargs: Keys of `Options`, all of which become attributes. Those that it does not know are kept as they are.
+        target_name_or_path: Name or path of that target, for messages.
+        kwargs: Keys of `Options`, which become attributes. Unknown keys are stored unchanged.
     """
 
     model_type = "draftsmith"
@@ -37,7 +37,7 @@ class DrafterConfig(PreTrainedConfig):
     # Options of most kinds: whose kind its decoder layers are of, see `of_kind`, and `FirstToken`.
     layers = "target"
     first_token = True
-    # What its kind is called in a repository's name, where it is not `drafter.kind`: engines read the method off that.
+    # Kind in the name of a Hub repository, if other than `drafter.kind`: engines detect the method by that name.
     published_as: ClassVar[str | None] = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def has_own_heads(self) -> bool:
-        """Return True if its logits come from LM heads that it trains itself, not from the target's."""
+        """Return True if the drafter has LM heads that it trains, and does not use the target's."""
         return False
 
     @property
@@ -63,13 +63,13 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def layers_of(self) -> dict[str, Any]:
-        """Return the config that its decoder layers are made from, see `of_kind`: with its own RoPE if it has one."""
+        """Return the config of the drafter's decoder layers, see `of_kind`, with the option `rope` if it is set."""
         layers_of, rope = of_kind(self.layers, self.target_config), getattr(self, "rope", None)
         return layers_of if rope is None else {**layers_of, "rope_parameters": dict(rope)}
 
     @property
     def options(self) -> DrafterOptions:
-        """Return the attributes that are options as the kind's own model of them."""
+        """Return the drafter's options as an object of its kind's `Options`."""
         return self.Options.model_construct(**{key: getattr(self, key) for key in self.Options.model_fields})
 
     @property
@@ -79,7 +79,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target_config: PreTrainedConfig, options: dict[str, Any]) -> Self:
-        """Make the config of a drafter for a target of this config, which no weights are needed for.
+        """Make the config of a drafter from the target's config alone, without its weights.
 
         Raises:
             UserError: As `Drafter.from_target`.

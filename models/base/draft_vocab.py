@@ -1,23 +1,24 @@
 """The draft vocabulary and the LM heads that give logits of it, with the Markov head.
 
-The LM head is the target's, frozen, or the drafter's own heads, which start as the target's and are trained. Which
-tokens a reduced one has is counted in the training data and part of the checkpoint, in vLLM's layout: `d2t` [V'] are
-offsets, the token of row i being i + d2t[i]; `t2d` [V] says of each token whether the head has it. Rows of the target's
-head are gathered when the drafter is attached, and in no checkpoint.
+The LM head is the target's, frozen, or the drafter's own heads, which start as the target's and are trained. The tokens
+of a reduced vocabulary are counted in the training data and stored in the checkpoint, in vLLM's layout: `d2t` [V'] are
+offsets, the token of row i being i + d2t[i]; `t2d` [V] says for each token whether the head has it. Rows of the
+target's head are gathered when the drafter is attached, and not stored.
 
 **Vocabulary** (EAGLE-3's code; FR-Spec, 2502.14856). With `draft_vocab_size` a head has V' rows, for the most frequent
-tokens of the answers that are trained on, and all other tokens are drafted with probability 0: the output stays the
-target's own, only tau falls by what is never drafted. The teacher, where the loss has one, is the target's distribution
-over those V' tokens, and a row's losses to it count by the probability that the target gives them
-(`models/loss.py`). That takes a product of the target's whole head with each token of an answer, which nothing else
-needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152 tokens, a step takes 1.08 (P-EAGLE) to 1.20 times
-(EAGLE, whose head has but one row a token) as long. With `teacher_mass: false` there is none, and all rows count 1.
+tokens of the training answers, and all other tokens have q = 0: the output stays the target's own, and only tau is
+lower. The teacher, if the loss has one, is the target's distribution over those V' tokens, and a row's losses to it are
+weighted with their total probability under the target (`models/loss.py`). That takes a product of the target's whole
+head with each token of an answer, which nothing else needs: on one core, with SmolLM2-135M's shape and 16,384 of 49,152
+tokens, a step takes 1.08 (P-EAGLE) to 1.20 times (EAGLE, whose head has one row per token) as long. With
+`teacher_mass: false` that product is left out, and all rows have weight 1.
 
-**Markov head** (DSpark, arXiv 2607.05147). Where all depths come from one forward, depth k does not know the token
+**Markov head** (DSpark, arXiv 2607.05147). When all depths come from one forward, depth k does not depend on the token
 drafted at depth k-1. `MarkovHead` adds B(x_{k-1}, v) = W1[x_{k-1}] W2 to the logits, of one low rank for all depths: a
 bigram's bias, at the price of a gather and a product as wide as the rank. In training x_{k-1} is the true token, in
 decoding the drafted one; q of a path is then exact by the chain rule. Depth 1 has the bias too, of the newest committed
-token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros: a drafter starts as it would without.
+token: one rule for all depths. W1 starts as torch's embeddings do, W2 as zeros, so that a drafter starts as without the
+head.
 
 Shapes: V the target's vocabulary, V' drafted tokens, D hidden, P tokens, M labelled rows, r rank.
 """
@@ -38,11 +39,11 @@ ROWS_AT_ONCE = 1000
 
 
 class MarkovHead(nn.Module):
-    """B = W1 W2, with DSpark's names.
+    """Markov head: the bias of logits by the previous token, a matrix B = W1 W2 of low rank. DSpark's names.
 
     Args:
-        vocabulary: V, the tokens that may come before.
-        drafted: V', the columns of the logits.
+        vocabulary: V, the number of possible previous tokens.
+        drafted: V', the number of columns of the logits.
         rank: r.
     """
 
@@ -65,17 +66,17 @@ class MarkovHead(nn.Module):
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The LM head that rows are trained through, with its vocabulary, its teacher and its loss.
+    """An LM head in training, with its vocabulary, its teacher and its loss.
 
     Args:
         linear: [V', D], the target's or the drafter's own.
         loss: The losses of a row, keys of `LOSSES`, and their weights.
-        teacher: The target's head; `linear` itself where its rows are the target's.
-        teacher_columns: [V'] the tokens of the head's rows among the teacher's, where these are more.
-        t2d: [V] bool, whether the head has a token; None if it has all.
-        markov: Adds to the logits by the token before.
-        shape, teacher_shape: From the head's product to logits, and from the teacher's.
-        weight: Of the loss through it.
+        teacher: The target's LM head; `linear` itself if it is the target's.
+        teacher_columns: [V'] rows of the teacher's head for the tokens of this head; None if both have the same tokens.
+        t2d: [V] bool, whether the head has a row for a token; None if it has all.
+        markov: Markov head, which adds a bias by the previous token to the logits.
+        shape, teacher_shape: Scale and cap that turn the head's product, and the teacher's, into logits.
+        weight: Weight of the loss through this head.
         needs_acceptance: Whether the auxiliary loss reads every row's alpha.
     """
 
@@ -97,11 +98,11 @@ class DraftHead:
         return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
 
     def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return 1 for the rows that the loss reads [M], given `rows_of`: `ce` alone reads none without a label."""
+        """Return a mask [M] of the rows with loss, given `rows_of(labels)`; without teacher, those with a label."""
         return (rows_m >= 0).to(dtype) if not has_teacher(self.loss) else torch.ones_like(rows_m, dtype=dtype)
 
     def teacher_of(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
-        """Return the teacher of rows whose labels the features of these tokens [M] predict, if there are features."""
+        """Return the teacher of M rows, given the tokens [M] whose features predict the labels; needs features."""
         if features_pd is None:
             return None
         mass_m = None if mass_p is None else mass_p[token_m]
@@ -112,7 +113,8 @@ class DraftHead:
 class VocabCoverage:
     """Share of the training data's tokens with loss that a drafter can draft.
 
-    size, vocabulary: tokens that it drafts, and that there are; seen: different ones in the data.
+    size, vocabulary: number of tokens that the drafter can draft, and of all tokens; seen: number of different tokens
+    in the data.
     """
 
     size: int
@@ -154,18 +156,18 @@ class DraftVocab:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether it is smaller than the target's."""
+        """Return whether the draft vocabulary is smaller than the target's."""
         return self._drafter.config.draft_vocab_size is not None
 
     @property
     def ids(self) -> Tensor | None:
-        """Return the target's ids of the head's rows [V'], ascending; None if it has all of them."""
+        """Return the target's token ids of the head's rows [V'], ascending; None if the head has all tokens."""
         d2t = self._drafter.d2t if self.is_reduced else None
         return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
     @property
     def columns(self) -> TokenColumns:
-        """Return the tokens that the drafter's decoders' logits are of."""
+        """Return the tokens of the columns of the decoders' logits."""
         return TokenColumns(self.ids, len(self._drafter.t2d)) if self.is_reduced else ALL_TOKENS
 
     def widen(self, logits: Tensor) -> Tensor:
@@ -202,9 +204,9 @@ class DraftVocab:
         return self.shape(linear(normed.to(linear.weight.dtype)))
 
     def draft_head(self, depth: int = 0) -> DraftHead:
-        """Return the head that rows of this depth, counted from 0, are trained through."""
+        """Return the LM head of this depth, counted from 0, with its losses, for training."""
         drafter, heads = self._drafter, self.own_heads
-        # Borrowed rows are the teacher's too; an own head's teacher is restricted to its columns.
+        # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
         return DraftHead(
             linear=self.head(depth),
             loss=loss_weights(drafter.config.loss),
@@ -217,7 +219,7 @@ class DraftVocab:
         )
 
     def teacher_mass(self, groups: Groups, features_pd: Tensor | None) -> Tensor | None:
-        """Return the target's probability of the drafted tokens after each token [P]; None where losses count by 1."""
+        """Return the target's probability of the draft vocabulary after each token [P], as loss weights, if used."""
         drafter = self._drafter
         options = drafter.config.options
         if features_pd is None or not (self.is_reduced and options.teacher_mass and has_teacher(options.loss)):
@@ -272,7 +274,7 @@ class DraftVocab:
 
     @property
     def coverage(self) -> VocabCoverage | None:
-        """Return the share of the data that it can draft; None if it drafts every token, or was not prepared."""
+        """Return the share of the data that the drafter can draft; None for a full vocabulary, or before `prepare`."""
         counts_v = self._drafter.token_counts_v
         if counts_v is None:
             return None
@@ -281,7 +283,7 @@ class DraftVocab:
 
     @property
     def names(self) -> set[str]:
-        """Return names in the state that only make sense together: the maps of the tokens, and own heads for these."""
+        """Return the names of the tensors that depend on the draft vocabulary: its maps, and own heads."""
         if not self.is_reduced:
             return set()
         heads = {id(head) for head in self.own_heads}

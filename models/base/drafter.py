@@ -1,8 +1,9 @@
-"""What every drafter q is: a `PreTrainedModel` that borrows the target's embedding and LM head.
+"""Base class of all drafters q: a `PreTrainedModel` that borrows the target's embedding and LM head.
 
 A kind of drafter is a file of `models/drafters/` with an attribute `DRAFTER`; `drafter.kind` in a recipe is its name.
-Its options are in `options.py`, its config in `config.py`, its tokens and LM heads in `draft_vocab.py`. What a depth
-predicts, and from what, is the same for all of them (`models/groups/layout.py`), and so is the loss (`forward`).
+Its options are in `options.py`, its config in `config.py`, its tokens and LM heads in `draft_vocab.py`. All kinds
+predict the same token at a depth, from the same known tokens and features (`models/groups/layout.py`), and share the
+loss (`forward`).
 
 Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelled, D hidden, F features
 (`feature_layers` times D), V vocabulary.
@@ -37,17 +38,17 @@ class Attached:
     target: PreTrainedModel
     embedding: nn.Module
     lm_head: nn.Module
-    shape: LogitShape  # from its head's product to logits
+    shape: LogitShape  # scale and cap from the LM head's product to logits
 
 
 class WithoutEmbeddings(PreTrainedModel):
-    """A model whose embeddings are another's: transformers and accelerate find none to tie, split or resize."""
+    """Model that borrows its embeddings: transformers and accelerate find none to tie, split or resize."""
 
     def get_input_embeddings(self) -> None:
-        """Return none."""
+        """Return None: the embeddings are the target's."""
 
     def get_output_embeddings(self) -> None:
-        """Return none: no head of a drafter is tied to embeddings."""
+        """Return None: no head of a drafter is tied to embeddings."""
 
 
 class Drafter(WithoutEmbeddings):
@@ -57,7 +58,7 @@ class Drafter(WithoutEmbeddings):
     base_model_prefix = "drafter"
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
-    # Why the kind cannot be trained in some way, for the user.
+    # Ways of training that the kind does not support, with the reason for the user.
     unsupported: ClassVar[Mapping[Feature, str]] = {}
 
     d2t: Tensor
@@ -69,7 +70,7 @@ class Drafter(WithoutEmbeddings):
         self._attached: Attached | None = None
         # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
         self.training_step, self.training_progress_frac = 0, 1.0
-        # What training draws at random (noise, rows to keep) comes from here; from torch's own generator by default.
+        # Generator of training's random draws (noise, rows to keep); by default torch's own.
         self.generator: torch.Generator | None = None
         # The target's layers that it reads, ids of `FeatureTap`; whether a first token, without a feature, has a row.
         self.feature_layers = tuple(getattr(config, "feature_layers", None) or (FINAL_FEATURES,))
@@ -142,10 +143,10 @@ class Drafter(WithoutEmbeddings):
         return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
 
     def label_counts(self, groups: Groups) -> Tensor:
-        """Return the divisors of a batch's loss, [2, G]: its labels of each depth, and those read through the head.
+        """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
 
-        They add up over the parts of a batch, on however many processes. Where rows are dropped at random it is the
-        number expected, which all parts can know before the first of them is computed.
+        The divisors of a batch's parts, on any number of processes, add up to the batch's. If rows are dropped at
+        random, the expected number is used, which is known before any part is computed.
         """
         has_label_bgs = is_read_bgs = groups.labels_bgs != IGNORED_LABEL
         if self.vocab.is_reduced and not has_teacher(self.config.loss):
@@ -180,7 +181,7 @@ class Drafter(WithoutEmbeddings):
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
                 to its loss. By default these rows are all of it.
-            groups: Those of `groups(input_ids, loss_mask, position_ids)`, where they are known already.
+            groups: Result of `groups(input_ids, loss_mask, position_ids)`, if it was computed before.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
         if teacher_features is None and has_teacher(self.config.loss):
@@ -217,7 +218,7 @@ class Drafter(WithoutEmbeddings):
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
 
         Args:
-            groups: With the tokens and positions.
+            groups: Groups of the batch, with its tokens and positions.
             features: [B, S, F] of the target, AT each token; `previous_features` gives those that a group may read.
         """
         raise NotImplementedError
@@ -236,10 +237,10 @@ class Drafter(WithoutEmbeddings):
         result: HeadLoss,
         features_pd: Tensor | None,
     ) -> Auxiliary | None:
-        """Return a loss that a kind adds to that through a head; by default none.
+        """Return a loss that a kind adds to the loss through an LM head; by default none.
 
         Args:
-            hidden_nd: As `hidden_states` gives them.
+            hidden_nd: Result of `hidden_states`.
             normed_md: The head's inputs, of the rows at `place_m` among the N.
             result: The losses through the head.
             features_pd: [P, D] that the target's head reads, if there is a teacher.

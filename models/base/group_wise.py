@@ -47,20 +47,29 @@ class OneForwardOptions(GroupWiseOptions, DepthOptions):
     markov_rank: int = Field(
         0,
         ge=0,
-        description="rank of a Markov head, by which a depth's drafts depend on the token before (DSpark; 256 for a "
-        "target of 8B), at the price of a product of this width for each drafted token; 0: none. Not in the papers of "
-        "the other kinds, and no engine serves those with it",
+        description="rank of a Markov head (DSpark), which makes a draft token's logits depend on the draft "
+        "token before it, at the cost of one product of this width per draft token (DSpark's: 256 for a target "
+        "of 8B); 0: none. Not in the papers of the other kinds, and no engine serves those with it",
     )
 
 
 class MaskOptions(OneForwardOptions):
     """Options of all kinds with masks."""
 
-    num_masks: int = Field(4, ge=0, le=MOST_DEPTHS, description="K; a round drafts K+1 tokens")
+    num_masks: int = Field(4, ge=0, le=MOST_DEPTHS, description="K, the number of [MASK]s; a round drafts K+1 tokens")
     keep_ratio: float = Field(
-        1.0, gt=0, le=1, description="train [MASK]_j at a random keep_ratio**j of its positions (P-EAGLE); 1 keeps all"
+        1.0,
+        gt=0,
+        le=1,
+        description="train [MASK]_j at a random share keep_ratio**j of the positions (P-EAGLE), for memory; 1: "
+        "at all positions",
     )
-    keep_ratio_min: float = Field(0.0, ge=0, le=1, description="but at no smaller share of them than this")
+    keep_ratio_min: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="smallest share of positions at which a [MASK] is trained, whatever keep_ratio gives",
+    )
 
     @property
     def num_depths(self) -> int:
@@ -74,7 +83,7 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """Return the token that no text has: the target's padding token, or the last one of its vocabulary."""
+    """Return a token that texts hardly contain: the target's padding token, or the last one of its vocabulary."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
     return padding if padding is not None and 0 <= padding <= last else last
 
@@ -93,8 +102,8 @@ MaskTokenId = Annotated[
     int | None,
     AfterValidator(_mask_token),
     Field(
-        description="the token that every [MASK] reads, best one that no text has; by default the target's padding "
-        "token, or the last one of its vocabulary"
+        description="id of the token whose embedding every [MASK] reads, best one that no text contains; by "
+        "default the target's padding token, or the last one of its vocabulary"
     ),
 ]
 
@@ -111,7 +120,10 @@ def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
 
 
 class GroupWiseDrafter(Drafter):
-    """Base of these drafters: a kind defines a row's inputs (`real_inputs`, `mask_inputs`), its layers and its loss."""
+    """Base of drafters that are trained on groups.
+
+    A kind defines the inputs of rows (`real_inputs`, `mask_inputs`), the layers and the loss.
+    """
 
     layers: nn.ModuleList
     norm: nn.Module
@@ -144,7 +156,7 @@ class GroupWiseDrafter(Drafter):
         return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
 
     def active_rows(self, labels_bgs: Tensor) -> Tensor:
-        """Return which rows are computed [B, R, S], given labels [B, G, S]; the last G rows of a group predict them."""
+        """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
         return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
     def features_read(self, groups: Groups, features: Tensor) -> Tensor:
@@ -152,7 +164,7 @@ class GroupWiseDrafter(Drafter):
         return features
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the active rows before the final norm, [N, D]."""
+        """Return the hidden states of the active rows before the final norm, [N, D]."""
         previous_bsf = previous_features(self.features_read(groups, features), groups.position_ids)
         newest_ne = self.real_inputs(groups.input_ids, previous_bsf).flatten(0, 1).index_select(0, groups.token_n)
         masks_ke, hidden_ne = self.mask_inputs(), newest_ne
@@ -169,7 +181,7 @@ class GroupWiseDrafter(Drafter):
         yield self.vocab.draft_head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
 
     def group_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return all depths before the final norm, [B, G, S, D]; zeros where there is no row."""
+        """Return the hidden states of all depths before the final norm, [B, G, S, D]; zeros without a row."""
         num_depths = self.config.num_depths
         groups = Groups.full(input_ids, num_depths, position_ids, self.reads_first_token, self.first_depth)
         hidden_nd = self.hidden_states(groups, features)
@@ -186,7 +198,7 @@ class GroupWiseDrafter(Drafter):
     def tokens_before(self, input_ids: Tensor) -> Tensor:
         """Return the tokens [B, G, S] before the labels of every group: x_t at depth 1.
 
-        After the last token there is none: groups that would read it repeat the last, and mean nothing.
+        Groups that would need a token after the sequence's last one get the last one; their results are not used.
         """
         length = input_ids.shape[1]
         ahead_g = torch.arange(self.config.num_depths, device=input_ids.device)
@@ -231,7 +243,7 @@ class GroupWiseDrafter(Drafter):
     # ---- decoding ----
 
     def few_rows(self) -> CpuLayers | None:
-        """Return its layers as one call on a CPU, or None where that does not compute them."""
+        """Return the layers as one call on a CPU; None if `CpuLayers` does not support them."""
         ours = type(self)
         if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
             return None

@@ -28,7 +28,7 @@ from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 
 
 def one_message(message: str) -> WrapValidator:
-    """Replace pydantic's messages, one a possible type of a value, by this sentence."""
+    """Replace pydantic's messages, one for each possible type of a value, by this sentence."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -46,41 +46,45 @@ def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None
     return size
 
 
-Attention = Annotated[Backend, Field(description="training backend, see `models/groups/attention.py`")]
+Attention = Annotated[Backend, Field(description="attention backend of training, see `models/groups/attention.py`")]
 DepthWeights = Annotated[
     PositiveFloat | Annotated[list[PositiveFloat], Field(max_length=MOST_DEPTHS)],
     one_message("must be one positive number, or a list of one for each depth"),
-    Field(description="lambda of each depth, from the first; or one number d for d**0, d**1, ..."),
+    Field(description="loss weights lambda of the depths, from the first; or one number d for d**0, d**1, ..."),
 ]
 DraftDepth = Annotated[
-    int, Field(ge=1, le=MOST_DEPTHS, description="the longest path that is drafted, one forward a level")
+    int,
+    Field(ge=1, le=MOST_DEPTHS, description="most draft tokens along one path; each needs one forward of the drafter"),
 ]
 Loss = Annotated[
     LossName | Annotated[dict[LossName, PositiveFloat], Field(min_length=1)],
     one_message(f"must be {', '.join(LOSSES)}, or some of these with a weight each, as in `{{ce: 0.1, tv: 1.8}}`"),
-    Field(description="see `models/loss.py`; `ce` needs no teacher; `{ce: 0.1, tv: 1.8}` for a weighted sum"),
+    Field(
+        description="loss between drafter and target, see `models/loss.py`; `ce` needs no logits of the target; "
+        "`{ce: 0.1, tv: 1.8}` for a weighted sum"
+    ),
 ]
 DraftVocabSize = Annotated[
     PositiveInt | None,
     AfterValidator(_within_the_vocabulary),
     Field(
-        description="draft this many of the target's tokens only, the most frequent of the answers that are trained on "
-        "(`models/base/draft_vocab.py`); all by default"
+        description="size of a reduced draft vocabulary: the most frequent tokens of the training answers "
+        "(`models/base/draft_vocab.py`); by default the target's whole vocabulary"
     ),
 ]
-NumLayers = Annotated[int, Field(ge=1, le=MOST_LAYERS, description="decoder layers")]
+NumLayers = Annotated[int, Field(ge=1, le=MOST_LAYERS, description="number of decoder layers")]
 MaskResidual = Annotated[
-    bool, Field(description="add the newest token's input to each of its masks (not in the paper)")
+    bool, Field(description="add the newest token's input to each [MASK]'s input (not in the paper)")
 ]
 FirstToken = Annotated[
     bool,
     Field(
-        description="a row for the first token of a conversation, which no feature predicted; vLLM and SGLang have "
-        "none, so false for a drafter that they serve"
+        description="also compute a row for the first token of a conversation, for which there is no feature; "
+        "vLLM and SGLang have no such row, so set false for a drafter that they serve"
     ),
 ]
 Init = Annotated[
-    Literal["target", "random"], Field(description="start the layers and the norm from the target's, or at random")
+    Literal["target", "random"], Field(description="initial weights of layers and norm: the target's, or random ones")
 ]
 
 
@@ -88,7 +92,7 @@ def _kind_of_layers(kind: str | None, info: ValidationInfo) -> str:
     model_type = (info.context or {}).get("model_type", SUPPORTED_MODEL_TYPES[0])
     own = model_type in SUPPORTED_MODEL_TYPES
     if kind == "target" and not own:
-        raise ValueError(f"layers of the target's own kind, {model_type}, are not supported: llama or qwen3")
+        raise ValueError(f"layers of the target's own kind, {model_type}, are not supported: use llama or qwen3")
     return kind or ("target" if own else "llama")
 
 
@@ -97,9 +101,10 @@ Layers = Annotated[
     Literal["target", "llama", "qwen3"] | None,
     AfterValidator(_kind_of_layers),
     Field(
-        description="whose kind of decoder layers these are: the target's own, which may start as its; or, with its "
-        "width, heads and RoPE, Llama's or Qwen 3's (q/k norms), for targets of experts or of other attention, and for "
-        "engines that run no others. By default the target's where these are supported, else llama"
+        description="architecture of the decoder layers: `target`: the target's own, whose weights they can "
+        "start from; `llama` or `qwen3` (q/k norms): with the target's width, heads and RoPE, for mixtures of "
+        "experts, targets of other attention, and engines that run only these. By default `target` where it is "
+        "supported, else `llama`"
     ),
 ]
 
@@ -119,21 +124,21 @@ Rope = Annotated[
     dict[str, Any] | None,
     AfterValidator(_flat_rope),
     Field(
-        description="RoPE of the drafter's layers where it is not the target's, in transformers' form: "
-        "`{rope_theta: 10000}`, as EAGLE-3's own code trains"
+        description="RoPE of the drafter's layers, if it is not the target's, in transformers' form, as "
+        "`{rope_theta: 10000}`, which EAGLE-3's own code trains"
     ),
 ]
 
 
 class DrafterOptions(Section):
-    """`drafter.options` that every kind has. One depth is trained; deeper ones are drafted with the same weights."""
+    """Options that every kind has. By default one depth is trained; deeper ones are drafted with the same weights."""
 
     loss: Loss = "kl"
     draft_vocab_size: DraftVocabSize = None
     teacher_mass: bool = Field(
         True,
-        description="with `draft_vocab_size`, weigh a row's losses to the teacher by the probability that the teacher "
-        "gives the draft vocabulary; takes a product with the target's whole head, a tenth of a step on a CPU",
+        description="with `draft_vocab_size`, weight each row's loss by the probability that the target gives "
+        "the draft vocabulary; needs a product with the target's whole LM head, a tenth of a step on a CPU",
     )
 
     @classmethod
@@ -164,7 +169,7 @@ class DrafterOptions(Section):
 
     @property
     def credit(self) -> Credit | None:
-        """Return how rows are weighted by their group, or None where they are weighted by depth alone."""
+        """Return the rules that weight a row by its group's earlier rows; None if only its depth counts."""
         return None
 
 
@@ -176,17 +181,19 @@ class DepthOptions(DrafterOptions):
         0.0,
         ge=0,
         le=1,
-        description="share of the training in which depth 2, 3, ... come in; 0: all from the first step",
+        description="share of the training over which the loss weights of depths 2, 3, ... rise from 0; 0: full "
+        "from the first step",
     )
     dpace_alpha: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
-        "smoothed with this alpha (the paper's is 0.5); see `models/base/weights.py`",
+        description="D-PACE's loss weights in place of `depth_weights`: the weight of a depth is the drafter's "
+        "probability of the labels before it, smoothed with this alpha (the paper's is 0.5); see "
+        "`models/base/weights.py`",
     )
     until_first_error: bool = Field(
-        False, description="no loss after the first row of a group whose most likely token is wrong (2607.01893)"
+        False, description="no loss at the depths after the first wrong prediction of a group (2607.01893)"
     )
 
     @property
@@ -202,7 +209,7 @@ class DepthOptions(DrafterOptions):
     @model_validator(mode="after")
     def _one_way_of_coming_in(self) -> Self:
         if self.dpace_alpha is not None and self.depth_ramp > 0:
-            raise ValueError("`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0 with it")
+            raise ValueError("`dpace_alpha` already phases in the deeper depths: leave `depth_ramp` at 0 with it")
         return self
 
     @model_validator(mode="after")

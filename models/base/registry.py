@@ -21,7 +21,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
 
-# Trained for SmolLM2-135M-Instruct; what `draftsmith demo` shows.
+# The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
 TRAINING_FILE = "training.json"  # in a drafter's folder; written last
 FILES = ["*.json", "*.safetensors"]
@@ -35,8 +35,8 @@ class Start:
     source: str  # as the recipe names it
     kind: str
     weights_sha256: dict[str, str]
-    fresh: list[str]  # parameters that it lacks
-    unused: list[str]  # and those that only it has
+    fresh: list[str]  # parameters that the trained drafter lacks
+    unused: list[str]  # parameters that only the trained drafter has
     draft_vocabulary: str | None = None  # how the draft vocabulary was carried over, in words; None without one
 
 
@@ -44,8 +44,8 @@ class Start:
 class Training:
     """`training.json`, the record of a training. Earlier versions noted less.
 
-    draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has. best_step: whose
-    weights these are, where not the last ones were kept.
+    draft_vocabulary_coverage: share of the tokens with loss that a reduced draft vocabulary has. best_step: step whose
+    weights were kept, if not the last one's.
     """
 
     steps: int
@@ -68,7 +68,7 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     """Return the class that `drafter.kind` names, the attribute `DRAFTER` of `models/drafters/<kind>.py`.
 
     Raises:
-        UserError: There is no such drafter; lists the existing ones.
+        UserError: The kind does not exist; the message lists the existing ones.
     """
     kinds = drafter_kinds()
     if kind not in kinds:
@@ -88,7 +88,7 @@ def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str,
 
 
 def drafter_kinds() -> list[str]:
-    """Return the files of `models/drafters/` that define a `DRAFTER`."""
+    """Return the names of the files of `models/drafters/` that define a `DRAFTER`."""
     files = sorted((Path(__file__).parents[1] / "drafters").glob("*.py"))
     return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
 
@@ -97,7 +97,8 @@ def load_drafter(folder: str | Path, target: PreTrainedModel) -> Drafter:
     """Load a trained drafter from a folder or the Hub, in the target's dtype, on its device, attached, in eval mode.
 
     Raises:
-        UserError: There is none, its weights are not those of its kind, or not those that training wrote.
+        UserError: The folder holds no drafter, its weights do not fit its kind, or they are not those that training
+            wrote.
     """
     drafter = read_drafter(folder, target.dtype).to(target.device)
     drafter.attach(target)
@@ -126,7 +127,7 @@ def check_finite(place: Path, drafter: Drafter) -> None:
     wrong = [name for name, weight in drafter.named_parameters() if not bool(weight.isfinite().all())]
     if wrong:
         raise UserError(
-            f"{place} has weights that are infinite or no numbers ({some_of(wrong)}; in {drafter.dtype}): restore the "
+            f"{place} has weights that are infinite or NaN ({some_of(wrong)}; in {drafter.dtype}): restore the "
             "folder, or train again"
         )
 
@@ -142,10 +143,10 @@ def read_training(folder: Path) -> Training:
 
 
 def drafter_config(folder: Path) -> dict[str, Any]:
-    """Read the values of a folder's `config.json`; none where there is no such file.
+    """Read the values of a folder's `config.json`; an empty dict if the file does not exist.
 
     Raises:
-        UserError: It is damaged.
+        UserError: The file is damaged.
     """
     file = folder / "config.json"
     if file.is_file():
@@ -157,7 +158,7 @@ def check_as_trained(folder: Path) -> str:
     """Compare kind and weights with `training.json`, if it exists; return the kind.
 
     Raises:
-        UserError: They are not, or there is no trained drafter.
+        UserError: Kind or weights differ from those that were trained, or the folder holds no trained drafter.
     """
     model_type = str(drafter_config(folder).get("model_type", ""))
     if not model_type.startswith(MODEL_TYPE_PREFIX):
@@ -169,7 +170,10 @@ def check_as_trained(folder: Path) -> str:
     noted = read_training(folder)
     trained_kind = noted.settings.get("drafter.kind", kind)
     if kind != trained_kind:
-        raise UserError(f"{folder / 'config.json'} says {kind}, but a {trained_kind} drafter was trained: restore it")
+        raise UserError(
+            f"{folder / 'config.json'} says kind {kind}, but the weights are of a {trained_kind} drafter: restore "
+            "that file"
+        )
     weights = noted.weights_sha256
     if weights is not None and weights != weights_sha256(folder):
         raise UserError(
@@ -180,15 +184,15 @@ def check_as_trained(folder: Path) -> str:
 
 
 def drafter_place(location: str, what: str = "drafter") -> Path:
-    """Return the folder of a drafter: the one that is named, or that the Hub's repository is fetched to.
+    """Return the folder of a drafter; a Hub repository is downloaded first.
 
-    Within one process an id stands for one commit. Without a connection, for the commit fetched before.
+    Within one process a Hub id means one commit; without a connection, the commit downloaded before.
 
     Args:
-        what: Name of it in messages: a key of the recipe, say.
+        what: Name of the drafter in messages, such as a key of the recipe.
 
     Raises:
-        UserError: There is no such folder and the Hub does not give it, or what it gives is no drafter.
+        UserError: The folder does not exist and the Hub has no such repository, or the repository holds no drafter.
     """
     folder, published = Path(location).expanduser(), hub_id(location)
     if folder.is_dir() or published is None:
@@ -198,12 +202,15 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
     config = folder / "config.json"
     values = read_json(config, dict[str, Any], f"look at {location} on the Hub") if config.is_file() else {}
     if not str(values.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
-        raise UserError(f"{what} {location}: that repository of the Hub holds no drafter that draftsmith trained")
+        raise UserError(
+            f"{what} {location}: this Hub repository holds no draftsmith drafter: name another, or `draftsmith "
+            "import` it first"
+        )
     return folder
 
 
 def is_published(location: str) -> bool:
-    """Return True if it is fetched from the Hub, and so cannot be written to."""
+    """Return True if the drafter is downloaded from the Hub, so that its folder must not be written to."""
     return hub_id(location) is not None and not Path(location).expanduser().is_dir()
 
 

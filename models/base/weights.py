@@ -80,7 +80,7 @@ def sum_losses(
     """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
 
     Args:
-        groups: Of the step.
+        groups: Groups of the step.
         parts: The labelled rows of each head.
         shares_g: [G] of `depth_shares`.
         counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
@@ -132,13 +132,13 @@ def weigh_by_groups(
     num_depths: int,
     counted_groups: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return weights by the groups' outcomes, [P * G] each, or None for one that is switched off.
+    """Return the row weights that depend on a group's earlier rows, [P * G] each; None for a rule that is switched off.
 
     Args:
-        credit: Which of them.
-        slot_m: Of all labelled rows: the number of the group times G, plus the depth.
-        nats_m: -log q of the label, inf for one that cannot be drafted.
-        correct_m: Whether the label is drafted.
+        credit: Rules that are switched on.
+        slot_m: For each labelled row the number of its group times G, plus its depth.
+        nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
+        correct_m: Whether the drafter's most likely token is the label.
         counted_groups: [] groups with a label in the whole batch; by default these are all.
 
     Returns:
@@ -163,8 +163,8 @@ def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_gro
 
     Args:
         alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
-        cross_entropy_n: -log q of the label.
-        slot_n: Of each row: the number of its group, from 0, times G, plus its depth. A group's depths have no gaps.
+        cross_entropy_n: -log q(label) of each row.
+        slot_n: For each row the number of its group, from 0, times G, plus its depth. A group's depths have no gaps.
     """
     size = num_groups * num_depths
     confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha

@@ -24,7 +24,7 @@ from draftsmith.models.target.windows import Masks
 class CachedModel:
     """A causal language model that reads and writes a KV cache.
 
-    On a CPU few rows are one call, where `CpuTarget` computes the model; the first prompt makes the cache for it.
+    On a CPU few rows run in one call, if `CpuTarget` supports the model; the first prompt allocates the cache.
 
     Args:
         model: In eval mode; any that takes a 4-D attention mask and a transformers `Cache`.
@@ -140,7 +140,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._cache.update((self.keys, self.values), (key_states, value_states))
 
     def get_seq_length(self) -> int:
-        # Positions are always given, so nobody computes with this: a number that changes would be compiled again.
+        # Not used, as positions are always given; a changing number would cause recompilation.
         places = self._cache._places
         return 0 if isinstance(places, Tensor) else places
 

@@ -31,7 +31,7 @@ FEWEST_STATIC_NODES = 8  # of a level in a compiled forward
 
 
 class TokenColumns:
-    """Which tokens the columns of a drafter's logits are: all of the target's, or those of a draft vocabulary.
+    """Map from the columns of a drafter's logits to token ids: of the whole vocabulary, or of a draft vocabulary.
 
     A drafter with a reduced draft vocabulary reads V' rows of a head, and its logits have V' columns. Trees are made of
     these columns and name the target's tokens; only what verification samples against is made V wide.
@@ -50,7 +50,7 @@ class TokenColumns:
 
     @property
     def reduced(self) -> bool:
-        """Return True if tokens are missing, or may be."""
+        """Return True for a draft vocabulary, which may lack tokens."""
         return self.ids is not None
 
     def __contains__(self, token: int) -> bool:
@@ -314,7 +314,7 @@ class CachedDecoder:
         return features.chunk(2, dim=-1)[0]
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
-        """Compute cos and sin of all positions, where they depend on the position only."""
+        """Compute cos and sin of all positions; None if they depend on more than the position."""
         if not has_static_rope(self._drafter.layers_config):
             return None
         positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._position_offset
@@ -426,7 +426,7 @@ class MarkovDecoder(PathDecoder):
     """Decoder that adds the Markov head's bias by the previous token.
 
     Args:
-        bias_of: From previous tokens [W] to their bias of the logits [W, V'].
+        bias_of: Function from previous tokens [W] to the bias of the logits [W, V'].
     """
 
     def __init__(
@@ -447,7 +447,7 @@ def depths_below(parents: list[int], depths: list[int], num_depths: int, limit: 
     """Return the depths of W new nodes below `parents`, [W].
 
     Args:
-        depths: Of the nodes there are.
+        depths: Depths of the existing nodes.
         num_depths: Nodes of this depth would have no children.
         limit: Reason for that limit, for the error.
 

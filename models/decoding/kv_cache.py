@@ -82,7 +82,7 @@ class KVCache:
         (t // PAGE * sequences + s) * PAGE + t % PAGE
 
     Args:
-        longest_tokens: Of a sequence, with the rows that a forward writes after it.
+        longest_tokens: Most tokens of a sequence, including the rows that a forward writes after it.
     """
 
     def __init__(self, longest_tokens: int, sequences: int = 1) -> None:
@@ -157,7 +157,7 @@ class KVCache:
     def keep(self, path: Sequence[int], number: int = 0) -> None:
         """Commit these rows (ascending) of the ones that follow a sequence's committed tokens; forget the others."""
         start, end = self.lengths[number], self.lengths[number] + len(path)
-        if path and path[-1] >= len(path):  # some are not in their place
+        if path and path[-1] >= len(path):  # some accepted rows must move
             in_place = next(place for place, row in enumerate(path) if row != place)
             source = to_device(path[in_place:], self.keys.device) + start
             for part in (self.keys, self.values):

@@ -61,7 +61,7 @@ PUBLISHED_FEATURE_LAYERS = 5
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """Spread layers evenly from the second to the last but two of L; of few, up to the last but one."""
+    """Return up to five of L layers, evenly from the second to the third-last; of few layers, to the second-last."""
     last = num_layers - (2 if num_layers >= 2 * PUBLISHED_FEATURE_LAYERS else 1)
     first = min(2, last)
     count = min(PUBLISHED_FEATURE_LAYERS, last - first + 1)
@@ -84,33 +84,38 @@ class DFlashConfig(DrafterConfig):
         """The keys of `drafter.options` in a recipe."""
 
         block_size: int = Field(
-            6, ge=2, le=MOST_DEPTHS, description="rows of a block, the newest token's included (published: 7 to 16)"
+            6, ge=2, le=MOST_DEPTHS, description="rows of a block, including the newest token's (published: 7 to 16)"
         )
         num_layers: NumLayers = 3
         sample_from_anchor: bool = Field(
             False,
-            description="a row predicts the token after its own position, so that a block drafts `block_size` tokens; "
-            "otherwise the one at it, and a block drafts one less",
+            description="true: a row predicts the token after its position, so that a block drafts `block_size` "
+            "tokens; false: it predicts the token at its position, so that a block drafts one token less",
         )
         causal: bool = Field(
-            False, description="inside a block a row sees none after it (vLLM has this, SGLang has not)"
+            False,
+            description="inside a block a row attends only to itself and the rows before it (vLLM supports this, "
+            "SGLang does not)",
         )
         sliding_window: Annotated[int | None, AfterValidator(_holds_a_block)] = Field(
             None,
-            description="how many tokens a layer's row sees back from its own position, that included, more "
-            "than a block; null: all (published: 2,048 in DFlash2's)",
+            description="number of tokens that a row attends to, up to and including its own position, more than "
+            "a block; null: all (published for DFlash2: 2,048)",
         )
         feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
             None,
             validate_default=True,
-            description="layers of the target whose residual streams make the context, ascending; k = after k layers. "
-            "By default up to five, evenly from the second to the last but two, as published",
+            description="target layers whose hidden states are the context, ascending; k = after k layers. By "
+            "default up to five, evenly from the second to the third-last, as published",
         )
         rope: Rope = None
         mask_token_id: MaskTokenId = Field(None, validate_default=True)
         mask_residual: MaskResidual = False
         anchor_ratio: float = Field(
-            1.0, gt=0, le=1, description="train the blocks of a random share of the positions, for memory; 1 trains all"
+            1.0,
+            gt=0,
+            le=1,
+            description="share of the positions at which a block is trained, chosen at random, for memory; 1: all",
         )
         loss: Loss = "ce"
         depth_weights: DepthWeights = 0.78
@@ -138,10 +143,10 @@ class DFlashDrafter(GroupWiseDrafter):
         self.first_depth = 1 if config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start, with `init: target`, c near the mean of the features and the layers from layers of the target.
+        """Initialise, with `init: target`: c near the mean of the features, the layers from the target's.
 
-        These are spread evenly from its first to its last, where they are Qwen 3's but for its q/k norms: a block
-        enters as embeddings and leaves as features.
+        The target's layers are spread evenly from first to last, if they are like Qwen 3's apart from q/k norms: a
+        block enters as embeddings and leaves as features.
         """
         self.fc.weight.normal_(0.0, self.fc.in_features**-0.5 / 4)
         if self.config.init != "target" or target.config.model_type not in LIKE_QWEN3:

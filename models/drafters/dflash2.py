@@ -11,8 +11,8 @@ attention and each MLP, a row reads those before it in its block, with kernels t
 `delta` of both sides come from one projection of what the layer's norm gives. The first tap of `base` starts at 1, all
 else at 0: a drafter starts as DFlash. The context has no convolution.
 
-**Selector.** A block's rows do not know each other's tokens. Of each row's K most likely tokens those are drafted that
-go with the token before, by a term of low rank that the row's final-normed state gates:
+**Selector.** The rows of a block do not depend on each other's tokens. The selector therefore scores each row's K most
+likely tokens given the previous token, with a term of low rank that the row's final-normed state gates:
 
     score(a -> b) = logit(b) + <A[a] * (H h), B[b]>
 
@@ -69,10 +69,15 @@ class ConvolutionOptions(DFlashConfig.Options):
     """Options of all kinds with convolutions around their sublayers."""
 
     conv_kernel_size: int = Field(
-        2, ge=1, le=MOST_DEPTHS, description="taps: number of rows of its block that a row reads, itself included"
+        2,
+        ge=1,
+        le=MOST_DEPTHS,
+        description="taps of the convolution: number of rows of the block that a row reads, itself included",
     )
     conv_group_size: Annotated[int, AfterValidator(_divides_the_hidden_size)] = Field(
-        16, ge=1, description="channels that share what a row adds to the kernel"
+        16,
+        ge=1,
+        description="number of channels in a group; the kernel's row-dependent part has one number per group and tap",
     )
 
 
@@ -86,12 +91,14 @@ class DFlash2Config(DFlashConfig):
         selector_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             16,
             ge=1,
-            description="candidates of each row among which the selector chooses (published: 16; llama.cpp wants "
-            "k(k + 1) at most the hidden size)",
+            description="number of candidates per row among which the selector chooses (published: 16; llama.cpp "
+            "needs k(k + 1) of at most the hidden size)",
         )
-        selector_weight: float = Field(1.0, gt=0, description="weight of the selector's loss; that of the drafts has 1")
+        selector_weight: float = Field(
+            1.0, gt=0, description="weight of the selector's loss, relative to 1 for the loss of the drafts"
+        )
         markov_rank: Annotated[Literal[0], one_message("must be 0: the selector is what reads the token before")] = (
-            Field(0, description="0: the selector is what reads the token before")
+            Field(0, description="always 0: in place of a Markov head, the selector reads the previous token")
         )
 
         @model_validator(mode="after")
@@ -130,7 +137,7 @@ class GroupedConvolution(nn.Module):
         rows = hidden.unflatten(-1, (-1, self._group_size))
         base = self.base_kernel[side].to(hidden.dtype).unflatten(-1, (-1, self._group_size))
         deltas, blocks = deltas.unsqueeze(-1), rows.shape[1] // self._block_size
-        # Both parts of a kernel by themselves: their sum would be kept for the backward, as large as the rows.
+        # The two parts of the kernel separately: the backward would keep their sum, which is as large as the rows.
         total = torch.addcmul(base[0] * rows, deltas[:, :, 0], rows)
         for tap in range(1, self._taps):
             shifted = F.pad(rows[:, : rows.shape[1] - tap * blocks], (0, 0, 0, 0, tap * blocks, 0))
@@ -178,7 +185,7 @@ class CandidateSelector(nn.Module):
 
 
 class CandidateDrafter(DFlashDrafter):
-    """DFlash with convolutions, whose candidates are scored after the token before; a kind defines the scores."""
+    """DFlash with convolutions, and scores of candidates given the previous token, which a kind defines."""
 
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
@@ -257,14 +264,14 @@ class DFlash2Drafter(CandidateDrafter):
         result: HeadLoss,
         features_pd: Tensor | None,
     ) -> Auxiliary:
-        """Return the selector's loss of the rows that the loss through the LM head reads, and whether it is right."""
+        """Return the selector's loss of the rows that the LM head's loss reads, and whether its choice is the label."""
         linear, selector, (_, label_m, before_m) = head.linear, self.candidate_selector, groups.labels(place_m)
         rows_m = head.rows_of(label_m)
         known_m = rows_m >= 0
         logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
             normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
         )
-        logits_mk = head.shape(logits_mk)  # which keeps their order
+        logits_mk = head.shape(logits_mk)  # scale and cap keep the order of logits
         tokens_m = groups.input_ids.flatten()[before_m]
         scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(normed_md)), tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
@@ -325,7 +332,7 @@ class _TopLogits(torch.autograd.Function):
 
 
 class CandidateDecoder(PathDecoder):
-    """A `StepwiseDecoder` over a block, with the candidates' scores after the token before as logits."""
+    """A `StepwiseDecoder` over a block, whose logits are the candidates' scores given the previous token."""
 
     def __init__(self, block: BlockDecoder, drafter: CandidateDrafter) -> None:
         super().__init__(block, drafter.config.num_depths, drafter.device)

@@ -48,22 +48,25 @@ class DSparkConfig(DFlashConfig):
             5,
             ge=2,
             le=MOST_DEPTHS,
-            description="rows of a block, the newest token's included; as many are drafted (published: 7)",
+            description="rows of a block, including the newest token's, and number of tokens it drafts (published: 7)",
         )
         sample_from_anchor: bool = Field(
             True,
-            description="a row predicts the token after its own position, so that a block drafts `block_size` tokens; "
-            "otherwise the one at it, and a block drafts one less",
+            description="true: a row predicts the token after its position, so that a block drafts `block_size` "
+            "tokens; false: it predicts the token at its position, so that a block drafts one token less",
         )
         markov_rank: int = Field(
             256,
             ge=1,
-            description="rank of the Markov head, by which a depth's drafts depend on the token before, at the price "
-            "of a product of this width for each drafted token (256 for a target of 8B)",
+            description="rank of the Markov head, which makes a draft token's logits depend on the draft token "
+            "before it, at the cost of one product of this width per draft token (256 for a target of 8B)",
         )
         loss: Loss = "kl"
         confidence_weight: float = Field(
-            1.0, ge=0, description="weight of the confidence head's loss; that of the drafts has 1; 0: no such head"
+            1.0,
+            ge=0,
+            description="weight of the confidence head's loss, relative to 1 for the loss of the drafts; 0: no "
+            "confidence head",
         )
 
 

@@ -6,9 +6,9 @@ f_t, and f_t stands in for h_t when the next token is drafted. (The paper number
 features count from the token that they are at, its tokens from the one that they predict.)
 
 Loss of a row: SmoothL1(f_t, h_t), mean over D, plus w_cls times the distance of its distribution to the target's.
-In training, uniform noise on the features that are read, never on those that are regressed, makes up for what drafting
-adds up. Training is one depth of the group-wise code (`group_wise.py`), decoding grows a tree over the layer's own
-KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
+In training, uniform noise on the features that are read, never on those that are regressed, compensates for errors that
+accumulate while drafting. Training is one depth of the group-wise code (`group_wise.py`), decoding grows a tree over
+the layer's own KV cache (`TreeDecoder`), with the target's features again for every token that was committed.
 
 The noise is that of the authors' code (SafeAILab/EAGLE, eagle/train/main.py, AddUniformNoise: the 512 is in no paper):
 U(-0.1, 0.1) in a sequence of 512 tokens, times 512 / length in others, so that short ones get more. A length is counted
@@ -18,7 +18,7 @@ As in the authors' code, the layer has no input norm and there is no final norm 
 differ from that code:
 * KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
 * `fc` has no bias by default. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for
-  Llama 3: `fc_bias`. What it is worth is not measured here.
+  Llama 3: `fc_bias`. Its effect is not measured here.
 
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """
@@ -47,17 +47,19 @@ NOISE_LENGTH = 512
 class EagleLayerOptions(GroupWiseOptions):
     """Options of EAGLE's own flavour and ParallelSpec's; `loss` is the distance of the distributions."""
 
-    class_weight: float = Field(0.1, ge=0, description="w_cls, the weight of `loss`; the regression has 1")
+    class_weight: float = Field(
+        0.1, ge=0, description="w_cls, the weight of `loss`, relative to 1 for the regression of the features"
+    )
     feature_noise: float = Field(
         0.1,
         ge=0,
-        description="a of the uniform noise U(-a, a) * 512 / (length of the sequence) on the features that are read in "
-        "training",
+        description="a of the uniform noise U(-a, a) * 512 / (length of the sequence) that training adds to the "
+        "features",
     )
     first_token: FirstToken = True
     layers: Layers = Field(None, validate_default=True)
     rope: Rope = None
-    fc_bias: bool = Field(False, description="a bias in `fc`, as the authors' Vicuna and Llama 2 drafters have")
+    fc_bias: bool = Field(False, description="give `fc` a bias, as in the authors' Vicuna and Llama 2 drafters")
 
 
 class EagleConfig(DrafterConfig):

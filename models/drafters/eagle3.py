@@ -1,4 +1,4 @@
-"""EAGLE-3: fused features, and training on what it will read when it drafts (arXiv 2503.01840, sections 3.1 and 3.2).
+"""EAGLE-3: fused features, and training on the inputs that drafting has (arXiv 2503.01840, sections 3.1 and 3.2).
 
 **The shape**, P-EAGLE's too and vLLM's `eagle3` layout. g = fc([low; mid; high]), the residual streams of three layers
 of the target. The first decoder layer is of the target's own kind, with q, k and v projections twice as wide: its
@@ -65,25 +65,29 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
     feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
         None,
         validate_default=True,
-        description="layers of the target whose residual streams are fused, ascending; k = after k layers, 0 = the "
-        "embeddings. By default EAGLE-3's low, middle and high one",
+        description="target layers whose hidden states are fused, ascending; k = after k layers, 0 = the "
+        "embeddings. By default EAGLE-3's three: a low, a middle and a high one",
     )
     init: Init = "target"
     layers: Layers = Field(None, validate_default=True)
     rope: Rope = None
     first_token: FirstToken = True
     norm_before_residual: bool = Field(
-        False, description="add the attention to the normed g, as speculators' drafters do, not to g as it is"
+        False,
+        description="the residual stream starts from the normed fused features, as in speculators' drafters, not "
+        "from the unnormed ones",
     )
-    fc_norm: bool = Field(False, description="norm each layer's features by itself before they are fused, as EAGLE-3.1")
+    fc_norm: bool = Field(
+        False, description="norm each layer's features separately before they are fused, as in EAGLE-3.1"
+    )
     norm_before_fc: bool = Field(
-        False, description="norm all features together before they are fused, as speculators' drafters do"
+        False, description="norm all features together before they are fused, as in speculators' drafters"
     )
 
     @model_validator(mode="after")
     def _one_norm_of_features(self) -> Self:
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("`fc_norm` and `norm_before_fc` both norm the features: set one of them to false")
+            raise ValueError("`fc_norm` and `norm_before_fc` exclude each other: set one of them to false")
         return self
 
 
@@ -101,7 +105,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = norm_before_residual
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.post_attention_layernorm = layer.post_attention_layernorm
-        # Of kinds that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
+        # For architectures that norm the outputs of attention and MLP instead of their inputs (OLMo 2).
         self.post_feedforward_layernorm = getattr(layer, "post_feedforward_layernorm", None)
         fresh_norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
         self.input_layernorm, self.hidden_norm = copy.deepcopy(fresh_norm), copy.deepcopy(fresh_norm)
@@ -189,7 +193,7 @@ class Eagle3Shape(GroupWiseDrafter):
         return self.token_inputs(input_ids, self.fused(previous_features))
 
     def fused(self, features: Tensor) -> Tensor:
-        """Return g [..., D] from the features of all layers [..., F]."""
+        """Return the fused features g [..., D] of the target's features [..., F], concatenated over layers."""
         features = features.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             features = self.input_norm(features)
@@ -217,13 +221,14 @@ class Eagle3Config(DrafterConfig):
             5,
             ge=1,
             le=MOST_DEPTHS,
-            description="depths that are trained, each on the outputs of the one before; 1 is no such training",
+            description="number of depths in training (training-time test), each on the outputs of the depth "
+            "before; 1: no training-time test",
         )
         draft_depth: DraftDepth | None = Field(
-            None, validate_default=True, description="the longest path that is drafted; `ttt_steps` by default"
+            None, validate_default=True, description="most draft tokens along one path; by default `ttt_steps`"
         )
         norm_output: bool = Field(
-            False, description="a step reads the output of the step before after the final norm, as EAGLE-3.1"
+            False, description="a depth reads the previous depth's output after the final norm, as in EAGLE-3.1"
         )
 
         @field_validator("draft_depth")
@@ -248,14 +253,14 @@ class Eagle3Drafter(Eagle3Shape):
         """Return the active rows before the final norm [N, D], computed depth after depth."""
         length = groups.shape[2]
         previous_bsf = previous_features(features, groups.position_ids)
-        # Read by the next depth with its tokens: g first, then the outputs of the depth before.
+        # Input of the next depth next to its tokens: first g, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
         attention = GroupAttention(self.config.attention, groups, keeps=True)
         outputs, places = [], []
         for j, depths in enumerate(groups.rows_of_depths(*[1] * groups.shape[1])):
             place_n = depths[0]
             token_n, column_n = groups.token_n[place_n], groups.column_n[place_n]
-            # Past the end of the sequence there is no token to read, nor a label: any will do.
+            # Past the end of the sequence there is neither a token nor a label: any token will do.
             read_n = token_n + (column_n + j).clamp_max(length - 1) - column_n
             read = self.drafted_inputs if j else self.token_inputs
             hidden = read(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)

@@ -10,13 +10,13 @@ Where we deviate:
   features (25 times in the embedded one), so that the heads would take long to notice the drafted tokens.
 * The blocks of a deep head have separate weights; in the authors' code (zankner/Hydra, hydra/model/hydra_heads/
   mlp_head.py) all but the first are one block repeated.
-* Every head starts as the target's own LM head on h_{t-1}. There only its weights do: the first block's projection past
-  SiLU, the biases of the blocks, and a bias that its LM heads have and ours have not, start at torch's random values.
-  Not measured here.
+* Every head starts as the target's own LM head on h_{t-1}. In the authors' code only the LM head's weights start so:
+  the first block's projection past SiLU, the biases of the blocks, and a bias that its LM heads have and ours have not,
+  start at torch's random values. Not measured here.
 * The loss of head d is averaged over its own labels, then weighted with lambda_d / sum(lambda).
 
-Shapes: B batch, G heads, S sequence, N packed rows, D hidden, V vocabulary, n newly committed tokens, W tree nodes of a
-call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
+Shapes: B batch, G heads, S sequence, N packed query rows, D hidden, V vocabulary, n newly committed tokens, W nodes of
+a call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,10 +48,10 @@ class HydraConfig(DrafterConfig):
     class Options(HeadOptions):
         """The keys of `drafter.options` in a recipe. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
 
-        prefix_attention: bool = Field(False, description="Hydra++'s decoder layer over the prefix")
-        embedding_norm: bool = Field(True, description="normalise the embeddings that the heads read")
+        prefix_attention: bool = Field(False, description="add Hydra++'s decoder layer over the prefix")
+        embedding_norm: bool = Field(True, description="normalise the token embeddings that the heads read")
         lm_head_bias: bool = Field(
-            False, description="biases of the LM heads, which stay as they are, as imported ones of the authors' have"
+            False, description="give the LM heads biases that are not trained, as in the authors' published drafters"
         )
         attention: Attention = "folded"
         layers: Layers = Field(None, validate_default=True)
@@ -70,7 +70,7 @@ class ResidualBlock(nn.Module):
         return self.residual(inputs) + nn.functional.silu(self.linear(inputs))
 
     def pass_on(self) -> None:
-        """Start as the identity on the first `out_size` inputs."""
+        """Initialise as the identity on the first `out_size` inputs."""
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         if isinstance(self.residual, nn.Linear):
@@ -143,7 +143,7 @@ class HydraDrafter(HeadsDrafter):
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start with heads that hand h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
+        """Initialise heads that pass h_{t-1} on to the target's LM head, as Medusa's do; prefix attention at random."""
         for module in self.modules():
             if isinstance(module, ResidualBlock):
                 module.pass_on()
@@ -180,7 +180,7 @@ class HydraDrafter(HeadsDrafter):
         embedded_bsd = self.embedded(input_ids)
         inputs, logits = self.states_of(Groups.full(input_ids, 1, position_ids), features).view(batch, length, -1), []
         for j in range(self.config.num_heads):
-            # Groups that would read past the last token repeat it; their logits mean nothing.
+            # Groups that would need tokens past the last one get that one; their logits are not used.
             read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
             inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
             logits.append(self.logits_of(inputs, j))
@@ -330,7 +330,7 @@ class _AttendedPrefix(CachedDecoder):
         return features.to(self._dtype)
 
     def newest_state(self) -> Tensor:
-        """Read what is queued; return the state [1, D] before the newest committed token."""
+        """Run the queued tokens; return the state [1, D] before the newest committed token."""
         ids, features = self._take_pending()
         results = self._run_static(ids, features)
         states_1d, _ = results or self._causal_logits(features.to(self._dtype), len(ids) - 1)

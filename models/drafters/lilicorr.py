@@ -1,4 +1,4 @@
-"""LiLiCorr: a small transformer over the candidates of a DFlash block says which go together (arXiv 2608.20530).
+"""LiLiCorr: a small transformer scores which candidates of a DFlash block go together (arXiv 2608.20530).
 
 Shape, context and blocks are those of `dflash.py`, with DFlash 2's convolutions where `conv_kernel_size` is not 0. What
 is added was read in NVIDIA/Model-Optimizer (modelopt/torch/speculative/plugins/modeling_lilicorr.py and hf_lilicorr.py,
@@ -17,8 +17,8 @@ f = silu(factor_input_proj([u, a, u * a])), its factors are
 
 all of length 1. The score of j after i, of the row before, is logit_scale * <out_i, in_j>, and q of a path's next token
 is the softmax of it over the K candidates, as engines walk (all other tokens have probability 0). Trees are grown along
-paths, still from one forward. Where the token before is none of its row's candidates, which only text that was not
-drafted from it has, the candidates' own log q stand in the scores' place.
+paths, still from one forward. If the previous token is not among its row's candidates, as in text that was not drafted
+from it, the candidates' own log q replace the scores.
 
 **Loss.** That of DFlash on the logits, and of the scores after the true token before, of a row up to which all of its
 block's labels are among the candidates:
@@ -86,35 +86,53 @@ class LiLiCorrConfig(DFlashConfig):
             2,
             ge=0,
             le=MOST_DEPTHS,
-            description="taps: number of rows of its block that a row reads, itself included; 0: no convolutions",
+            description="taps of DFlash2's convolution: number of rows of the block that a row reads, itself "
+            "included; 0: no convolutions",
         )
         lattice_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
-            8, ge=1, description="candidates of each row (published: 8; engines want a power of two up to 16)"
+            8, ge=1, description="number of candidates per row (published: 8; engines need a power of two up to 16)"
         )
         lattice_heads: int = Field(8, ge=1, description="attention heads of the lattice")
         lattice_hidden_size: Annotated[int | None, AfterValidator(_width_of_the_lattice)] = Field(
             None,
             ge=1,
             validate_default=True,
-            description="width of the lattice; by default a quarter of the target's (published: 1,024 for 4,096)",
+            description="hidden size of the lattice; by default a quarter of the target's (published: 1,024 for 4,096)",
         )
         lattice_factor_dim: Annotated[int | None, AfterValidator(_width_of_a_factor)] = Field(
-            None, ge=1, validate_default=True, description="width of a factor; by default the lattice's, as published"
+            None,
+            ge=1,
+            validate_default=True,
+            description="size of the factors `in` and `out`; by default the lattice's hidden size, as published",
         )
-        lattice_layers: int = Field(2, ge=1, le=MOST_LAYERS, description="layers of the lattice")
-        lattice_mlp_ratio: float = Field(2.0, gt=0, description="width of the lattice's MLPs over its own")
-        lattice_logit_scale: float = Field(8.0, gt=0, description="what the factors' cosines are multiplied with")
+        lattice_layers: int = Field(2, ge=1, le=MOST_LAYERS, description="number of layers of the lattice")
+        lattice_mlp_ratio: float = Field(
+            2.0, gt=0, description="width of the lattice's MLPs, relative to its hidden size"
+        )
+        lattice_logit_scale: float = Field(
+            8.0, gt=0, description="factor from the cosine of two factors to the score of a pair of candidates"
+        )
         lattice_vector_eps: float = Field(
-            1e-4, gt=0, lt=0.5, description="the least length that a factor is divided by"
+            1e-4, gt=0, lt=0.5, description="smallest length by which a factor is divided when it is normalised"
         )
-        lattice_ce_weight: float = Field(0.25, ge=0, description="weight of the cross entropy among the candidates")
-        lattice_margin_weight: float = Field(0.0, ge=0, description="weight of the hinge over the best other candidate")
-        lattice_margin: float = Field(2.0, gt=0, description="by how much the label's score is to be ahead of that")
+        lattice_ce_weight: float = Field(0.25, ge=0, description="weight of the cross entropy over the candidates")
+        lattice_margin_weight: float = Field(
+            0.0, ge=0, description="weight of the hinge loss between the label and the best other candidate"
+        )
+        lattice_margin: float = Field(
+            2.0,
+            gt=0,
+            description="margin of the hinge loss: by how much the label's score should exceed the best other "
+            "candidate's",
+        )
         lattice_penalty_weight: float = Field(
-            0.25, ge=0, description="weight of the target's logit gap to the candidates, as likely as they are chosen"
+            0.25,
+            ge=0,
+            description="weight of the target's logit gap between the label and the candidates, averaged with "
+            "the candidates' probabilities",
         )
         markov_rank: Annotated[Literal[0], one_message("must be 0: the lattice is what reads the token before")] = (
-            Field(0, description="0: the lattice is what reads the token before")
+            Field(0, description="always 0: in place of a Markov head, the lattice reads the previous token")
         )
 
         @model_validator(mode="after")
@@ -264,7 +282,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         result: HeadLoss,
         features_pd: Tensor | None,
     ) -> Auxiliary:
-        """Return the lattice's loss of the rows that the loss through the LM head reads, and whether it is right."""
+        """Return the lattice's loss of the rows that the LM head's loss reads, and whether its choice is the label."""
         config, (depth_m, label_m, before_m) = self.config, groups.labels(place_m)
         normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, place_m, depth_m)
         rows_m = head.rows_of(label_m)
@@ -310,6 +328,8 @@ class LiLiCorrDrafter(CandidateDrafter):
     # ---- shared by training and decoding ----
 
     def _scores(self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor) -> Tensor:
+        """Return the lattice's scores [A, G, K, K], in parts if the candidates' embeddings are too large."""
+
         def scores(columns: Tensor, *inputs: Tensor) -> Tensor:
             return self.lilicorr(self.embedded(self.tokens_of(columns)), *inputs)
 
@@ -335,6 +355,7 @@ class LiLiCorrDrafter(CandidateDrafter):
     def _rows(
         self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return the inputs of `scores_after` for blocks: columns, log q, scores and previous tokens."""
         scores_agkk = self._scores(columns_agk, log_q_agk, normed_agd, context_ad)
         tokens_agk = self.tokens_of(columns_agk)
         before_agk = torch.cat([torch.full_like(tokens_agk[:, :1], ANY_TOKEN), tokens_agk[:, :-1]], dim=1)

@@ -35,12 +35,12 @@ from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 class HeadOptions(DepthOptions):
     """Options of drafters that are heads on the target's last hidden state."""
 
-    num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the depths that are drafted")
-    num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="residual blocks of a head")
+    num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the number of heads, and of depths that they draft")
+    num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="number of residual blocks in a head")
     lm_heads: Literal["separate", "shared"] = Field(
         "separate",
-        description="an LM head for each head, which starts as the target's (both papers); or the target's frozen one "
-        "for all, which leaves only the blocks to train",
+        description="`separate`: one LM head per Medusa head, initialised from the target's (as in both papers); "
+        "`shared`: the target's frozen LM head for all, so that only the blocks are trained",
     )
     loss: Loss = "ce"
 

@@ -56,28 +56,36 @@ class Medusa2Config(MedusaConfig):
     class Options(MedusaConfig.Options):
         """The keys of `drafter.options` in a recipe: Medusa's, and those of the target's change."""
 
-        lora_rank: int = Field(32, ge=1, description="of the change in the target's layers")
-        lora_alpha: float = Field(16.0, gt=0, description="the change is scaled with lora_alpha / lora_rank")
+        lora_rank: int = Field(32, ge=1, description="rank of the LoRA in the target's layers")
+        lora_alpha: float = Field(16.0, gt=0, description="the LoRA's output is scaled by lora_alpha / lora_rank")
         lora_targets: Annotated[
             Literal["all-linear"] | Annotated[list[str], Field(min_length=1)],
             one_message(
                 "must be `all-linear` or a list of names of the target's linear layers, such as [q_proj, v_proj]"
             ),
-        ] = Field("all-linear", description="the target's linear layers that change, by name; the LM head never")
+        ] = Field(
+            "all-linear", description="names of the target's linear layers that get a LoRA; the LM head never does"
+        )
         lora_learning_rate: float = Field(
-            0.25, gt=0, description="the LoRA's learning rate as a share of the heads', which is `train.learning_rate`"
+            0.25, gt=0, description="learning rate of the LoRA, as a share of the heads' (`train.learning_rate`)"
         )
         lm_loss: Literal["kl", "ce"] = Field(
-            "kl", description="to the original target, for self-distilled answers; `ce` with the next token, for others"
+            "kl",
+            description="loss L_LM that keeps the target's behaviour: `kl`: divergence from the original target, "
+            "for self-distilled answers; `ce`: cross entropy with the next token, for other answers",
         )
-        heads_weight: float = Field(0.5, gt=0, description="lambda_0")
-        warmup_steps: int = Field(200, ge=0, description="optimiser steps in which only the heads learn")
+        heads_weight: float = Field(
+            0.5, gt=0, description="lambda_0, the weight of the heads' loss, relative to 1 for `lm_loss`"
+        )
+        warmup_steps: int = Field(
+            200, ge=0, description="number of first optimizer steps in which only the heads are trained"
+        )
 
     lora_shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
 class Medusa2Drafter(MedusaDrafter):
-    """The drafter q, and the change of the target that belongs to it; see the module's docstring."""
+    """The drafter q, and its LoRA in the target; see the module's docstring."""
 
     config_class = Medusa2Config
     unsupported = {  # noqa: RUF012
@@ -174,7 +182,7 @@ class Medusa2Drafter(MedusaDrafter):
 
         Args:
             features: As in `Drafter.forward`, of the changed target, with a gradient after the warm-up.
-            teacher_features: Of the original target, for the `kl` of L_LM.
+            teacher_features: Features of the original target, for the `kl` of L_LM.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
         output = super().forward(input_ids, features, loss_mask, position_ids, features, label_counts, groups)
@@ -237,7 +245,7 @@ def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str
         endings: `all-linear`, or last parts of names such as `q_proj`.
 
     Raises:
-        UserError: No linear layer has one of them.
+        UserError: No linear layer has one of these names.
     """
     prefix = f"{target.base_model_prefix}."
     found = {
@@ -259,7 +267,7 @@ def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str
 
 
 def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank: int, alpha: float) -> None:
-    """Add the pairs of this tree to the target, which has no adapter."""
+    """Insert the LoRA pairs of this module tree into the target, which must have no adapter."""
     names = list(names)
     config = LoraConfig(
         r=rank,
@@ -275,7 +283,7 @@ def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank:
 
 
 def remove(target: PreTrainedModel) -> None:
-    """Put the target's own layers back; after a `merge`, up to rounding."""
+    """Remove the adapter and restore the target's own layers; after a `merge`, up to rounding."""
     for name, layer in adapted_layers(target).items():
         with torch.no_grad():
             if layer.merged:
@@ -289,7 +297,7 @@ def remove(target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def merge(target: PreTrainedModel) -> None:
-    """Add the changes to the target's weights, so that it runs at the speed that it has without an adapter."""
+    """Merge the LoRA into the target's weights, so that the target runs as fast as without an adapter."""
     for layer in adapted_layers(target).values():
         if not layer.merged:
             layer.merge()
@@ -303,9 +311,9 @@ def _count_change(layer: Any) -> None:
 
 @contextmanager
 def switched_off(target: PreTrainedModel) -> Iterator[None]:
-    """Make a context in which the target computes as if it had no adapter."""
+    """Switch the adapter off in this context, so that the target computes as without it."""
     layers = list(adapted_layers(target).values())
-    # peft freezes whatever it switches off, and marks whatever it switches on as trainable.
+    # peft freezes layers that it switches off, and makes layers trainable that it switches on.
     pairs = [pair[ADAPTER_NAME] for layer in layers for pair in (layer.lora_A, layer.lora_B)]
     flags = [(pair.weight, pair.weight.requires_grad) for pair in pairs]
     for layer in layers:

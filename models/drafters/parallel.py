@@ -42,14 +42,16 @@ class ParallelConfig(DrafterConfig):
 
         num_layers: NumLayers = 1
         inputs: Literal["embedding", "hidden", "both"] = Field(
-            "both", description="what the newest token's row reads; the paper's, by its parameters, is `embedding`"
+            "both",
+            description="input of the newest token's row: its embedding (the paper's, by its number of "
+            "parameters), the target's hidden state, or both",
         )
         loss: Loss = "ce"
         mask_residual: MaskResidual = False
         shared_mask: bool = Field(
             False,
-            description="one mask in place of K distinct ones, told apart by their positions alone (not in the paper; "
-            "what engines serve: PARD, with `inputs: embedding`)",
+            description="one [MASK] vector for all depths, which differ by their positions only, in place of K "
+            "vectors (not in the paper; engines serve it as PARD, with `inputs: embedding`)",
         )
         init: Init = "target"
         layers: Layers = Field(None, validate_default=True)
@@ -57,8 +59,8 @@ class ParallelConfig(DrafterConfig):
             list[int], AfterValidator(lambda layers, info: ascending_layers(layers, info, FINAL_FEATURES))
         ] = Field(
             [FINAL_FEATURES],
-            description="layers of the target whose hidden states are the feature, side by side: k = after k layers, "
-            "-1 = after the final norm, what the LM head reads. EAGLE-3's idea",
+            description="target layers whose hidden states are concatenated as the feature: k = after k layers, "
+            "-1 = after the final norm, the LM head's input. EAGLE-3's idea",
         )
 
 
@@ -79,7 +81,7 @@ class ParallelDrafter(GroupWiseDrafter):
             self.embedding_norm = nn.RMSNorm(hidden_size, eps=1e-6)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Draw masks near the mean embedding; with `init: target` copy its last layers, and let the fusion add."""
+        """Draw masks near the mean embedding; fusion starts as a sum, layers, by `init`, as the target's last ones."""
         draw_near_mean_embedding(self.masks, target)
         if self.config.inputs != "embedding":
             self.masks.div_(self.masks.pow(2).mean(-1, keepdim=True).sqrt())

@@ -34,10 +34,10 @@ class PassEmbeddingsConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "pass_embeddings"
 
     class Options(MaskOptions):
-        """The keys of `drafter.options` in a recipe. The first depth's weight moves nothing: it is always right."""
+        """The keys of `drafter.options` in a recipe. The first depth's weight has no effect: its draft is exact."""
 
         num_masks: int = Field(
-            4, ge=1, le=MOST_DEPTHS, description="T, the look-ahead embeddings; a round drafts T+1 tokens"
+            4, ge=1, le=MOST_DEPTHS, description="T, the number of look-ahead embeddings; a round drafts T+1 tokens"
         )
         loss: Loss = "ce"
         depth_weights: DepthWeights = 1.0
@@ -83,13 +83,13 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
 
 
 def _share_weights(copy: nn.Module, source: nn.Module) -> None:
-    """Put the source's parameters and buffers, the very objects, into a copy of the same structure.
+    """Share the source's parameters and buffers, as the same objects, with a copy of the same structure.
 
-    The objects rather than their memory: what is later done to the target (a dtype, a device) then holds for both.
+    As objects, not only their memory, so that later changes of the target (dtype, device) apply to both.
     """
     names = {name for name, _ in copy.named_parameters()}
     if names != {name for name, _ in source.named_parameters()}:
-        raise ValueError(f"a {type(source).__name__} of the target is not built as its config says")
+        raise ValueError(f"a {type(source).__name__} of the target does not have the parts that its config describes")
     modules = dict(source.named_modules())
     for name, module in copy.named_modules():
         module._parameters.update(modules[name]._parameters)

@@ -52,10 +52,12 @@ PARD_RULES = (
 
 
 def to_draft_model(drafter: Drafter) -> Checkpoint:
+    """Convert a `draft_model` drafter to a standalone language model."""
     return _saved(drafter, tied=bool(drafter.config.target_config.get("tie_word_embeddings")), mask_token_id=None)
 
 
 def to_pard(drafter: Drafter) -> Checkpoint:
+    """Convert a parallel drafter with a shared mask to a language model in PARD's form."""
     return _saved(drafter, tied=False, mask_token_id=rarest_token(drafter.config.target_config))
 
 

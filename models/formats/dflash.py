@@ -162,6 +162,7 @@ def to_dspark(drafter: Drafter) -> Checkpoint:
 
 
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """Return the drafter's tensors, with the target's head rows of a draft vocabulary."""
     tensors = dict(drafter.state_dict())
     if has_draft_vocabulary(drafter.config):
         tensors["lm_head.weight"] = drafter.vocab.borrowed_head.weight.to(drafter.dtype)
@@ -169,6 +170,7 @@ def _tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def _config(drafter: Drafter) -> dict[str, Any]:
+    """Return the part of the config that all DFlash layouts share."""
     ours = drafter.config
     config = llama_config(ours, ours.num_layers, dtype_name(drafter))
     reduced = {"draft_vocab_size": ours.draft_vocab_size} if has_draft_vocabulary(ours) else {}
@@ -197,7 +199,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """Convert a checkpoint of either engine into our parameters.
 
     Raises:
-        UserError: The checkpoint was made for a target of another shape.
+        UserError: The checkpoint was made for a target of other sizes.
     """
     kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
     rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
@@ -206,6 +208,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
+    """Read the options and tensors that all DFlash layouts share."""
     config, state = checkpoint.config, dict(checkpoint.tensors)
     known = {**config, **(config.get("dflash_config") or {})}
     window = _window(known)
@@ -228,7 +231,7 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     if {"candidate_selector.hidden_projection.weight", "lilicorr.out_head.weight"} & state.keys():
         for key, plain in PLAIN_LOGITS.items():
             if (known.get(key) or plain) != plain:
-                raise UserError(f"config.json: {key} is {known[key]}, which drafters here have not: only {plain}")
+                raise UserError(f"config.json: {key} is {known[key]}, which is not supported here, only {plain}")
         if "lilicorr.out_head.weight" in state:
             return _read_lattice(options, known, state, borrowed, target_config["hidden_size"])
         return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
@@ -248,6 +251,7 @@ def _read_lattice(
     borrowed: dict[str, Tensor],
     hidden_size: int,
 ) -> Parameters:
+    """Read LiLiCorr's options and tensors, in addition to DFlash's `options`."""
     options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
     options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
     options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
@@ -268,12 +272,15 @@ def _window(known: Mapping[str, Any]) -> int | None:
         return None
     if len(kinds) > 1:
         raise UserError(
-            "config.json: some of `layer_types` slide and some do not: drafters here have one `sliding_window` in all "
-            "layers, so import one that has"
+            "config.json: `layer_types` mixes sliding and full attention, but drafters here have one `sliding_window` "
+            "in all layers: import a drafter that has"
         )
     width = known.get("swa_window_size") or known.get("sliding_window")
     if not width:
-        raise UserError("config.json: the layers slide, but `sliding_window` does not say how many tokens they see")
+        raise UserError(
+            "config.json: the layers have sliding attention, but `sliding_window`, its number of tokens, is missing: "
+            "add it"
+        )
     return int(width)
 
 

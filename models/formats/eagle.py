@@ -89,6 +89,7 @@ NO_NORMS = tuple(only(key, False, f"its EAGLE-3 class knows no {key}") for key i
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
+    """Convert an EAGLE-3 or P-EAGLE drafter for vLLM."""
     config = _config(drafter)
     config["eagle_aux_hidden_state_layer_ids"] = list(drafter.config.feature_layers)
     config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
@@ -102,6 +103,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
 
 
 def to_sglang(drafter: Drafter) -> Checkpoint:
+    """Convert an EAGLE-3 drafter for SGLang, which numbers feature layers from 0."""
     config = _config(drafter)
     ids = [layer - 1 for layer in drafter.config.feature_layers]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
@@ -187,7 +189,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """Convert a checkpoint of EAGLE-3 or P-EAGLE, in any of these layouts, into our parameters.
 
     Raises:
-        UserError: It was made for another target, or its feature layers are not known.
+        UserError: The checkpoint was made for another target, or its feature layers are not known.
     """
     config = checkpoint.config
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
@@ -219,7 +221,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 
 
 def with_own_head(params: Parameters) -> Parameters:
-    """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
+    """Read an LM head that differs from the target's as an own head, with a draft vocabulary of all tokens."""
     head = params.borrowed["lm_head"]
     all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
     others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
@@ -232,7 +234,7 @@ def check_fused_layers(config: Mapping[str, Any]) -> None:
     """Check that an EAGLE-3 checkpoint reads fused layers, and not only the target's final hidden states.
 
     Raises:
-        UserError: It does not.
+        UserError: The checkpoint reads no fused layers.
     """
     nested = config.get("eagle_config") or {}
     for place, keys in (("eagle_config.", nested), ("", config)):
@@ -288,11 +290,13 @@ FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 
 
 def eagle_to_vllm(drafter: Drafter) -> Checkpoint:
+    """Convert an EAGLE drafter for vLLM."""
     written = _eagle(drafter, architectures=["LlamaForCausalLM"])
     return Checkpoint(written.config, with_output_biases(written.tensors, written.config))
 
 
 def eagle_to_sglang(drafter: Drafter) -> Checkpoint:
+    """Convert an EAGLE drafter for SGLang."""
     written = _eagle(drafter, architectures=["LlamaForCausalLMEagle"])
     fc = written.tensors["fc.weight"]
     written.tensors.setdefault("fc.bias", fc.new_zeros(len(fc)))
@@ -300,6 +304,7 @@ def eagle_to_sglang(drafter: Drafter) -> Checkpoint:
 
 
 def eagle_to_authors(drafter: Drafter) -> Checkpoint:
+    """Convert an EAGLE drafter for the authors' code."""
     return _eagle(drafter, architectures=["LlamaForCausalLM"], bias=bool(drafter.config.fc_bias))
 
 

@@ -81,7 +81,7 @@ class Export:
 
 @dataclass
 class Exported:
-    """An exported folder, and its description for the user."""
+    """Result of `export_run`: the exported folder and its description."""
 
     folder: Path
     made: Export
@@ -108,7 +108,7 @@ def check_format(to: str) -> None:
     """Check that the format exists.
 
     Raises:
-        UserError: It does not.
+        UserError: The format does not exist.
     """
     if to not in FORMATS:
         formats = ", ".join(FORMATS)
@@ -135,7 +135,7 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
     """Check that a format can express the drafter.
 
     Raises:
-        UserError: It cannot.
+        UserError: The format cannot express the drafter.
     """
     if refused := refusal(config, to):
         raise UserError(f"this {get_kind(config)} drafter cannot go `--to {to}`: {refused}")
@@ -179,7 +179,7 @@ def loading_words(recipe: Recipe, to: str) -> list[str]:
     The number of devices is that of distillation. SGLang has no option for variables of the chat template: they go with
     each request. llama.cpp's dtype is that of the file.
     """
-    target, distill = recipe.teacher, recipe.data.distill
+    target, distill = recipe.answering_target, recipe.data.distill
     if to == "gguf":
         kwargs = target.chat_template_kwargs
         return ["--jinja", *(["--chat-template-kwargs", json.dumps(kwargs)] if kwargs else [])]
@@ -261,7 +261,7 @@ def export_run(
     if EXPORTERS[get_kind(drafter.config), to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
-    target = target_location(recipe.teacher) if gguf is None else str(gguf.file)
+    target = target_location(recipe.answering_target) if gguf is None else str(gguf.file)
     loading = loading_words(recipe, to)
     made = export_drafter(drafter.freeze(), to, folder, target, run.drafter, loading, gguf)
     return Exported(folder, made, caveat(drafter.config, to))
@@ -286,7 +286,7 @@ def get_target_gguf(recipe: TargetRecipe, file: Path | None) -> Path:
     if file is None or not file.expanduser().is_file():
         why = "" if file is None else f"{file} is no file: "
         raise UserError(
-            f"{why}--to gguf needs the target as llama.cpp serves it, whose tokenizer goes into the drafter's file: "
+            f"{why}--to gguf needs the target's GGUF file, whose tokenizer is copied into the drafter's file: give "
             "--target-gguf FILE"
         )
     return file.expanduser()
@@ -317,7 +317,7 @@ def export_drafter(
     check_expressible(config, to)
     exporter = EXPORTERS[get_kind(config), to]
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and is no export: name another place with --folder")
+        raise UserError(f"{folder} exists and is not an export: name another folder with --folder")
     reserved = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
     if to == "vllm" and exporter.method not in NAMED_METHODS and reserved is not None:
         raise UserError(
@@ -369,7 +369,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         gguf_dtype: Dtype that the weights of a GGUF file were rounded to.
 
     Raises:
-        RuntimeError: They differ, which is a bug of ours.
+        RuntimeError: The tensors differ, which is a bug of ours.
     """
     config = drafter.config
     if gguf_dtype is None:

@@ -60,7 +60,7 @@ HYDRA_RULES = (
     DRAFT_VOCABULARY,
     Refusal(
         "more than two blocks a head", lambda config: config.num_layers > 2,
-        "all blocks of a head but the first are one block there", "drafter.options.num_layers=2",
+        "there, all blocks of a head after the first share their weights", "drafter.options.num_layers=2",
     ),
 )  # fmt: skip
 
@@ -69,6 +69,7 @@ HYDRA_RULES = (
 
 
 def to_vllm(drafter: Drafter) -> Checkpoint:
+    """Convert a Medusa drafter for vLLM."""
     # Any other key with both "num" and "heads" in it would replace `num_heads`, and "num" with "layers" the next.
     config = _sizes(drafter) | {
         "torch_dtype": dtype_name(drafter),
@@ -92,6 +93,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
 
 
 def to_faster_decoding(drafter: Drafter) -> Checkpoint:
+    """Convert a Medusa drafter for the authors' code, FasterDecoding/Medusa."""
     config = _sizes(drafter) | {
         "torch_dtype": dtype_name(drafter),
         "medusa_num_heads": drafter.config.num_heads,
@@ -102,6 +104,7 @@ def to_faster_decoding(drafter: Drafter) -> Checkpoint:
 
 
 def to_hydra(drafter: Drafter) -> Checkpoint:
+    """Convert a Hydra drafter for the authors' code."""
     config = {
         "hydra_num_heads": drafter.config.num_heads,
         "hydra_num_layers": drafter.config.num_layers,
@@ -128,7 +131,7 @@ def medusa_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) 
     """Convert a Medusa checkpoint of either layout, with or without FasterDecoding's prefix, into our parameters.
 
     Raises:
-        UserError: It was made for a target of another hidden size, or has no Medusa blocks.
+        UserError: The checkpoint was made for a target of another hidden size, or has no Medusa blocks.
     """
     state = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in checkpoint.tensors.items()}
     blocks = [int(match[1]) for name in state if (match := re.match(r"\d+\.(\d+)\.linear\.", name))]
@@ -151,7 +154,7 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     """Convert a Hydra checkpoint into our parameters.
 
     Raises:
-        UserError: Its heads are of another kind, or it was made for a target of another hidden size.
+        UserError: The checkpoint's heads are of another kind, or made for a target of another hidden size.
     """
     for key, expected in HYDRA_KEYS.items():
         value = checkpoint.config.get(key, HYDRA_DEFAULTS[key])

@@ -1,8 +1,8 @@
-"""Published checkpoints as our drafters: a folder or a repository of the Hub in, a drafter's folder out.
+"""Import of published checkpoints: from a folder or a Hub repository to a drafter's folder.
 
-The layout is recognised by the config and the tensors' names. What our drafters borrow from the target must be the
-target's own in the checkpoint too; where it is not, that is said, and nothing is dropped. The folder that is written
-is like that of a training of no steps, so that everything that measures, proves, tunes or trains drafters takes it.
+The layout is recognised by the config and the tensors' names. Tensors that our drafters borrow from the target must
+equal the target's; otherwise the import fails with a message, and nothing is dropped. The written folder is like that
+of a training without steps, so that every command for drafters accepts it.
 """
 
 import json
@@ -29,7 +29,7 @@ from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
-from draftsmith.models.weights import some_of, tensors_said, weights_sha256
+from draftsmith.models.weights import describe_differences, some_of, weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -46,7 +46,7 @@ class Imported:
     """`import.json`: what was imported.
 
     files_sha256: Hashes of the checkpoint's weights files.
-    assumed: What the checkpoint does not say, and was taken for so.
+    assumed: Assumptions about facts that the checkpoint does not state.
     """
 
     source: str
@@ -60,8 +60,8 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
     """Import a published checkpoint for the recipe's target. Returns the drafter's folder and what was imported.
 
     Args:
-        location: As of `import_drafter`.
-        folder: By default that of the run's own drafter.
+        location: As in `import_drafter`.
+        folder: Folder to write; by default that of the run's own drafter.
 
     Raises:
         UserError: As `import_drafter`, or no checkpoint is named.
@@ -75,17 +75,17 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
 
 
 def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Imported:
-    """Write `folder`, a drafter's, from a published checkpoint.
+    """Convert a published checkpoint to a drafter, written to `folder`.
 
     Args:
         location: A folder, or `user/repo[@revision]`.
-        target: What it was made for, with its weights.
+        target: The target that the checkpoint was made for, with its weights.
 
     Raises:
-        UserError: It cannot be read, is in no layout that is known here, or does not fit the target.
+        UserError: The checkpoint cannot be read, has no supported layout, or does not fit the target.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already: name another place with --to")
+        raise UserError(f"{folder} already exists: name another folder with --to")
     source = _place(location)
     drafter, assumed = _as_drafter(read_checkpoint(source), target)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -113,7 +113,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
 
 
 def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafter, tuple[str, ...]]:
-    """Make the drafter, in the checkpoint's dtype, attached; and say what was assumed.
+    """Build the drafter in the checkpoint's dtype, attached to the target. Returns it with the assumptions made.
 
     Raises:
         UserError: As `import_drafter`.
@@ -130,14 +130,16 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
         options["init"] = "random"
     drafter = load_drafter_class(found.kind).from_target(target, options)
-    wanted = drafter.state_dict()
-    mismatched = [name for name in wanted.keys() & found.state.keys() if wanted[name].shape != found.state[name].shape]
-    missing, unexpected = wanted.keys() - found.state.keys(), found.state.keys() - wanted.keys()
-    said = tensors_said(missing, unexpected, mismatched, f"not in a {found.kind} drafter")
-    if said:
+    expected = drafter.state_dict()
+    mismatched = [
+        name for name in expected.keys() & found.state.keys() if expected[name].shape != found.state[name].shape
+    ]
+    missing, unexpected = expected.keys() - found.state.keys(), found.state.keys() - expected.keys()
+    differences = describe_differences(missing, unexpected, mismatched, f"not in a {found.kind} drafter")
+    if differences:
         raise UserError(
             f"the checkpoint is in {layout}'s layout, but its tensors are not those of a {found.kind} drafter for this "
-            f"target ({said}): import one that was made for this target"
+            f"target ({differences}): import one that was made for this target"
         )
     dtypes = {value.dtype for value in found.state.values() if value.is_floating_point()}
     drafter = drafter.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
@@ -150,7 +152,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a flat config, and all tensors of all weights files.
 
     Raises:
-        UserError: There are none, or they are damaged.
+        UserError: The folder has no weights files, or they are damaged.
     """
     config, files = folder / "config.json", _weights_files(folder)
     if not config.is_file() or not files:
@@ -170,10 +172,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Parameters]]:
-    """Return the layout's name, and what reads it.
+    """Return the name of the checkpoint's layout, and the function that reads it.
 
     Raises:
-        UserError: It is none that is known here.
+        UserError: The layout is not supported.
     """
     names, config = checkpoint.tensors.keys(), checkpoint.config
     fused = checkpoint.tensors.get("fc.weight")
@@ -191,7 +193,7 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
     if "model.norm.weight" in names and "num_hidden_layers" in config:
         return "transformers", causal_lm.parameters
     raise UserError(
-        f"the checkpoint ({some_of(sorted(names))}) is in no layout that is known here: EAGLE, EAGLE-3, P-EAGLE, "
+        f"the checkpoint ({some_of(sorted(names))}) has none of the supported layouts: EAGLE, EAGLE-3, P-EAGLE, "
         "DFlash, DFlash 2, LiLiCorr, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
     )
 

@@ -90,7 +90,7 @@ def has_uncapped_logits(config: DrafterConfig) -> bool:
 
 
 def has_targets_class(config: DrafterConfig) -> bool:
-    """Return whether a model of the target's own class gives the same logits."""
+    """Return whether the drafter as a model of the target's own class would give the same logits."""
     return has_plain_logits(config) or config.layers == "target"
 
 

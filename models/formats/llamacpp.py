@@ -1,12 +1,12 @@
 """llama.cpp's layout: one GGUF file, for the architectures `eagle3`, `dflash` (DFlash 2, DSpark) and the target's own.
 
-What its loaders ask for was read in the sdist llama-cpp-python 0.3.36: `src/models/eagle3.cpp` and `dflash.cpp`,
-`common/speculative.cpp`, and the converters `conversion/llama.py` and `qwen.py`. It counts the layers that are read as
-we do: k = after k layers of the target. `d2t` holds ids, not offsets. Where it turns pairs of neighbours (RoPE of the
-type NORM: `eagle3`, `llama`), the rows of queries and keys are interleaved.
+The requirements of its loaders were read in the sdist llama-cpp-python 0.3.36: `src/models/eagle3.cpp` and
+`dflash.cpp`, `common/speculative.cpp`, and the converters `conversion/llama.py` and `qwen.py`. Feature layers are
+numbered as here: k = after k layers of the target. `d2t` holds ids, not offsets. For architectures whose RoPE rotates
+pairs of neighbouring dimensions (type NORM: `eagle3`, `llama`) the rows of queries and keys are interleaved.
 
-The tokenizer is that of the target's GGUF, key by key, as llama.cpp refuses a draft model with another. An embedding or
-a head that the file has not is the target's own, in whatever precision that is.
+The tokenizer is copied from the target's GGUF, key by key, as llama.cpp refuses a draft model with another one. If the
+file has no embedding or head, llama.cpp uses the target's, in its precision.
 
 Shapes: H heads, Dh head size, I inputs.
 """
@@ -70,7 +70,7 @@ WHOLE_NAMES = {
 }  # fmt: skip
 OF_A_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 OF_A_LAYER_WHOLE = re.compile(r"layers\.(\d+)\.(\w+\.base_kernel)")
-# The architecture of a draft model, by the target's model_type; where neighbours are turned together.
+# Architectures of draft models by the target's model_type; and those whose RoPE rotates neighbouring dimensions.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TURNS_NEIGHBOURS = ("llama", "eagle3")
 
@@ -150,9 +150,9 @@ def write_gguf(
     """Write a checkpoint in an engine's layout as a GGUF file.
 
     Args:
-        kind: Of the drafter.
-        layers_of: Of its config.
-        tokenizer: The target's, of `tokenizer_of`.
+        kind: Kind of the drafter.
+        layers_of: Config of its layers, `DrafterConfig.layers_of`.
+        tokenizer: Keys of the target's tokenizer, from `tokenizer_of`.
         dtype: One of `DTYPES`.
 
     Raises:
@@ -193,7 +193,7 @@ def architecture_of(kind: str, layers_of: Mapping[str, Any]) -> str:
 
 
 def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Metadata by key, without the architecture before it."""
+    """Return the file's metadata by key, without the architecture as prefix."""
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     values: dict[str, Any] = {
@@ -249,6 +249,7 @@ def theirs(name: str) -> str:
 
 
 def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> None:
+    """Add a tensor to the GGUF file, rounded to `dtype` if it is a matrix that allows it."""
     quantized = dtype in ("q8_0", "q4_0")
     if values.ndim != 2 or dtype == "f32" or (quantized and values.shape[-1] % BLOCK):
         writer.add_tensor(name, np.ascontiguousarray(values))
@@ -268,7 +269,7 @@ def _turned(name: str, value: Tensor, config: Mapping[str, Any], back: bool = Fa
 
 
 def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
-    """Return [Dh/2] by which each frequency of RoPE is divided, if any is."""
+    """Return the divisors [Dh/2] of RoPE's frequencies; None if no frequency is divided."""
     kind = (layers_of.get("rope_parameters") or {}).get("rope_type", "default")
     if kind == "default":
         return None
@@ -280,7 +281,7 @@ def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
 
 
 def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
-    """Every key of the tokenizer of a target's GGUF file.
+    """Return all keys of the tokenizer in a target's GGUF file.
 
     Raises:
         UserError: The file cannot be read, or is of a target of another size.
@@ -294,8 +295,10 @@ def tokenizer_of(file: Path, target_config: Mapping[str, Any]) -> list[Key]:
             "hidden_size": fields[f"{architecture}.embedding_length"].contents(),
             "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
         }
-    except Exception as error:  # of any kind: its reader checks little
-        raise UserError(f"{file} cannot be read as the GGUF file of a target ({reason(error)})") from None
+    except Exception as error:  # of any type: gguf's reader checks little
+        raise UserError(
+            f"{file} cannot be read as the GGUF file of a target ({reason(error)}): fetch or convert it again"
+        ) from None
     for key, value in found.items():
         if value != target_config[key]:
             raise UserError(f"{file} is another target's: its {key} is {value}, not {target_config[key]}")
@@ -306,7 +309,7 @@ def _package() -> Any:
     """Import the package gguf.
 
     Raises:
-        UserError: It is not installed.
+        UserError: The package is not installed.
     """
     try:
         import gguf
@@ -322,7 +325,7 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mappi
     """Read the tensors back, in fp32, under the names of the engine's layout that they were written from.
 
     Args:
-        config: Of that layout.
+        config: Config in that layout.
     """
     gguf = _package()
     tensors = {}

@@ -11,8 +11,9 @@ position t is the real token x_t; depths 1..K at t are the masks of its group. A
 ParallelSpec's masks are the first kind of (b): each of them could be drafted without those after it. DFlash's blocks
 (arXiv 2602.06036) are the second: a block's rows are denoised together, so every one sees every other.
 
-With a window of W tokens, a query of depth j at t, which stands at t + j, sees of (a) the keys at positions > t + j - W
-alone, so that each depth has another first key: sliding-window attention, as engines serve it. Groups are not wider.
+With a sliding window of W tokens, a query of depth j at t, whose position is t + j, sees in (a) only the keys at
+positions > t + j - W, so that each depth has another first key, as engines serve it. A group is never wider than the
+window.
 
 Queries may be those of the last depths only, where the depths are computed one after the other because each reads
 the output of the one before it (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
@@ -27,7 +28,7 @@ Three backends compute the same thing:
   precision (b) is computed in fp32 both ways, under autocast too.
 * `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
-A window takes a call of (a) for each depth: on a CPU over chunks as long as the window, each with the one before it, so
+A window needs one call of (a) per depth: on a CPU over chunks as long as the window, each with the chunk before it, so
 that memory and time are linear in S; on CUDA by the flash kernel's own window.
 
 Packed documents on a CUDA device are one call of the variable-length flash kernel, however many they are. Where that
@@ -79,14 +80,14 @@ def attend(
 
 
 class GroupAttention:
-    """Group attention over packed rows: of all depths together, or of some after those that they attend to.
+    """Group attention of the packed query rows of all groups: of all depths together, or of some depths at a time.
 
     Args:
         backend: As in `group_attention`.
-        groups: Of the rows.
-        depths: Those of the first depths, if not of all (`Groups.rows_of_depths`).
+        groups: Groups that the rows belong to.
+        depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
         causal: Whether a row sees only the earlier rows of its group.
-        keeps: Whether rows of further depths follow, which attend to the keys and values of these.
+        keeps: Keep keys and values, as rows of further depths follow that attend to them.
         window: As in `group_attention`.
     """
 
@@ -107,11 +108,11 @@ class GroupAttention:
             self.resume(depths)
 
     def add(self, layer_index: int, k_bhnd: Tensor, v_bhnd: Tensor) -> None:
-        """Add keys and values [1, Hkv, N, Dh] that further depths attend to, of rows without a query."""
+        """Append keys and values [1, Hkv, N, Dh] of rows without a query, for further depths to attend to."""
         self._earlier.setdefault(layer_index, []).append((self._to_grid(k_bhnd), self._to_grid(v_bhnd)))
 
     def resume(self, depths: DepthRows) -> None:
-        """Continue with the rows of the next depths, on a grid of these alone."""
+        """Continue with the rows of the next depths, on a grid of only these depths."""
         _, self._shape, self._index_n = depths
         self._is_full = False
 
@@ -155,9 +156,9 @@ def group_attention(
         v_bhgsd: [B, Hkv, G, S, Dh].
         backend: `folded`, `dense` or `flex`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
-        documents: Of which the S positions consist, if of several that do not see each other.
+        documents: Documents that the S positions consist of, if several, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
-        window: How many tokens a query sees back from its own position, that included; at least G, or None for all.
+        window: Number of tokens that a query sees, up to and including its own position; at least G; None: all.
 
     Returns:
         [B, H, Q, S, Dh].
@@ -166,7 +167,7 @@ def group_attention(
         UserError: Unknown backend, or one that this device cannot run.
     """
     if window is not None and window >= q_bhqsd.shape[3] + k_bhgsd.shape[2] - 1:
-        window = None  # nothing is as far away
+        window = None  # no token is that far away
     scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
     # Under autocast RoPE leaves queries and keys in fp32 and values in half precision; kernels need one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
@@ -196,7 +197,7 @@ def group_attention(
 
 @functools.cache
 def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> Any:
-    """Compile a function that would hold a value for each query and key: of a mask 25 GiB for five depths of 32k."""
+    """Compile a function of FlexAttention: eagerly, its mask of five depths of 32k tokens would take 25 GiB."""
     from torch.nn.attention import flex_attention
 
     allow_many_shapes()
@@ -213,6 +214,7 @@ def _flex_block_mask(
     documents: Documents | None,
     window: int | None,
 ) -> Any:
+    """Return flex attention's mask of groups for the queries of the last `query_depths` depths."""
     first_query = (num_depths - query_depths) * length
     document_s = None if documents is None else number_documents(documents, length)
 
@@ -363,7 +365,7 @@ def _own_group_backward(
 
 @dataclass(frozen=True)
 class _Past:
-    """Part (a) for the last of 1 + `num_masks` depths, folded into the heads [B, H*Q, S, Dh]."""
+    """Attention to the real past (part a) of the last Q of 1 + `num_masks` depths, folded in heads [B, H*Q, S, Dh]."""
 
     query_depths: int
     num_masks: int
@@ -409,16 +411,18 @@ class _Past:
 
     @property
     def _windows(self) -> list[int]:
-        """Return, for each depth with queries, how many real tokens it sees back from its group's newest."""
+        """Return for each depth with queries the number of real tokens that it sees, up to its group's newest."""
         assert self.window is not None
         first = 1 + self.num_masks - self.query_depths
         return [self.window - depth for depth in range(first, first + self.query_depths)]
 
     def _of_depths(self, folded: Tensor) -> tuple[Tensor, ...]:
+        """Split heads [B, H*Q, ...] into the Q depths, [B, H, ...] each."""
         return folded.unflatten(1, (-1, self.query_depths)).unbind(2)
 
     @staticmethod
     def _folded(by_depth: Sequence[Tensor]) -> Tensor:
+        """Fold tensors of the depths, [B, H, ...] each, into the heads [B, H*Q, ...]."""
         return torch.stack(list(by_depth), dim=2).flatten(1, 2)
 
 
@@ -436,7 +440,7 @@ def _causal_forward(
         Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and other tensors for the backward.
 
     Raises:
-        UserError: A device or dtype that no kernel is known for.
+        UserError: No kernel supports this device or dtype.
     """
     if documents is None:
         return _forward(q_bhsd, k_bhsd, v_bhsd, scale, window)
@@ -511,6 +515,14 @@ def _is_ampere(device: torch.device) -> bool:
 def _forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run causal attention of each row of the batch, with the device's fused kernel.
+
+    Returns:
+        The output, the logsumexp of the scores, and what `_backward` needs besides: the kernel's random state.
+
+    Raises:
+        UserError: The device has no kernel for this dtype or a window.
+    """
     if q_bhsd.device.type == "cpu":
         if window is not None:
             return *_chunked_forward(q_bhsd, k_bhsd, v_bhsd, scale, window), []
@@ -554,6 +566,7 @@ def _backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, given `_forward`'s results `out`, `lse` and `saved`."""
     if q_bhsd.device.type == "cpu":
         if window is not None:
             return _chunked_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, scale, window)
@@ -571,7 +584,7 @@ def _backward(
     num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
     k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
     if _has_flash(q_bhsd):
-        lse = lse.contiguous()  # the kernel does not look at its strides
+        lse = lse.contiguous()  # the kernel ignores strides
         grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
             grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
         )
@@ -598,6 +611,7 @@ def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:
 def _chunked_forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
+    """Run attention with a window on a CPU: each chunk of `window` queries sees itself and the chunk before."""
     q, k, v = _chunks(q_bhsd, window), *(_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *(part.flatten(0, 1) for part in (q, k, v)), 0.0, False, attn_mask=_chunk_mask(q, window), scale=scale
@@ -616,6 +630,7 @@ def _chunked_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of `_chunked_forward`."""
     length = q_bhsd.shape[2]
     grad, q, o, sums = (_chunks(part, window) for part in (grad_out, q_bhsd, out, lse))
     k, v = (_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
@@ -674,6 +689,7 @@ def _chunk_mask(q_bnhcd: Tensor, window: int) -> Tensor:
 def _packed_forward(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents, window: int | None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run flash attention over documents that lie one after the other in one row; returns as `_forward`."""
     bounds, longest = documents
     q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
     out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
@@ -694,6 +710,7 @@ def _packed_backward(
     documents: Documents,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of `_packed_forward`."""
     bounds, longest = documents
     parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
     grads_thd = aten._flash_attention_backward(

@@ -4,7 +4,7 @@ The layers are transformers' own modules, built from the target's config, so tha
 RoPE match the target. Those of another kind keep width, heads and RoPE. Sliding-window attention of a target is not
 carried over: a drafter's layers attend to the whole past, or to the window that its own options give it.
 
-Shapes: N packed rows, Dh head size.
+Shapes: N packed query rows, Dh head size.
 """
 
 import copy
@@ -44,13 +44,13 @@ OTHER_KINDS: dict[str, Any] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3Rota
 
 
 def layers_config(layers_of: Mapping[str, Any], num_layers: int) -> PreTrainedConfig:
-    """Return the config, cut down to this many layers of full attention and a vocabulary of one.
+    """Return a config for a drafter's layers: `num_layers` layers of full attention, and a vocabulary of one token.
 
     Args:
-        layers_of: A target's, as `target_values` gives it, or one of `of_kind`.
+        layers_of: Config values of the layers: the target's, from `target_values`, or those from `of_kind`.
 
     Raises:
-        UserError: The architecture is not supported; lists the supported ones.
+        UserError: The architecture is not supported; the message lists the supported ones.
     """
     model_type = layers_of.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
@@ -70,7 +70,7 @@ def layers_config(layers_of: Mapping[str, Any], num_layers: int) -> PreTrainedCo
 
 
 def as_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Make a config's values a config of their `model_type`.
+    """Build transformers' config object from config values, by their `model_type`.
 
     Raises:
         ValueError: transformers knows no such type.
@@ -80,7 +80,7 @@ def as_config(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config of dense layers for this target.
+    """Return the config values of dense layers for a drafter of this target.
 
     Args:
         kind: `target`: its own; or `llama`, or `qwen3` (with q/k norms), which have its width, heads and RoPE, SiLU and
@@ -130,13 +130,14 @@ def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
 
 
 def rotary_of(kind: str, target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
-    """Make RoPE for layers of this kind, `target`: as the target itself does it; see `rotary`."""
+    """Build the RoPE function of layers of this kind, for `target` the target's own; see `rotary`."""
     return rotary(OTHER_KINDS.get(kind) or type(target.base_model.rotary_emb), config, target.device)
 
 
 def rotary(module_class: Any, config: PreTrainedConfig, device: torch.device) -> Rotate:
-    """Make the function from hidden states and positions [1, N] to cos and sin [1, N, Dh], in their dtype.
+    """Build the RoPE function from hidden states and positions [1, N] to cos and sin [1, N, Dh], in their dtype.
 
-    No module of a drafter, as RoPE has no weights. One for each drafter, as some kinds remember the longest position.
+    A function and not a module of the drafter, since RoPE has no weights; each drafter builds its own, as some kinds of
+    RoPE remember the longest position.
     """
     return module_class(config=config).to(device).forward

@@ -66,7 +66,7 @@ def group_mask(
         key: The same.
         length: S.
         causal: Whether a mask sees no later mask of its group.
-        window: How many tokens a query sees back from its own position, that included; None for all. A mask of depth j
+        window: Number of tokens that a query sees, up to and including its own position; None: all. A mask of depth j
             stands j after its group's token.
         document_s: [S] the document of each position; nothing is seen in another.
     """
@@ -98,7 +98,7 @@ def document_starts(position_ids_bs: Tensor) -> Tensor:
 
 def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Return h_{t-1} at t [B, S, F], the feature that predicted x_t; zeros for a document's first token."""
-    # Not by torch.cat: autocast in bf16 refuses it the features of a target in fp16.
+    # Not torch.cat, which autocast to bf16 rejects for features in fp16.
     previous_bsf = F.pad(features_bsf[:, :-1], (0, 0, 1, 0))
     if position_ids is None:
         return previous_bsf
@@ -123,7 +123,7 @@ def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The groups of a batch: its tokens, their labels, and the rows that are computed, in a grid's order [B, R, S].
+    """The groups of a batch: its tokens and labels, and the query rows to compute, in the order of a grid [B, R, S].
 
     Args:
         input_ids: [B, S].
@@ -132,11 +132,11 @@ class Groups:
         shape: B, R, S.
         index_n: [N] places of the rows on the flattened grid.
         counts_r: [R] rows of each depth.
-        labelled_m: [M] places of those that carry a label among the N.
-        core_shape: The grid of the attention core: batch, R and positions; of documents one sequence of all of them.
-        core_index_n: [N] places on that, flattened.
-        is_full: Whether there is a row for each place of the core's grid, in its order.
-        documents: Of the core's positions, if there are several.
+        labelled_m: [M] indices of the rows with a label among the N rows.
+        core_shape: Grid of the attention kernel: batch, R and positions; documents are joined to one sequence.
+        core_index_n: [N] indices of the rows on that grid, flattened.
+        is_full: Whether the rows fill the kernel's grid completely, in its order.
+        documents: Documents that the core's positions consist of, if there are several.
     """
 
     input_ids: Tensor
@@ -179,11 +179,11 @@ class Groups:
         Args:
             input_ids: [B, S].
             labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
-            active_brs: [B, R, S] bool, by default `active(labels_bgs)`. Where R > G, a group has rows at all depths but
+            active_brs: [B, R, S] bool, by default `active(labels_bgs)`. If R > G, a group has rows at all depths but
                 the first, or none; if no group has any, one is added.
-            position_ids: [B, S] of packed sequences, which count up and start again at each document.
+            position_ids: [B, S], which start again at each document of packed sequences.
             first_token: Whether documents have a row for their first token.
-            in_documents: Lay the sequences of a batch out one after the other too, each as a document at least.
+            in_documents: Join the sequences of a batch to one too, each as one document or several.
         """
         active_brs = active(labels_bgs) if active_brs is None else active_brs
         batch, num_rows, length = active_brs.shape
@@ -212,7 +212,7 @@ class Groups:
         counts = torch.cat(numbers).tolist()
         counts_r, num_labelled, sizes = counts[:num_rows], counts[num_rows], counts[num_rows + 1 :]
         index_n = active_brs.flatten().nonzero_static(size=sum(counts_r)).squeeze(1)
-        if sum(counts_r[min(first_depth, 1) :]) == 0:  # transformers' layers do not run on no row at all
+        if sum(counts_r[min(first_depth, 1) :]) == 0:  # transformers' layers cannot run on zero rows
             made = num_rows if first_depth else 1
             index_n = torch.arange(made, device=index_n.device) * length + int(not first_token)
             counts_r = [1] * made + counts_r[made:]
@@ -240,7 +240,7 @@ class Groups:
 
     @cached_property
     def token_n(self) -> Tensor:
-        """Return the place [N] of each row's newest token in [P]."""
+        """Return the index [N] of each row's newest token among the batch's P = B * S tokens."""
         return self.index_n // (self.shape[1] * self.shape[2]) * self.shape[2] + self.column_n
 
     @cached_property
@@ -252,10 +252,11 @@ class Groups:
         return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.depth_n
 
     def labels(self, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the labels of labelled rows, at these places among the N.
+        """Return the labels of the rows with these indices among the N.
 
         Returns:
-            Depths from 0, the labels, and the places in [P] of the tokens before these: their features predict them.
+            [M] each: depths from 0, labels, and the index among the P tokens of the token before each label, whose
+            feature predicts it.
         """
         _, num_depths, length = self.labels_bgs.shape
         depth_m, token_m = self.depth_n[place_m] - self.first_depth, self.token_n[place_m]
@@ -284,7 +285,7 @@ class Groups:
         )
         place_bs = position_ids.expand(batch, length)
         document_p = document_starts(place_bs).flatten().cumsum(0) - 1
-        # The newest token of the last group with a label is followed by it, at depth 1.
+        # The last group with a label has it at depth 1, so right after its newest token.
         token_m = self.token_n[self.labelled_m]
         ends_m = place_bs.flatten()[token_m] + 2
         lengths_d = torch.zeros_like(document_p).scatter_reduce(0, document_p[token_m], ends_m, "amax")
@@ -303,8 +304,8 @@ def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: t
 
     Args:
         labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
-        shares_g: Of the masks that would be active, the share of each depth that is kept, at random and only where the
-            mask before it is: conditional drop of deep positions. By default all are.
+        shares_g: For each depth the share of its active masks to keep, at random and only where the
+            mask before it is kept: P-EAGLE's conditional drop. By default all are kept.
         generator: On the labels' device; torch's own by default.
     """
     active_bgs = labels_bgs != IGNORED_LABEL
@@ -319,7 +320,7 @@ def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: t
 
 
 def _plain_core(shape: Shape, index_n: Tensor, first_token: bool) -> Core:
-    """Return sequences as they are, without the places of tokens that have no row."""
+    """Return the kernel's grid for unpacked sequences, without the places of tokens that have no row."""
     batch, num_rows, length = shape
     if not first_token:
         index_n = index_n // length * (length - 1) + index_n % length - 1
@@ -330,7 +331,7 @@ def _plain_core(shape: Shape, index_n: Tensor, first_token: bool) -> Core:
 def _packed_core(
     shape: Shape, index_n: Tensor, starts_bs: Tensor, placed_bs: Tensor, num_documents: int, total: int, longest: int
 ) -> Core:
-    """Return all documents one after the other, each of its tokens that are placed."""
+    """Return the kernel's grid for documents: joined to one sequence, without tokens that have no place."""
     batch, num_rows, length = shape
     placed_p = placed_bs.flatten().long()
     before_p = placed_p.cumsum(0) - placed_p

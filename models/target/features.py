@@ -35,7 +35,7 @@ def target_features(
 
 
 class FeatureReader(Protocol):
-    """A drafter: the layers whose features it reads, and whether its loss compares with the target's distribution."""
+    """Reader of the target's features: its layers, and whether its loss compares with the target's distribution."""
 
     feature_layers: tuple[int, ...]
 
@@ -160,7 +160,7 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """Return the target's decoder layers, first to last.
 
     Raises:
-        UserError: They cannot be found.
+        UserError: The layers cannot be found.
     """
     decoder, num_layers = get_text_decoder(target), target_value(target.config, "num_hidden_layers")
     for name in ("layers", "h", "blocks"):

@@ -20,9 +20,9 @@ class CpuTarget:
     """A causal language model whose forwards of few rows are one call; made by `of`.
 
     Args:
-        layers: Its layers, final norm and LM head.
+        layers: The target's layers, final norm and LM head.
         decoder: The module with its embedding and RoPE.
-        positions: How many positions there are angles for.
+        positions: Number of positions to compute RoPE's angles for.
     """
 
     def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
@@ -39,7 +39,7 @@ class CpuTarget:
 
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:
-        """Return it, or None where `cpu_layers.h` does not compute this target, or its layers are not packed."""
+        """Return the `CpuTarget`; None if `cpu_layers.h` does not support the target, or its layers are not packed."""
         decoder: Any = get_text_decoder(target)
         known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
         if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
@@ -61,10 +61,10 @@ class CpuTarget:
         parents: Sequence[int] | None = None,
         places: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run R tokens at these positions; else as `CpuLayers.forward`.
+        """Run R tokens at these positions; see `CpuLayers.forward`.
 
         Args:
-            places: [R] where the rows are written, in place of `start`; they need a mask.
+            places: [R] cache columns of the rows, in place of `start`; these need a mask.
 
         Returns:
             Features [R, T * D] and logits [R, V].

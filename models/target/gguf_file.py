@@ -62,6 +62,7 @@ def get_gguf_file(recipe: TargetRecipe) -> Path:
 
 
 def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Dequantize a GGUF file's model and store it, with its tokenizer, as a Hugging Face folder."""
     if not is_gguf_available():
         raise UserError(
             f"target.gguf_file {file.name} needs the package gguf to be read: pip install 'draftsmith[gguf]'"
@@ -90,7 +91,8 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
     try:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        for file in partial.iterdir():  # some writers keep weights to their owner: a server may be another user
+        # Some writers make weights readable to their owner only, and a server may run as another user.
+        for file in partial.iterdir():
             file.chmod(partial.stat().st_mode & 0o666)
         partial.replace(folder)
     finally:

@@ -74,7 +74,8 @@ def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 
     Raises:
-        UserError: It cannot be found or read, or its chat template is missing or lacks `chat_template_kwargs`.
+        UserError: The tokenizer cannot be found or read, or its chat template is missing or lacks
+            `chat_template_kwargs`.
     """
     location = target_location(recipe)
     tokenizer = _read(location, lambda: AutoTokenizer.from_pretrained(location, **_where(recipe)))
@@ -132,7 +133,7 @@ def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:
     """Load the target's generation config, or build it from the target's config.
 
     Raises:
-        UserError: It is damaged: transformers would ignore it, with its end tokens.
+        UserError: The generation config is damaged; transformers would ignore it, with its end tokens.
     """
     location = target_location(recipe)
     if (Path(location) / "generation_config.json").is_file():
@@ -155,7 +156,7 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
     """Load the target's config.
 
     Raises:
-        UserError: It cannot be found or read, or is not that of a decoder-only model.
+        UserError: The config cannot be found or read, or is not that of a decoder-only model.
     """
     location, where = target_location(recipe), _where(recipe)
     config = _read(location, lambda: AutoConfig.from_pretrained(location, **where))
@@ -166,8 +167,8 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
         )
     if is_bidirectional(config):
         raise UserError(
-            f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens see "
-            "what comes after them; speculative decoding here needs a causal language model such as Llama or Qwen"
+            f"target.model {recipe.model} is an encoder ({config.model_type}, is_decoder: false), whose tokens also "
+            "attend to later ones; speculative decoding here needs a causal language model such as Llama or Qwen"
         )
     return config
 
@@ -190,10 +191,12 @@ def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:
 
 
 def _where(recipe: TargetRecipe) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for the recipe's revision and remote code."""
     return {"revision": recipe.revision, "trust_remote_code": recipe.trust_remote_code}
 
 
 def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
+    """Check that the target has an LM head, and freeze it in eval mode."""
     name_base_model(target)
     if target.get_output_embeddings() is None or target.base_model is target:
         raise UserError(
@@ -207,7 +210,7 @@ def target_location(recipe: TargetRecipe) -> str:
     """Return the local folder or Hub id of `target.model`.
 
     Raises:
-        UserError: It looks like a path and is no folder, or the embedded target is missing.
+        UserError: `target.model` looks like a path and is no folder, or the embedded target is missing.
     """
     if recipe.model == "embedded":
         if not (EMBEDDED_TARGET / "config.json").is_file():

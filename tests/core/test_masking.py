@@ -92,7 +92,7 @@ def test_a_password_reaches_the_server_and_nothing_else(
     questions.write_text(questions.read_text() + '{"prompt": "Say more"}\n')
     code, said = distill(str(recipe), None)
     assert code == 2
-    assert "error: data.distill.options.base_urls: this recipe was written without the passwords of its servers" in said
+    assert "error: data.distill.options.base_urls: draftsmith removed the servers' passwords" in said
     code, said = distill(str(recipe), server.url.replace("://", "://me:$PASSWORD@"))
     assert code == 0, said
     assert server.headers[-1]["Authorization"] == "Basic bWU6cGEvc3NAd29yZA=="

@@ -91,5 +91,5 @@ def test_another_kind_of_drafter(target_folder: Path) -> None:
     file = RunFolder(recipe).drafter / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "model_type": "draftsmith-draft_model"}))
-    with pytest.raises(UserError, match="says draft_model, but a parallel drafter was trained"):
+    with pytest.raises(UserError, match="says kind draft_model, but the weights are of a parallel"):
         load_drafter(RunFolder(recipe).drafter, load_target(recipe.target)[0])

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
+from draftsmith.eval.trees.enumeration import Outcomes, every_verification
 from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.sampling import Sampling
@@ -110,8 +110,8 @@ def check_three_tokens(
     for weight, tree in drawn:
         total += weight
         logits = torch.stack([p_logits.get(path, nothing) for path in [(), *paths_in(tree)]])
-        for probability, verdict in every_verdict(tree, logits, sampling):
-            committed = (*(tree.tokens[node] for node in verdict.path[1:]), verdict.next_token)
+        for probability, verification in every_verification(tree, logits, sampling):
+            committed = (*(tree.tokens[node] for node in verification.path[1:]), verification.next_token)
             # What the round did not commit comes from the target itself.
             for rest in itertools.product(range(vocabulary), repeat=3 - len(committed)):
                 path, mass = (*committed, *rest), weight * probability

@@ -68,7 +68,7 @@ def write_drafter_card(
         figures: `rows` of the summary, one a method at one temperature, each with its `acceptance_by_depth` where it
             was timed; the `machine`, the `questions`, their `dataset` and the `command` that they were measured with;
             None without a measurement of these weights.
-        proof: What `draftsmith prove` found of these weights.
+        proof: Result of `draftsmith prove` for these weights.
         publication: The card goes into that folder; one that somebody wrote by hand goes there as it is.
     """
     folder = RunFolder(recipe).drafter
@@ -96,7 +96,7 @@ def write_drafter_card(
         target=target,
         of_target=of_target,
         source=", ".join(_public(source.source) for source in recipe.data.conversations.sources),
-        what=_what_it_is(recipe.drafter.kind),
+        what=_describe_kind(recipe.drafter.kind),
         recipe_yaml=_shown_recipe(recipe),
         training=training,
         start=None if training is None or training.start is None else start_sentence(training.start),
@@ -182,7 +182,7 @@ def _public(name: str) -> str:
     return Path(name).name if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) else name
 
 
-def _what_it_is(kind: str) -> str:
+def _describe_kind(kind: str) -> str:
     """Return the first paragraph of the drafter's module docstring, without names of other modules."""
     return re.sub(r" \(`[\w./]+\.py`\)", "", _first_paragraph(kind))
 

@@ -31,6 +31,7 @@ class Manifest:
 
 
 def _fingerprint(file: Path) -> str:
+    """Return the SHA-256 of a file, or of a large one its size."""
     size = file.stat().st_size
     return f"{size} bytes" if size > HASHED_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -42,7 +43,7 @@ def write_manifest(checkpoint: Path, launch: Launch) -> None:
     write_atomically(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
-def what_is_damaged(checkpoint: Path) -> str | None:
+def describe_damage(checkpoint: Path) -> str | None:
     """Describe the first file that is missing or incomplete; None if the checkpoint is complete."""
     try:
         files = read_json(checkpoint / MANIFEST, Manifest, "").files
@@ -67,7 +68,7 @@ def set_damaged_aside(folder: Path) -> list[str]:
     """
     sentences = []
     for checkpoint in _newest_first(folder):
-        damage = what_is_damaged(checkpoint)
+        damage = describe_damage(checkpoint)
         if damage is None:
             break
         names = (f"{DAMAGED}{checkpoint.name}{f'-{number}' if number else ''}" for number in range(1000))
@@ -87,11 +88,12 @@ def is_last_checkpoint(checkpoint: Path) -> bool:
     return stopped or state["global_step"] >= state["max_steps"]
 
 
-def refuse_other_launch(checkpoint: Path, launch: Launch) -> None:
+def check_same_launch(checkpoint: Path, launch: Launch) -> None:
     """Check that a checkpoint was written by an equal launch, as resuming would not be exact otherwise.
 
     Raises:
-        UserError: It was written by another number of processes, or with another way of splitting the model.
+        UserError: The checkpoint was written by another number of processes, or with another way of splitting the
+            model.
     """
     written = read_json(checkpoint / MANIFEST, Manifest, "")
     processes, restart = written.processes, f"or delete {checkpoint.parent} to train from scratch"

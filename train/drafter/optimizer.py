@@ -80,8 +80,8 @@ def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) ->
     """Move a drafter's matrices from a new AdamW to Muon, each with the weight decay of its group.
 
     Args:
-        adamw: Its groups hold the drafter's parameters, and no step has been made with it.
-        learning_rate: Of Muon.
+        adamw: Optimizer whose groups hold the drafter's parameters; it has not made a step.
+        learning_rate: Muon's learning rate.
 
     Raises:
         UserError: Another optimizer was chosen by `train.optim`, or the drafter has no matrix for Muon.

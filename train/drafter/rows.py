@@ -27,7 +27,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.data.distill.token_dataset import answer_lengths, conversation_begins, row_lengths
+from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import target_features
@@ -56,7 +56,7 @@ def split_rows(
     if not eval_rows_frac and answer_tokens is None:
         return tokens, None
     rows = tokens.with_format("numpy", columns=["input_ids"])["input_ids"]
-    begins = conversation_begins(tokens)
+    begins = first_rows_of_conversations(tokens)
     of_first = {row: _place(np.asarray(rows[row])) for row in dict.fromkeys(begins)}
     places = np.array([of_first[row] for row in begins])
     out = places < eval_rows_frac
@@ -153,7 +153,7 @@ def check_packing(target: PreTrainedModel) -> None:
     """Check by one short forward that the target keeps packed documents apart.
 
     Raises:
-        UserError: It does not: an architecture that makes its mask otherwise.
+        UserError: The target does not keep them apart: its architecture builds its mask in another way.
     """
     ids_s = torch.arange(sum(PROBE_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
     positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
@@ -162,8 +162,8 @@ def check_packing(target: PreTrainedModel) -> None:
     tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
     if not (packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean():
         raise UserError(
-            f"key `data.packing`: a target of the kind {target.config.model_type} does not keep packed documents "
-            "apart; set data.packing=false"
+            f"key `data.packing`: a target of type {target.config.model_type} cannot keep packed conversations "
+            "separate: set data.packing=false"
         )
 
 

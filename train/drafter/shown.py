@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 SPARKS = "▁▂▃▄▅▆▇█"
 LINE_WIDTH, BAR_WIDTH = 32, 40
 REDRAWN_EVERY_S = 0.25
-KEPT_OUT = "eval_"
+HELD_OUT_PREFIX = "eval_"
 
 
 class ShownTraining(TrainerCallback):
@@ -34,12 +34,12 @@ class ShownTraining(TrainerCallback):
     def __init__(self, console: Console | None = None) -> None:
         self._live = None if console is None else Live(console=console, auto_refresh=False)
         self._logs: list[dict[str, float]] = []
-        self._kept_out: dict[str, float] = {}
+        self._held_out: dict[str, float] = {}
         self._begun_s = self._drawn_s = 0.0
         self._begun_step = 0
 
     @staticmethod
-    def where_it_can_be() -> "ShownTraining":
+    def create_if_supported() -> "ShownTraining":
         """With a panel if stderr is a terminal."""
         return ShownTraining(Console(stderr=True) if sys.stderr.isatty() and sys.stdout.isatty() else None)
 
@@ -58,8 +58,8 @@ class ShownTraining(TrainerCallback):
     ) -> None:
         if not logs or not state.is_world_process_zero:
             return
-        if f"{KEPT_OUT}loss" in logs:
-            self._kept_out = {**logs, "step": state.global_step}
+        if f"{HELD_OUT_PREFIX}loss" in logs:
+            self._held_out = {**logs, "step": state.global_step}
         elif "loss" in logs:
             self._logs.append({key: float(value) for key, value in logs.items()})
         else:  # the summary that the Trainer ends with, which the report tells
@@ -88,12 +88,12 @@ class ShownTraining(TrainerCallback):
     def _draw(self, state: TrainerState) -> None:
         if self._live is not None and self._live.is_started:
             self._drawn_s = time.monotonic()
-            self._live.update(panel(state, self._logs, self._kept_out, self._left_s(state)), refresh=True)
+            self._live.update(panel(state, self._logs, self._held_out, self._left_s(state)), refresh=True)
 
 
 def line_of(logs: dict[str, float], left_s: float | None) -> str:
     """Format a record in one line; with the remaining time unless it is of held-out examples."""
-    prefix = KEPT_OUT if f"{KEPT_OUT}loss" in logs else ""
+    prefix = HELD_OUT_PREFIX if f"{HELD_OUT_PREFIX}loss" in logs else ""
     parts = [f"{'held-out: ' if prefix else ''}loss {float(logs[f'{prefix}loss']):.2f}"]
     accuracy = [f"{100 * value:.0f}" for _, value in by_depth(logs, f"{prefix}accuracy_depth")]
     parts += [f"acc {'/'.join(accuracy)} %"] if accuracy else []
@@ -131,7 +131,7 @@ def sparks(values: list[float]) -> str:
     return "".join(SPARKS[round((value - least) * scale)] for value in means)
 
 
-def panel(state: TrainerState, logs: list[dict[str, float]], kept_out: dict[str, float], left_s: float | None) -> Group:
+def panel(state: TrainerState, logs: list[dict[str, float]], held_out: dict[str, float], left_s: float | None) -> Group:
     """Build the panel: progress, loss and accuracy of each depth so far, and the held-out figures."""
     newest = logs[-1] if logs else {}
     first = Table.grid(padding=(0, 2))
@@ -147,6 +147,6 @@ def panel(state: TrainerState, logs: list[dict[str, float]], kept_out: dict[str,
         line = sparks([log[key] for log in logs if key in log])
         curves.add_row(f"depth {depth}", f"{100 * value:.0f} %", Text(line, style="green"))
     rows: list[Any] = [first, curves]
-    if kept_out:
-        rows.append(Text(f"step {kept_out['step']:,.0f}, {line_of(kept_out, None)}", style="cyan"))
+    if held_out:
+        rows.append(Text(f"step {held_out['step']:,.0f}, {line_of(held_out, None)}", style="cyan"))
     return Group(*rows)

@@ -29,15 +29,15 @@ from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lo
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
+    check_same_launch,
     is_last_checkpoint,
     newest_checkpoint,
-    refuse_other_launch,
     set_damaged_aside,
 )
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
-from draftsmith.train.drafter.trackers import refuse_missing_trackers, tracked
+from draftsmith.train.drafter.trackers import check_trackers, tracked
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import (
     enable_gradient_checkpointing,
@@ -74,7 +74,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     offline = recipe.data.features.source == "offline"
     launch = detect_launch(args)
     check_launch(recipe, args, launch)
-    refuse_missing_trackers(args.report_to)
+    check_trackers(args.report_to)
     if offline:
         check_offline_support(recipe)
     tokens = load_tokens(run, recipe.name)
@@ -108,12 +108,12 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if trainer.is_world_process_zero():
         write_settings(run.drafter / SETTINGS, settings)
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
-        _refuse_full_disk(run.drafter, drafter)
+        _check_free_space(run.drafter, drafter)
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")
         if drafter.vocab.coverage is not None:
             print(f"{recipe.name}: {drafter.vocab.coverage.sentence()}")
-    checkpoint = _checkpoint_to_go_on_from(trainer, launch)
+    checkpoint = _find_checkpoint(trainer, launch)
     if checkpoint is not None:
         trainer.restore_counts(checkpoint)
     with tracked(recipe, trainer):
@@ -121,7 +121,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             if checkpoint is not None and is_last_checkpoint(checkpoint):
                 trainer.restore(checkpoint)
             else:
-                with _same_bits_every_time(args), without_cudnn_attention():
+                with _deterministic(args), without_cudnn_attention():
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             trainer.shown.stop()
@@ -159,7 +159,7 @@ def _target_and_drafter(
 
 
 @contextmanager
-def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
+def _deterministic(args: TrainingArguments) -> Iterator[None]:
     """Make torch's kernels deterministic in this context, if training runs on a CPU.
 
     With several threads torch's scatter-like kernels (mainly the backward of indexing) sum in the order in which
@@ -179,7 +179,7 @@ def _same_bits_every_time(args: TrainingArguments) -> Iterator[None]:
         checks.fill_uninitialized_memory = fills
 
 
-def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
+def _check_free_space(folder: Path, drafter: Drafter) -> None:
     """Check the free disk space before training, for at least one checkpoint and the final weights.
 
     Raises:
@@ -194,11 +194,12 @@ def _refuse_full_disk(folder: Path, drafter: Drafter) -> None:
         )
 
 
-def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path | None:
+def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     """Return the checkpoint to resume from, the same in all processes; say which it is, and which are damaged.
 
     Raises:
-        UserError: It was written by another number of processes, or under another way of splitting.
+        UserError: The checkpoint was written by another number of processes, or with another way of splitting the
+            model.
     """
     folder = Path(trainer.args.output_dir)
     if trainer.is_world_process_zero():
@@ -208,7 +209,7 @@ def _checkpoint_to_go_on_from(trainer: DrafterTrainer, launch: Launch) -> Path |
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return None
-    refuse_other_launch(checkpoint, launch)
+    check_same_launch(checkpoint, launch)
     if trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}")
     return checkpoint
@@ -254,6 +255,7 @@ def _save(
     settings: dict[str, Any],
     start: Start | None,
 ) -> None:
+    """Write the trained drafter and the training's figures and settings into `folder`."""
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     covered = None if drafter.vocab.coverage is None else drafter.vocab.coverage.coverage

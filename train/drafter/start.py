@@ -29,7 +29,7 @@ def start_folder(recipe: Recipe) -> Path | None:
     """Return the folder of the drafter that the recipe's starts from; None if it starts from none.
 
     Raises:
-        UserError: It is not there, or not trained yet.
+        UserError: The folder does not exist, or its drafter is not trained yet.
     """
     init = recipe.drafter.init
     if init is None:
@@ -51,7 +51,9 @@ def start_folder(recipe: Recipe) -> Path | None:
             )
         folder = drafter_place(init, "drafter.init")
     if not str(drafter_config(folder).get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
-        raise UserError(f"key `drafter.init`: {init} holds no trained drafter: `runs/NAME/drafter` of a run would")
+        raise UserError(
+            f"key `drafter.init`: {init} is not the folder of a trained drafter, such as runs/NAME/drafter: correct it"
+        )
     return folder
 
 
@@ -67,7 +69,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
     Args:
         drafter: The new drafter, attached and prepared.
         folder: Folder of the trained drafter.
-        source: Its name in messages.
+        source: Name of the trained drafter in messages.
         extend_vocabulary: If no row of the trained drafter's draft vocabulary was trained, add its tokens after this
             run's, lower ids first, as tokenizers give these to more frequent tokens.
 

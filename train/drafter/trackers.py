@@ -28,7 +28,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 KNOWN = ("tensorboard", "trackio", "wandb")  # which the evaluation's table goes to as well
 
 
-def refuse_missing_trackers(names: list[str]) -> None:
+def check_trackers(names: list[str]) -> None:
     """Check that the trackers are known and installed.
 
     Raises:
@@ -100,7 +100,7 @@ def begin_wandb(folder: RunFolder, about: dict[str, Any]) -> Any:
     except wandb.errors.Error as error:
         said = " ".join(str(error).split())
         raise UserError(
-            f"wandb cannot begin ({said}): run `wandb login`, or set WANDB_MODE=offline in the environment"
+            f"wandb cannot start ({said}): run `wandb login`, or set WANDB_MODE=offline in the environment"
         ) from None
 
 

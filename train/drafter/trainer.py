@@ -233,7 +233,7 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.shown = ShownTraining.where_it_can_be()
+        self.shown = ShownTraining.create_if_supported()
         if not is_quiet():
             self.add_callback(self.shown)
 
@@ -294,7 +294,7 @@ class DrafterTrainer(Trainer):
         """Return the norm over all processes, which thus stop together: the step's one wait for the device.
 
         Raises:
-            UserError: It is not finite. The step is not taken: it would put NaN into all weights.
+            UserError: The loss or gradient is not finite. The step is not applied: it would put NaN into all weights.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is None or self.args.fp16:  # whose scaler skips steps with an infinite gradient
@@ -303,7 +303,8 @@ class DrafterTrainer(Trainer):
         if not math.isfinite(whole):
             raise UserError(
                 f"the loss or its gradient is not finite in step {self.state.global_step + 1} (the gradient's norm is "
-                f"{whole}), which was not taken: lower train.learning_rate or train.max_grad_norm under another `name`"
+                f"{whole}), and the step was not applied: lower train.learning_rate or train.max_grad_norm under "
+                "another `name`"
             )
         return norm
 
@@ -450,7 +451,10 @@ class DrafterTrainer(Trainer):
         if self.best_step is not None:
             checkpoint = checkpoint.with_name(f"checkpoint-{self.best_step}")
             if not checkpoint.is_dir():
-                raise UserError(f"{checkpoint}, the best by validation, is gone: put it back, or keep the last weights")
+                raise UserError(
+                    f"{checkpoint}, which holds the best weights by validation, is missing: restore it, or set "
+                    "validation.keep=last"
+                )
         if self._launch.strategy in ("fsdp", "zero"):
             load_whole_weights(self.model, checkpoint, self._launch)
         else:

@@ -60,7 +60,7 @@ def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
     """
     values, validation = dict(recipe.train), recipe.validation
     if values.get("load_best_model_at_end"):
-        raise UserError("key `train.load_best_model_at_end`: leave it out; validation.keep=best is what it would be")
+        raise UserError("key `train.load_best_model_at_end`: leave it out and set validation.keep=best instead")
     evaluates = values.get("eval_strategy", "no")
     if validation.decides and evaluates in ("no", False):
         raise UserError("key `validation` needs evaluations: set train.eval_strategy=steps and train.eval_steps")
@@ -88,7 +88,8 @@ def training_arguments(
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
     processes = get_int_from_env(WORLD_SIZES, 1)
     checked = {
-        key: _checked(key, value, fields, hints) for key, value in _shared_out(values, processes, fields, hints).items()
+        key: _checked(key, value, fields, hints)
+        for key, value in _split_global_batch(values, processes, fields, hints).items()
     }
     defaults = {
         "output_dir": str(output_dir),
@@ -113,11 +114,13 @@ def training_arguments(
     if args.n_gpu > 1:
         # Without a launcher the Trainer would take all of them by nn.DataParallel, which copies no target.
         args._n_gpu = 1
-    _refuse_doubled_rows(args)
+    _check_no_repeated_rows(args)
     return args
 
 
-def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]) -> dict[str, Any]:
+def _split_global_batch(
+    values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]
+) -> dict[str, Any]:
     """Replace the global batch by the largest allowed rows per forward of a process, and accumulation steps."""
     values = dict(values)
     if GLOBAL_BATCH not in values:
@@ -145,26 +148,26 @@ def _shared_out(values: dict[str, Any], processes: int, fields: set[str], hints:
     if global_batch % processes:
         raise UserError(
             f"key `train.{GLOBAL_BATCH}`: {global_batch} rows cannot be shared evenly by {processes} processes: launch "
-            "as many as divide it, or change it"
+            "a number of processes that divides it, or change it"
         )
     share = global_batch // processes
     rows = next(rows for rows in range(min(most, share), 0, -1) if share % rows == 0)
     return {**values, "per_device_train_batch_size": rows, "gradient_accumulation_steps": share // rows}
 
 
-def _refuse_doubled_rows(args: TrainingArguments) -> None:
+def _check_no_repeated_rows(args: TrainingArguments) -> None:
     """Check that no option fills an epoch's last step with rows that were trained on already.
 
     Raises:
-        UserError: An option does.
+        UserError: An option repeats rows.
     """
     config = args.accelerator_config
     for key in ("split_batches", "dispatch_batches"):
         if getattr(config, key) and args.world_size > 1:
-            raise UserError(f"key `train.accelerator_config`: {key} doubles an epoch's last rows: leave it out")
+            raise UserError(f"key `train.accelerator_config`: {key} repeats an epoch's last rows: leave it out")
     if args.train_sampling_strategy == "batch_rebalance" and args.world_size * args.gradient_accumulation_steps > 1:
         raise UserError(
-            "key `train.train_sampling_strategy`: batch_rebalance doubles an epoch's last rows: use group_by_length"
+            "key `train.train_sampling_strategy`: batch_rebalance repeats an epoch's last rows: use group_by_length"
         )
 
 
@@ -172,17 +175,18 @@ def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedMo
     """Enable gradient checkpointing where the recipe asks for it.
 
     Raises:
-        UserError: This kind of drafter has none.
+        UserError: This kind of drafter does not support it.
     """
     if not args.gradient_checkpointing:
         return
     if not drafter.supports_gradient_checkpointing:
         kind = drafter.config.model_type.rpartition("-")[2]
-        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} has none; leave it out")
+        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} does not support it: leave it out")
     drafter.gradient_checkpointing_enable()
 
 
 def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:
+    """Return the value of a key of `train`, validated by its type in `transformers.TrainingArguments`."""
     if key not in fields:
         hint = did_you_mean(key, fields, "valid keys are those of transformers.TrainingArguments")
         raise UserError(f"unknown key `train.{key}`: {hint}")

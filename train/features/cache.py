@@ -38,7 +38,7 @@ SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: row `first_row + i` of the dataset is its tokens `offsets[i]` to `offsets[i + 1]`."""
+    """One file of features: example `first_row + i` of the dataset has its tokens `offsets[i]` to `offsets[i + 1]`."""
 
     file: str
     first_row: int
@@ -54,7 +54,7 @@ class Shard:
 
     @property
     def rows(self) -> range:
-        """Of the dataset."""
+        """Return the numbers of the shard's examples in the dataset."""
         return range(self.first_row, self.first_row + len(self.offsets) - 1)
 
 
@@ -85,14 +85,14 @@ class FeatureIndex:
         return len(self.layers) * self.hidden_size * self.dtype.itemsize
 
     def missing(self, folder: Path) -> list[Shard]:
-        """Shards that are not written yet."""
+        """Return the shards that are not written yet."""
         return [shard for shard in self.shards if not (folder / shard.file).is_file()]
 
     def check_matches(self, folder: Path, settings: dict[str, Any], layers: tuple[int, ...]) -> None:
         """Check that these features have a recipe's settings and include its layers.
 
         Raises:
-            UserError: They do not; the message names the first key that differs.
+            UserError: Settings or layers differ; the message names the first key that differs.
         """
         check_same_settings(folder, self.settings, settings, "write the features again")
         if not set(layers) <= set(self.layers):
@@ -110,7 +110,7 @@ class FeatureIndex:
         """Read the folder's index, if it has one.
 
         Raises:
-            UserError: It is damaged, or of another format.
+            UserError: The index is damaged, or of another format.
         """
         file = folder / INDEX_NAME
         if not file.is_file():
@@ -119,7 +119,7 @@ class FeatureIndex:
 
 
 def cut_into_shards(lengths: Sequence[int], bytes_per_token: int) -> list[Shard]:
-    """Rows of these lengths in their order, as many to a shard as fit into SHARD_BYTES, one at least."""
+    """Divide rows of these lengths into shards of at most SHARD_BYTES, in order, with at least one row each."""
     shards: list[Shard] = []
     most_tokens = SHARD_BYTES // bytes_per_token
     for row, length in enumerate(lengths):
@@ -150,7 +150,7 @@ def write_shard(file: Path, features: dict[str, Tensor]) -> None:
 
 
 class FeatureCache:
-    """A complete cache, mapped into memory.
+    """A complete cache of the target's features, mapped into memory.
 
     Args:
         folder: `runs/<name>/features`.
@@ -176,7 +176,7 @@ class FeatureCache:
 
     @property
     def width(self) -> int:
-        """F."""
+        """Return F, the size of a token's features."""
         return len(self._layers) * self._index.hidden_size
 
     @property
@@ -214,7 +214,7 @@ class FeatureCache:
         return self._open[shard.file]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the workers of a data loader, each of which maps the files itself."""
+        """Leave out the open files: every worker of a data loader maps the files itself."""
         return {**self.__dict__, "_open": {}}
 
 
@@ -222,7 +222,7 @@ def check_offline_support(recipe: Recipe) -> None:
     """Check that drafters of this kind can be trained on features from disk.
 
     Raises:
-        UserError: They cannot; the message gives the reason.
+        UserError: The kind needs the target in training; the message gives the reason.
     """
     obstacle = load_drafter_class(recipe.drafter.kind).unsupported.get("offline")
     if obstacle is not None:
@@ -252,7 +252,7 @@ def open_features(recipe: Recipe, tokens_hash: str, drafter: Drafter) -> Feature
     """Open the cache that `draftsmith features` wrote for this recipe, target and drafter.
 
     Raises:
-        UserError: There is none, it is not complete, or it was made from something else.
+        UserError: The cache is missing or incomplete, or it was written with other settings.
     """
     folder = RunFolder(recipe).features
     index = FeatureIndex.read(folder)

@@ -83,7 +83,7 @@ class Projection:
         """Check that the missing shards fit on the disk, with a margin.
 
         Raises:
-            UserError: They do not fit.
+            UserError: The disk has too little space.
         """
         margin_bytes = round(MARGIN_FRAC * self.missing_bytes) + MARGIN_BYTES
         if self.missing_bytes + margin_bytes <= self.free_bytes:
@@ -112,7 +112,7 @@ class FeatureReport:
 
 
 def project_features(recipe: Recipe) -> Projection:
-    """Compute how much there is to write. Loads configs and tokens, no weights, and writes nothing.
+    """Compute the size of the features to write. Loads configs and tokens, no weights, and writes nothing.
 
     Raises:
         UserError: No tokens yet, the drafter cannot be trained on features from disk, or the folder holds others.
@@ -134,7 +134,7 @@ def project_features(recipe: Recipe) -> Projection:
 
 @with_run_lock("features")
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
-    """Write the missing shards; of several processes each writes a part.
+    """Write the missing shards of features; several processes share the work.
 
     Raises:
         UserError: The target cannot be loaded, or is not the target of the existing shards.
@@ -143,7 +143,10 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     begin_s = time.perf_counter()
     folder, index, chosen = projection.folder, projection.index, recipe.data.features
     if chosen.sharded and recipe.target.quantization is not None:
-        raise UserError("key `data.features.sharded`: bitsandbytes' weights cannot be split: leave one of both out")
+        raise UserError(
+            "key `data.features.sharded`: weights quantised by bitsandbytes cannot be split over processes: set it to "
+            "false, or leave out `target.quantization`"
+        )
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     group = PartialState(cpu=target_device(recipe.target).type == "cpu") if is_launched else None
     number, count, missing = 0, 1, projection.missing
@@ -157,8 +160,8 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
         target = load_split_target(recipe, group.device)
     elif chosen.sharded:
         raise UserError(
-            "key `data.features.sharded`: the target is split among processes and there is one: leave it out, or "
-            "launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
+            "key `data.features.sharded`: it splits the target over several processes, and there is only one: leave "
+            "it out, or launch several: `torchrun --nproc-per-node N $(which draftsmith) features RECIPE --yes`"
         )
     else:
         target = load_target(recipe.target)[0]
@@ -193,9 +196,9 @@ def row_features(
     """Yield every row's number and its features [S, F]; the longest rows first, so that too large a batch fails soon.
 
     Args:
-        layers: Ids of `draftsmith.models.target.features.FeatureTap`.
-        batch_size: Rows of like length share a forward.
-        autocast: Products in bf16, the residual stream not.
+        layers: Feature layers, numbered as in `draftsmith.models.target.features.FeatureTap`.
+        batch_size: Rows in one forward; they have similar lengths.
+        autocast: Compute matrix products in bf16, but not the residual stream.
 
     Raises:
         UserError: The device's memory does not hold a batch.

@@ -120,7 +120,7 @@ def _optimizer_bytes(args: DrafterTrainingArguments, drafter: Drafter) -> int:
 
 
 class _Step:
-    """The rows of one step and the modules that they go through.
+    """The rows of a training step and the modules that compute them.
 
     `layers` are decoder layers, all rows go through each; `heads`, where there are no layers, have a depth's rows each.
     """
@@ -217,7 +217,7 @@ class _Step:
         return held + (weight_bytes * product // number if own and product < number else 0), chunk, product
 
     def _further_bytes(self) -> int:
-        """Return the bytes that the auxiliary loss saves, of a kind that has one and shows how (`further_run`)."""
+        """Return the bytes that the auxiliary loss saves for the backward, for kinds with `further_run`."""
         run: Callable[[Tensor], Any] | None = getattr(self._drafter, "further_run", None)
         if run is None:
             return 0
@@ -305,7 +305,7 @@ class _Step:
 
 
 def num_weights(module: nn.Module) -> float:
-    """Count the weights that a row is multiplied with; of experts those that a token takes."""
+    """Count the weights that a row is multiplied with; of a mixture of experts only the active ones."""
     config = getattr(module, "config", None)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / (getattr(config, "num_experts", None) or 1)
     layers = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
@@ -314,12 +314,12 @@ def num_weights(module: nn.Module) -> float:
 
 
 def _width(module: nn.Module) -> int:
-    """Return the size of the rows that a module reads: what its first linear layer does."""
+    """Return the input size of a module, that of its first linear layer."""
     return next(each.in_features for each in module.modules() if isinstance(each, nn.Linear))
 
 
 class _AttentionCore:
-    """Stands for the attention among a layer's rows: notes sizes of queries and keys, and saves nothing."""
+    """Stand-in for attention, which records the sizes of queries and keys and saves nothing for the backward."""
 
     width = key_bytes = itemsize = 0
 

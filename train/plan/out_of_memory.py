@@ -21,7 +21,7 @@ SHOWN_WAYS = 4
 
 @contextmanager
 def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
-    """Turn an allocation that failed in here into the plan's breakdown, on stderr, and a sentence with the ways out.
+    """Report a failed allocation in this context: the plan's breakdown on stderr, and a sentence with the ways out.
 
     Raises:
         UserError: Memory ran out.

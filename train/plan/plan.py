@@ -66,7 +66,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Answers of the command; `memory` adds up to `peak_bytes`. `set_ups`: bytes of a process by launch and target."""
+    """Result of `draftsmith plan`. `memory` adds up to `peak_bytes`; `set_ups`: bytes of a process by launch."""
 
     name: str
     parameters: list[Line]
@@ -207,6 +207,7 @@ def training_batch(
 
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Line:
+    """Return the size of the offline feature cache."""
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")

@@ -50,7 +50,7 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     """Load the target to make a drafter from, which `sync_models` is called with afterwards; both `outside_the_launch`.
 
     Args:
-        device: Of this process.
+        device: Device of this process.
 
     Raises:
         UserError: As `load_target`.

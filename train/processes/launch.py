@@ -105,7 +105,7 @@ def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Non
     """Check that the launch, the recipe and the kind of drafter work together, before anything is loaded.
 
     Raises:
-        UserError: They do not; the message has the first obstacle and the way out.
+        UserError: The recipe does not support this launch; the message has the first obstacle and the way out.
     """
     quantization_options(recipe.target)  # checks that its library is installed
     for obstacle in _obstacles(recipe, args, launch):
@@ -170,7 +170,7 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
         return
     key = "key `data.features.sharded`"
     if launch.processes < 2:
-        yield f"{key}: the target is split among processes and there is one: launch several, or leave it out"
+        yield f"{key}: it splits the target over several processes, but there is one: launch several, or leave it out"
     if recipe.target.quantization is not None:
         yield f"{key}: bitsandbytes' weights cannot be split: leave it out, or target.quantization"
     if needs is not None:

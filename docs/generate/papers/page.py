@@ -33,7 +33,7 @@ ROUNDS = {
     "Medusa, shared head, tree of 12": "smollm2-135m-medusa/medusa-tree",
     "Medusa-ParallelSpec, tree of 12": "smollm2-135m/smollm2-tree",
 }
-# Theory knows chains: what the page calls them, the recipe's and the method's name, with the embedded target's own.
+# Chains, which theory is about: name on the page, recipe and method, and the same for the embedded target.
 CHAINS = (
     ("EAGLE-ParallelSpec", "-two_stage/two-stage-chain", "eagle-parallel-chain"),
     ("Medusa-ParallelSpec", "/smollm2-chain", "parallel-chain"),
@@ -43,7 +43,7 @@ CHAINS = (
     ("bigram", "-draft_model/bigram", "bigram"),
     ("trigram", "-draft_model/trigram", "trigram"),
 )
-TARGETS = ((SMOLLM2, "smollm2-135m"), (EMBEDDED, ""))  # and what stands before a method's name in its file
+TARGETS = ((SMOLLM2, "smollm2-135m"), (EMBEDDED, ""))  # and the prefix of a method's name in its file
 EXPECTED = [
     (f"{name}, {target.name}", target.file, before + methods[number], temperature)
     for number, (target, before) in enumerate(TARGETS)

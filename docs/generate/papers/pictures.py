@@ -75,8 +75,8 @@ def draw_answer(answers: list[TracedAnswer], file: Path) -> Path:
     """Write an SVG with a white background, for light and dark pages.
 
     Args:
-        answers: To one question, in the order of their blocks.
-        file: Written.
+        answers: Traced answers to one question, in the order of their blocks.
+        file: SVG file to write.
     """
     lines: list[str] = []
     row = 1

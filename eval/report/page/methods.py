@@ -254,6 +254,7 @@ def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
 
 
 def _lane(answer: MethodResult, scale: Scale) -> Lane:
+    """Place the rounds of an answer's first turn on the scale."""
     turn, start_s, rounds = answer.turns[0], 0.0, []
     for seconds, tokens in zip(turn.phases_s, turn.accept_lengths, strict=False):
         if 1000 * start_s >= scale.high * (1 - 1e-9):  # the sums are rounded
@@ -264,6 +265,7 @@ def _lane(answer: MethodResult, scale: Scale) -> Lane:
 
 
 def _round(seconds: Sequence[float], start_s: float, scale: Scale, tokens: int) -> LaneRound:
+    """Place the phases of a round that starts at `start_s` on the scale."""
     ended_s = start_s + sum(seconds)
     middle = (scale.percent(1000 * start_s) + scale.percent(1000 * ended_s)) / 2
     parts = []

@@ -53,7 +53,7 @@ def write_report(
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
             `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter changes the target, `proof` if
-            there is one, `served` (measurements in engines, `eval/serving/asking.py`) and `baseline` (rows of
+            there is one, `served` (measurements in engines, `eval/serving/load_test.py`) and `baseline` (rows of
             `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs of `trained`
             drafters by name, `data_card`, `inputs_sha256`.
         pictures: PNG files below `root` that `report.md` shows.

@@ -12,7 +12,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.card.card import write_data_card
 from draftsmith.data.distill.distill import distill
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
+from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, FinishedConversation, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
 from draftsmith.files import file_sha256
@@ -41,7 +41,7 @@ def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
     counts, run = SourceCounts(), RunFolder(recipe)
     failed, *answered = load_conversations(recipe, counts)
     ended = [
-        Finished(
+        FinishedConversation(
             c.id,
             SHORTENED if n < 2 else DONE,
             "cut short" if n < 2 else None,
@@ -51,7 +51,7 @@ def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
     ]
     random.Random(order).shuffle(ended)
     with Ledger(run.data) as ledger:
-        ledger.commit([], [*ended, Finished(failed.id, FAILED, "a | b\nc")])
+        ledger.commit([], [*ended, FinishedConversation(failed.id, FAILED, "a | b\nc")])
     build_token_dataset(recipe, TOKENIZER, run, progress=False)
     file = write_data_card(recipe, counts, TOKENIZER, "abc")
     return file.read_text(encoding="utf-8"), json.loads((run.data / "card.json").read_text())
@@ -90,7 +90,9 @@ def card_of(
     run = RunFolder(recipe)
     with Ledger(run.data) as ledger:
         ledger.claim(records)
-        ledger.commit([], [Finished(key, DONE, None, {"source": "x", **record}) for key, record in records.items()])
+        ledger.commit(
+            [], [FinishedConversation(key, DONE, None, {"source": "x", **record}) for key, record in records.items()]
+        )
     report = build_token_dataset(recipe, tokenizer, run, progress=False)
     write_data_card(recipe, SourceCounts(), tokenizer, None)
     return report, json.loads((run.data / "card.json").read_text())["tokens"]
@@ -191,7 +193,7 @@ def test_a_card_of_the_conversations_that_ship(tmp_path: Path) -> None:
     run = RunFolder(recipe)
     report = distill(recipe, TOKENIZER, run, progress=False)
     with Ledger(run.data) as ledger:
-        ledger.commit([], [Finished("x", DONE, None, {"messages": messages("a", "b")})])
+        ledger.commit([], [FinishedConversation("x", DONE, None, {"messages": messages("a", "b")})])
     build_token_dataset(recipe, TOKENIZER, run, progress=False)
     text = write_data_card(recipe, report.sources, TOKENIZER, None).read_text()
     assert "standard library of Python 3.11, SHA-256" in text

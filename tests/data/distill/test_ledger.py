@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.distill.ledger import CLAIMS, DONE, FAILED, SHORTENED, Finished, Ledger, LedgerView
+from draftsmith.data.distill.ledger import CLAIMS, DONE, FAILED, SHORTENED, FinishedConversation, Ledger, LedgerView
 from draftsmith.errors import UserError
 
 IDS = [f"c{number:02d}" for number in range(6)]
 
 
-def done(key: str, text: str = "said") -> Finished:
-    return Finished(key, DONE, None, {"messages": [{"role": "assistant", "content": text + key}]})
+def done(key: str, text: str = "said") -> FinishedConversation:
+    return FinishedConversation(key, DONE, None, {"messages": [{"role": "assistant", "content": text + key}]})
 
 
 def lines_of(folder: Path, kind: str = "shards") -> list[str]:
@@ -28,17 +28,17 @@ def lines_of(folder: Path, kind: str = "shards") -> list[str]:
 
 def test_states_and_reasons(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
-        assert list(ledger.claim(IDS[:4]).taken) == IDS[:4]
-        cut = Finished(IDS[1], SHORTENED, "answer cut short", {"messages": []})
-        ledger.commit([], [done(IDS[0]), cut, Finished(IDS[2], FAILED, "HTTP 500")])
-        assert list(ledger.claim(IDS).taken) == IDS[3:]
+        assert list(ledger.claim(IDS[:4]).claimed) == IDS[:4]
+        cut = FinishedConversation(IDS[1], SHORTENED, "answer cut short", {"messages": []})
+        ledger.commit([], [done(IDS[0]), cut, FinishedConversation(IDS[2], FAILED, "HTTP 500")])
+        assert list(ledger.claim(IDS).claimed) == IDS[3:]
         assert ledger.finished_ids() == set(IDS[:3])
         assert LedgerView(tmp_path).counts()[FAILED] == {"HTTP 500": 1}
     with Ledger(tmp_path) as ledger:
         assert ledger.retry_failed(final=["HTTP 500", "other"]) == 0
         assert ledger.retry_failed(final=["other"]) == 1
         assert ledger.finished_ids() == set(IDS[:2])
-        assert list(ledger.claim(IDS).taken) == IDS[2:]
+        assert list(ledger.claim(IDS).claimed) == IDS[2:]
         ledger.commit([], [done(IDS[2])])
     view = LedgerView(tmp_path)
     assert view.counts() == {"done": {"": 2}, "truncated": {"answer cut short": 1}}
@@ -54,10 +54,12 @@ def test_answers_of_an_unfinished_conversation_outlive_its_process(tmp_path: Pat
             [(IDS[0], 1, {"text": "second", "token_ids": None}), (IDS[1], 0, {"text": "other", "token_ids": None})],
             [done(IDS[1])],
         )
-        ledger.commit([(IDS[2], 0, {"text": "said", "token_ids": None})], [Finished(IDS[2], FAILED, "HTTP 500")])
+        ledger.commit(
+            [(IDS[2], 0, {"text": "said", "token_ids": None})], [FinishedConversation(IDS[2], FAILED, "HTTP 500")]
+        )
     with Ledger(tmp_path) as ledger:
         assert ledger.retry_failed() == 1
-        assert ledger.claim(IDS[:3]).taken == {
+        assert ledger.claim(IDS[:3]).claimed == {
             IDS[0]: [{"text": "first", "token_ids": None}, {"text": "second", "token_ids": None}],
             IDS[2]: [{"text": "said", "token_ids": None}],
         }
@@ -84,7 +86,7 @@ def test_a_torn_line_does_not_count(tmp_path: Path) -> None:
     with LedgerView(tmp_path).files()[0].open("a") as stream:
         stream.write(json.dumps({"id": IDS[1], "state": DONE, "reason": None, "messages": []})[:-5])
     with Ledger(tmp_path) as ledger:
-        assert list(ledger.claim(IDS[:2]).taken) == [IDS[1]]
+        assert list(ledger.claim(IDS[:2]).claimed) == [IDS[1]]
         ledger.commit([], [done(IDS[1])])
     assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["saidc00", "saidc01"]
 
@@ -143,7 +145,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 WORKER = """
 import os, signal, sys
 from pathlib import Path
-from draftsmith.data.distill.ledger import DONE, Finished, Ledger
+from draftsmith.data.distill.ledger import DONE, FinishedConversation, Ledger
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 ids = [f"c{number:02d}" for number in range(int(sys.argv[3]))]
 done = 0
@@ -153,7 +155,7 @@ with Ledger(folder) as ledger:
         claim = ledger.claim(left[:3])
         if not left or claim.held:
             break
-        for key, answers in claim.taken.items():
+        for key, answers in claim.claimed.items():
             for turn in range(len(answers), 3):
                 with (folder / "asked").open("a") as asked:
                     asked.write(f"{key} {turn}\\n")
@@ -161,16 +163,17 @@ with Ledger(folder) as ledger:
                 if done == steps:
                     os.kill(os.getpid(), signal.SIGKILL)
                 ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})], [])
-            ledger.commit([], [Finished(key, DONE, None, {"messages": [{"role": "user", "content": key}] * 50})])
+            messages = [{"role": "user", "content": key}] * 50
+            ledger.commit([], [FinishedConversation(key, DONE, None, {"messages": messages})])
 """
 OTHER = """
 import sys
 from pathlib import Path
-from draftsmith.data.distill.ledger import DONE, Finished, Ledger
+from draftsmith.data.distill.ledger import DONE, FinishedConversation, Ledger
 with Ledger(Path(sys.argv[1])) as ledger:
-    print(*ledger.claim(sys.argv[2:]).taken, flush=True)
+    print(*ledger.claim(sys.argv[2:]).claimed, flush=True)
     key = sys.stdin.readline().strip()
-    ledger.commit([], [Finished(key, DONE, None, {"messages": []})])
+    ledger.commit([], [FinishedConversation(key, DONE, None, {"messages": []})])
     print("written", flush=True)
     sys.stdin.read()
 """
@@ -185,16 +188,16 @@ def test_what_another_process_works_on_is_left_to_it_until_it_is_killed(tmp_path
         assert other.stdout.readline().split() == IDS[:3]
         with Ledger(tmp_path) as ledger:
             claim = ledger.claim(IDS[:4])
-            assert (list(claim.taken), claim.held) == ([IDS[3]], IDS[:3])
+            assert (list(claim.claimed), claim.held) == ([IDS[3]], IDS[:3])
             other.stdin.write(IDS[0] + "\n")
             other.stdin.flush()
             assert other.stdout.readline() == "written\n"
             claim = ledger.claim(IDS[:3])
-            assert (list(claim.taken), claim.held) == ([], IDS[1:3])
+            assert (list(claim.claimed), claim.held) == ([], IDS[1:3])
             assert ledger.finished_ids() == {IDS[0]}
             other.kill()
             other.wait()
-            assert list(ledger.claim(IDS[:3]).taken) == IDS[1:3]
+            assert list(ledger.claim(IDS[:3]).claimed) == IDS[1:3]
 
 
 def test_killed_again_and_again(tmp_path: Path) -> None:

@@ -211,5 +211,5 @@ def test_thoughts_without_loss(tmp_path: Path) -> None:
     thoughts = sum(each.index(around[1]) + 1 for each in ids) + len(tokenizer.encode("<think>\none"))
     assert (report.rows, report.thoughts_alone, report.reasoning_tokens) == (2, 1, thoughts)
     assert ", 1 rows of thoughts alone left out" in report.sentence()
-    with pytest.raises(UserError, match=r"no token \[THINK\], .* set data.reasoning_tokens to the two"):
+    with pytest.raises(UserError, match=r"no token \[THINK\], .* set data.reasoning_tokens to the tokens"):
         reasoning_ids(tokenizer, DataRecipe(reasoning="mask", reasoning_tokens=("[THINK]", "</think>")))

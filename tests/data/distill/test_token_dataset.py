@@ -9,7 +9,7 @@ import pytest
 from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
-from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, Finished, Ledger, LedgerView
+from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, FinishedConversation, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import REPORT_NAME, build_token_dataset
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.errors import UserError
@@ -26,7 +26,7 @@ def write_distilled(folder: Path, answers: list[list[str]]) -> None:
         for key, said in zip(ids, answers, strict=True):
             question = {"role": "user", "content": "Say hi"}
             messages = [turn for answer in said for turn in (question, {"role": "assistant", "content": answer})]
-            finished.append(Finished(key, DONE, None, {"messages": messages}))
+            finished.append(FinishedConversation(key, DONE, None, {"messages": messages}))
         ledger.commit([], finished)
 
 

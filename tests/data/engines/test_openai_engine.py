@@ -67,9 +67,9 @@ def test_sampling_seed_and_key_are_sent(
 @pytest.mark.parametrize(
     ("variable", "sentence"),
     [
-        ("BROKEN", "api_key_env: BROKEN holds line breaks or other characters"),
-        ("sk-proj-1", "give a variable's name, not what it holds"),
-        ("NO_SUCH_KEY", "the environment has no variable NO_SUCH_KEY"),
+        ("BROKEN", "api_key_env: BROKEN contains line breaks or other characters"),
+        ("sk-proj-1", "not shown: it looks like the secret itself"),
+        ("NO_SUCH_KEY", "no environment variable NO_SUCH_KEY"),
     ],
 )
 def test_a_wrong_key_is_told_unseen(
@@ -128,7 +128,7 @@ def test_variables_of_the_chat_template_go_with_messages(start_server: StartServ
         server = start_server()
         run(start_engine(server, api=api, target=switch), requests(1))
         assert server.requests[-1].get("chat_template_kwargs") == sent
-    with pytest.raises(UserError, match=r"needs data.distill.options.extensions: true, or .*api: completions"):
+    with pytest.raises(UserError, match=r"server with data.distill.options.extensions: true, or .*api: completions"):
         start_engine(start_server(), api="chat", extensions=False, target=switch)
 
 
@@ -136,7 +136,7 @@ def test_a_server_that_refuses_unknown_fields(start_server: StartServer, start_e
     server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
     with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):
         start_engine(server)
-    with pytest.raises(UserError, match="top_k is not of OpenAI's API"):
+    with pytest.raises(UserError, match="OpenAI's API has no top_k"):
         start_engine(server, extensions=False, distill={"top_k": 5})
     asked = requests(2)
     assert run(start_engine(server, extensions=False), asked) == {
@@ -316,7 +316,7 @@ def test_the_recipe_opens_it(start_server: StartServer) -> None:
     for wrong, message in [
         ({"base_urls": []}, "options.base_urls`: list should have at least 1 item"),
         ({"base_urls": ["a:8000"]}, "a:8000 does not begin with http"),
-        ({"base_urls": [server.url, server.url + "/"]}, "a server is named twice"),
+        ({"base_urls": [server.url, server.url + "/"]}, "the same server is listed twice"),
         ({"base_urls": [server.url], "timeout": 3}, "unknown key `data.distill.options.timeout`"),
     ]:
         with pytest.raises(UserError, match=message), open_engine(setting(options=wrong)):
@@ -403,7 +403,7 @@ def test_a_redirection_is_not_followed(start_server: StartServer, start_engine: 
     server = start_server(lambda body, number: Fault(307, {"Location": f"{other.url}/completions?key=secret"}, {}))
     engine = start_engine(server)
     with pytest.raises(
-        UserError, match=r"sends us on to http://127.0.0.1:\d+ \(HTTP 307\), which is not followed"
+        UserError, match=r"redirects to http://127.0.0.1:\d+ \(HTTP 307\), which is not followed"
     ) as told:
         run(engine, requests(3))
     assert "secret" not in str(told.value)

@@ -121,7 +121,9 @@ def test_a_rotation_that_other_rows_change_is_refused() -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     target = tiny_chat_llama()
     target.config.rope_parameters = {**rope, **factors}
-    with pytest.raises(UserError, match=r"RoPE \(longrope\) changes beyond 83 tokens"):
+    with pytest.raises(
+        UserError, match=r"RoPE \(longrope\) changes for the whole batch when one sequence exceeds 83 tokens"
+    ):
         engine_of(target, 2)
 
 
@@ -178,7 +180,7 @@ def test_a_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytes
     def full(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "_begin", full)
+    monkeypatch.setattr(engine, "_prefill", full)
     engine.submit(Request("0", [5], [], GREEDY, 0))
     with pytest.raises(
         UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"

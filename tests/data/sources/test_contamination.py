@@ -95,5 +95,5 @@ def test_the_default_is_the_recipes_own_questions(tmp_path: Path) -> None:
     values["data"]["conversations"]["decontaminate"] = []  # type: ignore[index]
     assert len(list(load_conversations(Recipe.model_validate(values)))) == 2
     values["data"]["conversations"]["decontaminate"] = ["gone.jsonl"]  # type: ignore[index]
-    with pytest.raises(UserError, match=r"questions file gone.jsonl, which .* does not exist: correct .*decontaminate"):
+    with pytest.raises(UserError, match=r"questions file gone.jsonl, whose .* does not exist: correct .*decontaminate"):
         list(load_conversations(Recipe.model_validate(values)))

@@ -108,9 +108,9 @@ def test_interleaving_keeps_the_shares_at_every_moment() -> None:
     mixed = "".join(interleave(streams))
     assert mixed.startswith("acabca" * 3)
     assert mixed == "acabca" * 3 + "bb"  # a and c have run dry
-    for taken in range(1, 19):
+    for claimed in range(1, 19):
         for name, share in (("a", 1 / 2), ("b", 1 / 6), ("c", 1 / 3)):
-            assert abs(mixed[:taken].count(name) - share * taken) < 1
+            assert abs(mixed[:claimed].count(name) - share * claimed) < 1
 
 
 def mixture(tmp_path: Path, **texts: str) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def test_nothing_left(tmp_path: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("a.jsonl", jsonl("a").encode() + b"{broken\n", "a.jsonl line 2: not JSON: "),
-        ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation a line"),
+        ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation per line"),
         ("a.json", b"[]", "a.json holds no valid conversation"),
         ("a.json", b'[{"messages": []}]', "a.json conversation 1: the conversation is empty"),
         ("a.jsonl", b"\xff\xfe\x00", "a.jsonl line 1: not UTF-8 text (byte 0xff at position 1)"),

@@ -43,7 +43,7 @@ def test_the_runs_are_the_ids(family: str) -> None:
     ids = talk_ids(tokenizer, family)
     tokenized = tokenize_conversation(tokenizer, TALK, ids)
     assert tokenized.answers() == ids
-    assert tokenized.unsaid_turns == ()
+    assert tokenized.rewritten_turns == ()
     assert tokenized.input_ids != tokenize_conversation(tokenizer, TALK).input_ids
     first_prompt = prompt_token_ids(tokenizer, TALK.turns[:1])
     if family not in ("R1", "Qwen3, no thoughts"):  # their prompts end with what the history does not have
@@ -95,7 +95,7 @@ def test_thoughts_that_the_history_lacks_carry_no_loss_there() -> None:
     tokenized = tokenize_conversation(tokenizer, thinking, list(ids))
     assert tokenized.input_ids == prompt_token_ids(tokenizer, thinking.turns[:-1]) + ids[-1]
     assert tokenized.answers() == ids[-1:]
-    assert tokenized.unsaid_turns == (1, 3)
+    assert tokenized.rewritten_turns == (1, 3)
     # A thoughtless answer stays in the history as it was said.
     mixed = Conversation("mixed", (*TALK.turns[:2], *thinking.turns[2:]))
     plain = [*spelled(tokenizer, "Hello there"), tokenizer.convert_tokens_to_ids("<|im_end|>")]

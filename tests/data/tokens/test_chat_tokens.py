@@ -151,5 +151,5 @@ def test_thoughts_carry_no_loss(ids: list[int], loss: list[int], kept: list[int]
 
 def test_a_text_that_is_no_utf_8_is_a_sentence() -> None:
     """As a command line in Latin-1 gives it."""
-    with pytest.raises(UserError, match="is no UTF-8"):
+    with pytest.raises(UserError, match="is not valid UTF-8"):
         prompt_token_ids(tiny_tokenizer(templates.CHATML), [Turn("user", "caf\udce9")])

@@ -75,9 +75,9 @@ def test_given_ids_take_the_place_of_a_call(family: str) -> None:
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
     tokenized = tokenize_conversation(tokenizer, TALK, [ids, None, None])
     assert tokenized.answers()[0] == ids
-    assert not tokenized.unsaid_turns
+    assert not tokenized.rewritten_turns
     other = tokenizer(said.replace("Zürich", "Genf"), add_special_tokens=False)["input_ids"]
-    assert tokenize_conversation(tokenizer, TALK, [other, None, None]).unsaid_turns == (1,)
+    assert tokenize_conversation(tokenizer, TALK, [other, None, None]).rewritten_turns == (1,)
 
 
 def test_an_answer_is_read_as_its_template_writes_it(family: str) -> None:
@@ -110,7 +110,7 @@ def test_calls_after_thoughts() -> None:
     assert answers(tokenizer, thinking, [ids, None]) == [thoughts + call, "<think>\n\n</think>\n\nIt is.<|im_end|>"]
     assert answers(tokenizer, TALK)[0] == call
     later = Conversation("id", (*thinking.turns, *TALK.turns[4:]), tools=TOOLS)
-    assert tokenize_conversation(tokenizer, later, [ids, None, None]).unsaid_turns == (1,)
+    assert tokenize_conversation(tokenizer, later, [ids, None, None]).rewritten_turns == (1,)
 
 
 def test_several_calls_with_words_before() -> None:

@@ -16,7 +16,7 @@ from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
@@ -54,7 +54,7 @@ def metered(
     meter.start([0], NONE)
     meter.observe([0], NONE)
     for _ in range(rounds):
-        meter.on_round(Round(meter.propose(), p.log(), Verdict(path, 0), kept or len(path), torch.empty(0)))
+        meter.on_round(Round(meter.propose(), p.log(), Verification(path, 0), kept or len(path), torch.empty(0)))
     return meter
 
 

@@ -204,7 +204,9 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 
 def test_what_is_unlike_is_refused_by_name(tmp_path: Path) -> None:
     first = run_in(tmp_path / "a", [1.0, 0.5])
-    with pytest.raises(UserError, match=r"a and .*b cannot be compared: question 1 was answered with other prompts"):
+    with pytest.raises(
+        UserError, match=r"a and .*b cannot be compared: question 1 was answered with different prompts"
+    ):
         compare_runs([first, run_in(tmp_path / "b", [1.0, 0.5], prompts="zz")])
     with pytest.raises(UserError, match=r"2 question\(s\) are in one of them only, 1 for example"):
         compare_runs([first, run_in(tmp_path / "c", [1.0, 0.5], first_id=2)])

@@ -18,7 +18,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, Finished, Ledger
+from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, FinishedConversation, Ledger
 from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.engines import vllm_engine
 from draftsmith.data.sources.record_reader import parse_conversation
@@ -178,7 +178,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
         "source/room for answers", "none of 3 prompts leaves room .*=60 within the target's 64 positions",
     ),
     "no token of thoughts": (
-        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that thoughts cannot be separated",
+        {}, ["data.reasoning=mask"], "source/thoughts", "no token <think>, so that its reasoning cannot be separated",
     ),
     "an option of no engine": (
         {}, ["data.distill.options={batchsize: 3}"], "distillation/engine", "did you mean `batch_size`",
@@ -338,8 +338,14 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     with Ledger(data) as ledger:
         ledger.claim(["0", "1", "2", "3", "4", "5"])
         record: dict[str, Any] = {"messages": []}
-        kept = [Finished("0", SHORTENED, cut_short, record), *(Finished(key, DONE, None, record) for key in "12")]
-        ledger.commit([], [*kept, Finished("3", FAILED, cut_short), Finished("4", FAILED, "prompt too long")])
+        kept = [
+            FinishedConversation("0", SHORTENED, cut_short, record),
+            *(FinishedConversation(key, DONE, None, record) for key in "12"),
+        ]
+        ledger.commit(
+            [],
+            [*kept, FinishedConversation("3", FAILED, cut_short), FinishedConversation("4", FAILED, "prompt too long")],
+        )
     code, findings, printed = case.examine()
     assert code == 0
     assert findings["tokens/answers cut short"]["severity"] == "warning"

@@ -20,7 +20,7 @@ from draftsmith.data.engines.engine import EngineSetting
 from draftsmith.eval.commands import in_engine
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
-from draftsmith.eval.commands.in_engine import cpu_cache_bytes, measured_arguments, read_engine_options
+from draftsmith.eval.commands.in_engine import cpu_cache_bytes, read_engine_options, vllm_arguments
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
@@ -75,7 +75,7 @@ def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
         assert (row["acceptance_by_depth"], row["acceptance_conditional"]) == ([1.0, 0.0], [1.0, 0.0])
         assert row["speedup"] > 0
     assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
-    assert "Greedy, with drafter, 1 at once: 3 of 3 answers are the same with the drafter." in found["notes"]
+    assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same with the drafter." in found["notes"]
     # The conversation continued with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts
@@ -118,7 +118,7 @@ WRONG = [
     (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
     (["--server", "http://a", "--correct-cpu-sampling"], "is for a server that is started here"),
     (["--engine-options", "{a"], "option --engine-options: give a mapping"),
-    (["--server", "http://a", "--api-key-env", "NOT_SET"], "the environment has no variable NOT_SET"),
+    (["--server", "http://a", "--api-key-env", "NOT_SET"], "no environment variable NOT_SET"),
     (["eval.stop=[x]"], "set eval.stop=[]"),
     (["--engine-options", "{max_length: 5}"], "unknown key `--engine-options.max_length`"),
     (
@@ -137,7 +137,7 @@ def test_wrong_options(recipe: str) -> None:
         assert sentence in result.stderr
     result = CliRunner().invoke(app, ["eval", recipe, "--server", "http://a"])
     assert result.exit_code == 2
-    assert "an option of an engine is given without one: add `--engine vllm`" in result.stderr
+    assert "an option for an engine needs --engine: add `--engine vllm`" in result.stderr
 
 
 def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:
@@ -168,7 +168,7 @@ CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
 def arguments(**options: Any) -> dict[str, Any]:
     recipe = Recipe.model_validate({"name": "x", "target": {"model": "a/model", "dtype": "float32"}})
     setting = EngineSetting(recipe, None, (2,))
-    return measured_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
+    return vllm_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
 
 
 def test_a_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,18 +29,18 @@ from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli, learning
 from draftsmith.eval.commands.learning import (
     Answer,
+    CandidateResult,
     Learned,
     Learner,
-    Weighed,
     cycle_or_pause_s,
-    keep_some_of,
+    interpolate_weights,
     paired_interval,
     start_learning,
     tau_of,
     watched,
 )
 from draftsmith.eval.serving import server, worker
-from draftsmith.eval.serving.worker import Finished, Job, Worker
+from draftsmith.eval.serving.worker import CompletedAnswer, Job, Worker
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
@@ -69,7 +69,7 @@ def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
     """To be called by `Worker.answer`."""
     out: queue.SimpleQueue[Any] = queue.SimpleQueue()
     worker.submit(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
-    while not isinstance(end := out.get(timeout=60), Finished):
+    while not isinstance(end := out.get(timeout=60), CompletedAnswer):
         assert not isinstance(end, BaseException)
     return end.record.ids
 
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, 
 def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
     refused, kept = iter([True, True, False, False]), list[Any]()
 
-    def keep(finished: Finished) -> None:
+    def keep(finished: CompletedAnswer) -> None:
         if next(refused):
             raise OSError(28, "No space left on device")
         kept.append(finished.record.ids)
@@ -200,7 +200,7 @@ def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path
     Learned(recipe)
     weights = RunFolder(recipe).drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
-    with pytest.raises(UserError, match="was learned from other weights than those in"):
+    with pytest.raises(UserError, match="was trained from other weights than those in"):
         Learned(recipe)
 
 
@@ -215,8 +215,8 @@ def test_the_interval_by_hand() -> None:
     assert (low, high) == pytest.approx((0.5, 0.5))
     low, high = paired_interval(tokens, [2.0] * 20, [1.6, 2.4] * 10)
     assert low < 0 < high
-    shares = [answer.is_kept_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
-    assert np.mean(shares) == pytest.approx(learning.KEPT_OUT_FRAC, abs=0.03)
+    shares = [answer.is_held_out for answer in (Answer([number] * 20, [1, 2]) for number in range(2000))]
+    assert np.mean(shares) == pytest.approx(learning.HELD_OUT_FRAC, abs=0.03)
 
 
 def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_
               folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
     noted = {"steps": 1, "history": [], "weights_sha256": weights_sha256(folder)}
     (folder / "training.json").write_text(json.dumps(noted))
-    keep_some_of(begun, folder, 0.25)
+    interpolate_weights(begun, folder, 0.25)
     found = load_file(folder / "model.safetensors")
     for name, value in weights.items():
         expected = value + 0.75 if value.is_floating_point() else value
@@ -254,13 +254,13 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     monkeypatch.setattr(learner, "_train", noted)
     first = learner.cycle()
     assert first is not None
-    kept_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_kept_out]
-    assert first.answers == len(kept_out) >= learning.FEWEST_KEPT_OUT
-    assert not [ids for ids in kept_out if ids in seen]
+    held_out = [[*answer.prompt_ids, *answer.ids] for answer in learned.answers() if answer.is_held_out]
+    assert first.answers == len(held_out) >= learning.FEWEST_HELD_OUT
+    assert not [ids for ids in held_out if ids in seen]
     assert 0 < first.low < first.candidate - first.serving < first.high
     assert (first.number, learned.state.current, learned.state.previous) == (1, 1, 0)
     assert learner.cycle() is None  # nothing is new
-    worker = Worker(again, 4, newer=Learned(again).newer)
+    worker = Worker(again, 4, get_newer=Learned(again).newer)
     worker._newer = iter([learned.serving(), *[None] * 99]).__next__
     assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:8]]) == served[2][:8]
     assert worker.drafters._value.get() == 1
@@ -317,7 +317,7 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
     workers: list[Any] = []
 
-    def noted(*given: Any, at_once: int = 1) -> Any:
+    def noted(*given: Any, concurrency: int = 1) -> Any:
         workers.append(given[:4])
         return SimpleNamespace()
 
@@ -359,7 +359,7 @@ def test_a_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: An
         made_of = trained.with_name("candidate")
         monkeypatch.setattr(learner, "_train", lambda *_: trained)
         monkeypatch.setattr(learner, "_candidate", lambda each: Path(shutil.copytree(each, made_of)))
-        monkeypatch.setattr(learner, "_proven", lambda *_: True)
+        monkeypatch.setattr(learner, "_is_lossless", lambda *_: True)
         return learner
 
     monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))
@@ -422,5 +422,5 @@ def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> Non
 
 
 def test_the_sentence() -> None:
-    weighed = Weighed(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
+    weighed = CandidateResult(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
     assert weighed.sentence() == "candidate: tau 1.50 -> 1.70 (+0.10 to +0.30) on 20 held-out answers: serves as 2"

@@ -16,7 +16,7 @@ from support.finished_run import FinishedRun
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.console import PlainConsole, WordWrap, heading, moved_to_front
+from draftsmith.eval.commands.console import PlainConsole, WordWrap, heading, move_to_front
 from draftsmith.recipes.schema import Recipe
 
 RUNNER = CliRunner()
@@ -46,7 +46,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_they_may_stand_anywhere(words: str, expected: str) -> None:
-    assert moved_to_front(words.split()) == expected.split()
+    assert move_to_front(words.split()) == expected.split()
 
 
 @pytest.mark.usefixtures("trained")

@@ -78,7 +78,7 @@ def test_kinds_without_layers_say_so(tmp_path: Path) -> None:
     code, findings = examine("embedded-pass", tmp_path)
     assert (code, findings["overfit"]["severity"]) == (0, "ok")
     assert findings["overfit"]["sentence"] == (
-        "not checked: pass_embeddings trains no layers, which could learn an answer by heart"
+        "not checked: a pass_embeddings drafter trains no layers that could memorise an answer"
     )
 
 

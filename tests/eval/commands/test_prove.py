@@ -70,8 +70,8 @@ def test_lossless_sampling_passes_and_what_is_not_lossless_fails(monkeypatch: py
         patch.setattr(verify.RandomChooser, "accept", lambda self, p: original(self, (2.0 * p).clamp_max(1.0)))
         assert distribution_proof().p_value < 1e-4
 
-    def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> verify.Verdict:
-        return verify.Verdict([0], int(logits[0].argmax()))
+    def greedy(tree: DraftTree, logits: Tensor, *_: Any) -> verify.Verification:
+        return verify.Verification([0], int(logits[0].argmax()))
 
     monkeypatch.setattr("draftsmith.eval.decoding.generate.verify", greedy)
     assert distribution_proof().p_value < 1e-6

@@ -80,6 +80,6 @@ def test_what_the_hub_does_not_give(run: FinishedRun, hub: FakeHub) -> None:
     assert "the Hub shows no repository nobody/nothing to this token" in said
     assert f"{REPO} has no such revision" in refusal(f"{REPO}@v9")
     hub.repos[REPO].commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x"})
-    assert "holds no drafter that draftsmith trained" in refusal(REPO)
+    assert "this Hub repository holds no draftsmith drafter" in refusal(REPO)
     hub.repos[REPO].commit({"data.csv": b"1"})
-    assert "holds no drafter that draftsmith trained" in refusal(REPO)
+    assert "this Hub repository holds no draftsmith drafter" in refusal(REPO)

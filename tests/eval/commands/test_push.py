@@ -84,9 +84,9 @@ def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
 def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: FakeHub) -> None:
     card = run.root / "drafter" / "README.md"
     card.write_text(f"# Mine\nTrained in {run.root}/drafter.\n")
-    assert "README.md names a folder of this machine" in error_line(run.call("push"))
+    assert "README.md contains a folder of this machine" in error_line(run.call("push"))
     card.write_text(f"# Mine\n{TOKEN}\n")
-    assert "README.md names your token" in error_line(run.call("push"))
+    assert "README.md contains your token" in error_line(run.call("push"))
     assert not hub.repos
     card.write_text("# Mine\n")
     pushed(run.call("push"))
@@ -212,11 +212,11 @@ def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     repo.private = True
     assert "tester/mine is private: leave out --public" in error_line(run.call("push", "--repo", "mine", "--public"))
     repo.commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"an LLM"})
-    assert "holds no drafter of draftsmith (config.json, model.safetensors)" in error_line(
+    assert "holds no draftsmith drafter (config.json, model.safetensors)" in error_line(
         run.call("push", "--repo", "mine")
     )
     repo.commit({"data.csv": b"1,2"})
-    assert "holds no drafter of draftsmith (data.csv)" in error_line(run.call("push", "--repo", "mine"))
+    assert "holds no draftsmith drafter (data.csv)" in error_line(run.call("push", "--repo", "mine"))
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
 
 

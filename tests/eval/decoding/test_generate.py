@@ -132,8 +132,8 @@ def test_every_round_is_handed_over(session: TargetSession) -> None:
     assert [round_.kept for round_ in rounds] == out.accept_lengths
     place = 1
     for round_ in rounds:
-        path, tree = round_.verdict.path, round_.tree
-        committed = [*(tree.tokens[node] for node in path[1:]), round_.verdict.next_token]
+        path, tree = round_.verification.path, round_.tree
+        committed = [*(tree.tokens[node] for node in path[1:]), round_.verification.next_token]
         assert committed[: round_.kept] == answer[place : place + round_.kept]
         assert round_.logits.shape == (len(tree), V)
         place += round_.kept

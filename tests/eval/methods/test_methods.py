@@ -211,8 +211,8 @@ class TestLookahead:
         def accepted_tokens() -> list[int]:
             tree = method.propose()
             next_ids = {20: 1, 1: 4, 4: 7}
-            verdict = verify_greedy(tree, [next_ids.get(token, 0) for token in tree.tokens])
-            return [tree.tokens[node] for node in verdict.path[1:]]
+            verification = verify_greedy(tree, [next_ids.get(token, 0) for token in tree.tokens])
+            return [tree.tokens[node] for node in verification.path[1:]]
 
         assert accepted_tokens() == accepted
         method._remember([20, 1, 4])

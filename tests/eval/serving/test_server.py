@@ -29,10 +29,10 @@ from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.serving import protection, server, worker
 from draftsmith.eval.serving.api import application
-from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, key_in
-from draftsmith.eval.serving.requests import ChatAsked
+from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, read_api_key
+from draftsmith.eval.serving.requests import ChatRequest
 from draftsmith.eval.serving.server import Listening
-from draftsmith.eval.serving.worker import Finished, Gone, Job, Piece, Pieces, Worker
+from draftsmith.eval.serving.worker import AnswerPieces, CompletedAnswer, Job, Piece, RequestCancelled, Worker
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.sampling import Sampling
@@ -66,10 +66,10 @@ def greedy(recipe: Recipe) -> dict[str, list[int]]:
         return {question: decoder.ask(question, NEW_TOKENS).ids for question in QUESTIONS}
 
 
-class Served:
+class RunningServer:
     def __init__(self, recipe: Recipe, waiting: int = 64, at_once: int = 1) -> None:
-        self.finished: list[Finished] = []
-        self.worker = Worker(recipe, waiting, self.finished.append, at_once=at_once)
+        self.finished: list[CompletedAnswer] = []
+        self.worker = Worker(recipe, waiting, self.finished.append, concurrency=at_once)
         self.worker.warm_up()
         self._working = threading.Thread(target=self.worker.work, daemon=True)
         self._working.start()
@@ -97,32 +97,32 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(recipe: Recipe) -> Iterator[Served]:
-    one = Served(recipe, at_once=4)
-    yield one
-    one.stop()
+def running(recipe: Recipe) -> Iterator[RunningServer]:
+    started = RunningServer(recipe, at_once=4)
+    yield started
+    started.stop()
 
 
-def test_fifty_at_once_are_the_targets_own_answers(served: Served, greedy: dict[str, list[int]]) -> None:
-    tokenizer = served.worker.tokenizer
+def test_fifty_at_once_are_the_targets_own_answers(running: RunningServer, greedy: dict[str, list[int]]) -> None:
+    tokenizer = running.worker.tokenizer
     with ThreadPoolExecutor(50) as pool:
-        answers = list(pool.map(served.ask, QUESTIONS * 10))
+        answers = list(pool.map(running.ask, QUESTIONS * 10))
     for question, answer in zip(QUESTIONS * 10, answers, strict=True):
         ids = greedy[question]
         assert answer.choices[0].message.content == tokenizer.decode(ids, skip_special_tokens=True)
         assert answer.usage.completion_tokens == len(ids)
         assert sum(answer.draftsmith["tokens_per_round"]) == len(ids) - 1  # the first comes with the prompt
-        assert answer.choices[0].finish_reason == ("stop" if ids[-1] in served.worker.end_ids else "length")
-    told = sorted(each.record.ids for each in served.finished[-50:])
+        assert answer.choices[0].finish_reason == ("stop" if ids[-1] in running.worker.end_ids else "length")
+    told = sorted(each.record.ids for each in running.finished[-50:])
     assert told == sorted(greedy[question] for question in QUESTIONS * 10)
 
 
-def test_who_becomes_alone_is_drafted_for(served: Served, greedy: dict[str, list[int]]) -> None:
+def test_who_becomes_alone_is_drafted_for(running: RunningServer, greedy: dict[str, list[int]]) -> None:
     """A token a round while another answer runs; then with a drafter that reads all of the answer so far."""
     begun, first, second = threading.Event(), list[Any](), list[Any]()
 
     def job(question: str, tokens: int, pieces: list[Any]) -> Job:
-        ids = prompt_token_ids(served.worker.tokenizer, [Turn("user", question)])
+        ids = prompt_token_ids(running.worker.tokenizer, [Turn("user", question)])
 
         def put(piece: Any) -> None:
             pieces.append(piece)
@@ -130,11 +130,11 @@ def test_who_becomes_alone_is_drafted_for(served: Served, greedy: dict[str, list
 
         return Job(ids, tokens, Sampling(), 0, (), put)
 
-    served.worker.submit(job(QUESTIONS[0], NEW_TOKENS, first))
+    running.worker.submit(job(QUESTIONS[0], NEW_TOKENS, first))
     begun.wait(10)
-    served.worker.submit(job(QUESTIONS[1], 6, second))
+    running.worker.submit(job(QUESTIONS[1], 6, second))
     for _ in range(200):
-        if first and second and isinstance(first[-1], Finished) and isinstance(second[-1], Finished):
+        if first and second and isinstance(first[-1], CompletedAnswer) and isinstance(second[-1], CompletedAnswer):
             break
         time.sleep(0.05)
     assert first[-1].record.ids == greedy[QUESTIONS[0]]
@@ -144,25 +144,25 @@ def test_who_becomes_alone_is_drafted_for(served: Served, greedy: dict[str, list
     assert depths[0] > 0 or depths[-2] > 0  # and not
 
 
-def test_streamed(served: Served, greedy: dict[str, list[int]]) -> None:
+def test_streamed(running: RunningServer, greedy: dict[str, list[int]]) -> None:
     """Piece by piece the same text and as many tokens; what was drafted is the beginning of its piece."""
     for question in QUESTIONS:
-        pieces = list(served.ask(question, stream=True, stream_options={"include_usage": True}))
+        pieces = list(running.ask(question, stream=True, stream_options={"include_usage": True}))
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-        assert text == served.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
+        assert text == running.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
         own = [(piece.choices[0].delta.content, piece.draftsmith) for piece in pieces if hasattr(piece, "draftsmith")]
-        assert sum(said["tokens"] for _, said in own) == len(greedy[question]) - 1
-        assert all(words.startswith(said["drafted_text"]) for words, said in own)
+        assert sum(response["tokens"] for _, response in own) == len(greedy[question]) - 1
+        assert all(text_content.startswith(response["drafted_text"]) for text_content, response in own)
         assert pieces[-1].usage.completion_tokens == len(greedy[question])
         assert pieces[-2].choices[0].finish_reason in ("stop", "length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings(served: Served, greedy: dict[str, list[int]], stream: bool) -> None:
+def test_stop_strings(running: RunningServer, greedy: dict[str, list[int]], stream: bool) -> None:
     """The text ends before the string, also where it is spread over tokens and rounds."""
-    whole = served.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
+    whole = running.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
     stop = whole[12:17]
-    answer = served.ask(QUESTIONS[0], stop=[stop, "never said"], stream=stream)
+    answer = running.ask(QUESTIONS[0], stop=[stop, "never said"], stream=stream)
     if stream:
         pieces = list(answer)
         text, reason = "".join(p.choices[0].delta.content or "" for p in pieces), pieces[-1].choices[0].finish_reason
@@ -171,35 +171,35 @@ def test_stop_strings(served: Served, greedy: dict[str, list[int]], stream: bool
     assert (text, reason) == (whole[: whole.index(stop)], "stop")
 
 
-def test_a_seed_repeats_a_sampled_answer(served: Served) -> None:
+def test_a_seed_repeats_a_sampled_answer(running: RunningServer) -> None:
     options = {"temperature": 1.0, "top_p": 0.9}
     first, again, other = (
-        served.ask(QUESTIONS[1], seed=seed, **options).choices[0].message.content for seed in (7, 7, 8)
+        running.ask(QUESTIONS[1], seed=seed, **options).choices[0].message.content for seed in (7, 7, 8)
     )
     assert first == again != other
 
 
-def test_completions_of_ids_and_of_text(served: Served, greedy: dict[str, list[int]]) -> None:
-    ids = prompt_token_ids(served.worker.tokenizer, [Turn("user", QUESTIONS[2])])
+def test_completions_of_ids_and_of_text(running: RunningServer, greedy: dict[str, list[int]]) -> None:
+    ids = prompt_token_ids(running.worker.tokenizer, [Turn("user", QUESTIONS[2])])
     given: dict[str, Any] = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS}
-    of_ids = served.client.completions.create(prompt=ids, **given)
-    assert of_ids.choices[0].text == served.worker.tokenizer.decode(greedy[QUESTIONS[2]], skip_special_tokens=True)
-    text = served.worker.tokenizer.decode(ids)
-    assert served.client.completions.create(prompt=text, **given).choices[0].text == of_ids.choices[0].text
+    of_ids = running.client.completions.create(prompt=ids, **given)
+    assert of_ids.choices[0].text == running.worker.tokenizer.decode(greedy[QUESTIONS[2]], skip_special_tokens=True)
+    text = running.worker.tokenizer.decode(ids)
+    assert running.client.completions.create(prompt=text, **given).choices[0].text == of_ids.choices[0].text
 
 
-def test_what_it_shows(served: Served) -> None:
-    (model,) = served.client.models.list().data
+def test_what_it_shows(running: RunningServer) -> None:
+    (model,) = running.client.models.list().data
     assert model.id == "embedded"
-    assert httpx2.get(f"{served.root}/health").json() == {"status": "ok"}
-    served.ask(QUESTIONS[0])
+    assert httpx2.get(f"{running.root}/health").json() == {"status": "ok"}
+    running.ask(QUESTIONS[0])
     counted = dict(
-        line.rsplit(" ", 1) for line in served.http.get("/metrics").text.splitlines() if not line.startswith("#")
+        line.rsplit(" ", 1) for line in running.http.get("/metrics").text.splitlines() if not line.startswith("#")
     )
     rounds, accepted = (float(counted[f"draftsmith_{name}_total"]) for name in ("rounds", "accepted_tokens"))
     assert float(counted["draftsmith_generation_tokens_total"]) >= rounds + accepted > rounds > 0
     assert counted["draftsmith_queue_requests"] == "0.0"
-    page = httpx2.get(served.root).text
+    page = httpx2.get(running.root).text
     assert "draftsmith" in page
     assert "://" not in page  # no request leaves the machine
 
@@ -245,13 +245,13 @@ ATTACKS: list[tuple[Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("body", "status", "message"), ATTACKS, ids=range(len(ATTACKS)))
-def test_bad_requests(served: Served, body: Any, status: int, message: str) -> None:
-    response = served.post(body)
+def test_bad_requests(running: RunningServer, body: Any, status: int, message: str) -> None:
+    response = running.post(body)
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
 
 
-def test_what_clients_send_and_do_not_mean(served: Served, greedy: dict[str, list[int]]) -> None:
+def test_what_clients_send_and_do_not_mean(running: RunningServer, greedy: dict[str, list[int]]) -> None:
     """Nulls, empty lists and neutral values, as LangChain, LiteLLM and OpenAI's own client send them; parts of text."""
     neutral: dict[str, Any] = {
         "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
@@ -260,23 +260,23 @@ def test_what_clients_send_and_do_not_mean(served: Served, greedy: dict[str, lis
     }  # fmt: skip
     parts = [{"type": "text", "text": QUESTIONS[0], "cache_control": {"type": "ephemeral"}}]
     asked = {"messages": [{"role": "user", "content": parts, "name": None}], "temperature": 0, "max_tokens": NEW_TOKENS}
-    text = served.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
-    answer = served.post({**asked, **neutral})
+    text = running.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
+    answer = running.post({**asked, **neutral})
     assert answer.json()["choices"][0]["message"]["content"] == text
-    two = ChatAsked.model_validate(
+    two = ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]}
     )
     assert two.messages[0].turn == Turn("user", "a\nb")
     for body in ({"prompt": "\ud800"}, {"prompt": ["\ud800"]}):
-        said = served.post(body, "/v1/completions")
-        assert (said.status_code, "half a surrogate" in said.text) == (400, True)
+        response = running.post(body, "/v1/completions")
+        assert (response.status_code, "half a surrogate" in response.text) == (400, True)
 
 
-def test_a_history_as_clients_keep_it(served: Served) -> None:
+def test_a_history_as_clients_keep_it(running: RunningServer) -> None:
     """`developer` is the system; an assistant's message comes back with all that a server ever gave."""
     message = {"role": "assistant", "content": "It sorts.", "refusal": None, "annotations": [], "audio": None,
                "function_call": None, "tool_calls": None, "reasoning_content": "Hm."}  # fmt: skip
-    asked = ChatAsked.model_validate(
+    asked = ChatRequest.model_validate(
         {"messages": [{"role": "developer", "content": "Be brief."}, message, {"role": "user", "content": "Why?"}]}
     )
     turns = [each.turn for each in asked.messages]
@@ -285,10 +285,10 @@ def test_a_history_as_clients_keep_it(served: Served) -> None:
         {"role": "assistant", "content": "It sorts.", "reasoning_content": "Hm."},
         {"role": "user", "content": "Why?"},
     ]
-    thought = ChatAsked.model_validate({"messages": [{"role": "assistant", "content": None, "reasoning": "Hm."}]})
+    thought = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": None, "reasoning": "Hm."}]})
     assert thought.messages[0].turn.message == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
     with_call = [{**message, "tool_calls": [{"id": "1"}]}, {"role": "user", "content": "x"}]
-    assert "messages.0.tool_calls: not supported here" in served.post({"messages": with_call}).text
+    assert "messages.0.tool_calls: not supported here" in running.post({"messages": with_call}).text
 
 
 @pytest.mark.parametrize(
@@ -304,32 +304,35 @@ def test_only_its_own_names_reach_it(host: str, is_ours: bool) -> None:
     assert Guard(None, ["*"])._is_ours(host)
 
 
-def test_strangers_are_refused(served: Served) -> None:
+def test_strangers_are_refused(running: RunningServer) -> None:
     """By the name they ask for, or as another origin's page would, whose body no browser lets be JSON unasked."""
-    rebound = served.http.post("/v1/chat/completions", json=ASKED, headers={"Host": "evil.example:8000"})
+    rebound = running.http.post("/v1/chat/completions", json=ASKED, headers={"Host": "evil.example:8000"})
     assert (rebound.status_code, "evil.example:8000 is no name of this server" in rebound.text) == (421, True)
-    assert served.http.get("/", headers={"Host": "evil.example"}).status_code == 421
+    assert running.http.get("/", headers={"Host": "evil.example"}).status_code == 421
     body = json.dumps(ASKED).encode()
     for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
                  {"Content-Type": "text/plain; application/json"}):  # fmt: skip
-        said = served.http.post("/v1/chat/completions", content=body, headers=kind)
-        assert (said.status_code, "Content-Type: application/json" in said.json()["error"]["message"]) == (415, True)
+        response = running.http.post("/v1/chat/completions", content=body, headers=kind)
+        assert (response.status_code, "Content-Type: application/json" in response.json()["error"]["message"]) == (
+            415,
+            True,
+        )
     typed = {"Content-Type": "application/json; charset=utf-8"}
-    assert served.http.post("/v1/chat/completions", content=b"{}", headers=typed).status_code == 400
+    assert running.http.post("/v1/chat/completions", content=b"{}", headers=typed).status_code == 400
 
 
-def test_every_error_has_openais_form(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_has_openais_form(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for method, path, status in (("GET", "/v2", 404), ("PUT", "/v1/models", 405), ("GET", "/health/", 404)):
-        said = served.http.request(method, path)
-        assert (said.status_code, said.json()["error"]["code"]) == (status, status)
+        response = running.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, status)
     monkeypatch.setattr("draftsmith.eval.serving.api.usage", lambda _: 1 / 0)
-    said = served.post({**ASKED, "max_tokens": 2})
-    assert said.json()["error"] == {"message": "the request failed", "type": "server_error", "code": 500}
-    assert said.headers["connection"] == "close"  # a request sent on it next could be lost
+    response = running.post({**ASKED, "max_tokens": 2})
+    assert response.json()["error"] == {"message": "the request failed", "type": "server_error", "code": 500}
+    assert response.headers["connection"] == "close"  # a request sent on it next could be lost
 
 
-def test_the_page_runs_its_own_script_alone(served: Served) -> None:
-    page = served.http.get("/")
+def test_the_page_runs_its_own_script_alone(running: RunningServer) -> None:
+    page = running.http.get("/")
     policy = page.headers["content-security-policy"]
     (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -339,7 +342,7 @@ def test_the_page_runs_its_own_script_alone(served: Served) -> None:
     assert not re.search(r"\s(style|on\w+)=", page.text)  # which the policy would not run
 
 
-def test_a_long_text_keeps_nobody_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_keeps_nobody_waiting(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tokenised outside the event loop; what cannot fit is not tokenised at all."""
     held, begun = threading.Event(), threading.Event()
 
@@ -350,27 +353,27 @@ def test_a_long_text_keeps_nobody_waiting(served: Served, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", slowly)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(served.post, {**ASKED, "max_tokens": 2})
+        waiting = pool.submit(running.post, {**ASKED, "max_tokens": 2})
         assert begun.wait(10)
-        assert httpx2.get(f"{served.root}/health", timeout=5).status_code == 200
+        assert httpx2.get(f"{running.root}/health", timeout=5).status_code == 200
         held.set()
         assert waiting.result().status_code == 200
     monkeypatch.setattr("draftsmith.eval.serving.requests.token_ids", lambda *_: 1 / 0)
-    huge = served.post({"messages": [{"role": "user", "content": "a-" * 500_000}]})
+    huge = running.post({"messages": [{"role": "user", "content": "a-" * 500_000}]})
     assert (huge.status_code, "characters, too many for" in huge.text) == (400, True)
 
 
 def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that send nothing, half a head, half a body, a byte now and then, or half of a second request."""
     monkeypatch.setattr(protection, "REQUEST_WITHIN_S", 0.5)
-    served = Served(recipe)
-    host, port = served.root.removeprefix("http://").split(":")
+    running = RunningServer(recipe)
+    host, port = running.root.removeprefix("http://").split(":")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     beginnings = [b"", b"GET / HT", head, head + b"Content-Length: 100\r\n\r\n{", health + b"GET /he", health + head,
                   health + head + b"Content-Length: 9\r\n\r\n{"]  # fmt: skip
     with ExitStack() as open_ones:
-        open_ones.callback(served.stop)
+        open_ones.callback(running.stop)
         for beginning in beginnings:
             silent = open_ones.enter_context(socket.create_connection((host, int(port))))
             silent.settimeout(4)  # uvicorn's own time between two requests is longer
@@ -390,16 +393,16 @@ def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.Monke
         kept.settimeout(4)
         for _ in range(3):  # whole ones are no concern of it
             kept.sendall(health)
-            said = b""
-            while b'"ok"' not in said:
-                said += kept.recv(4096)
-            assert b"200 OK" in said
+            response = b""
+            while b'"ok"' not in response:
+                response += kept.recv(4096)
+            assert b"200 OK" in response
             time.sleep(0.4)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
-    [("sk-proj-1", "", "give a variable's name, not what it holds"), ("NO_KEY", "", "no variable NO_KEY"),
+    [("sk-proj-1", "", "not shown: it looks like the key itself"), ("NO_KEY", "", "no environment variable NO_KEY"),
      ("KEY", "é-secret", "KEY holds line breaks or other characters"), ("KEY", "a\nb-secret", "KEY holds line breaks")],
 )  # fmt: skip
 def test_a_key_that_no_client_could_send(
@@ -407,11 +410,11 @@ def test_a_key_that_no_client_could_send(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=sentence) as told:
-        key_in(variable)
+        read_api_key(variable)
     assert "sk-" not in str(told.value)
     assert "secret" not in str(told.value)
     monkeypatch.setenv("KEY", "secret\n")
-    assert key_in("KEY") == "secret"
+    assert read_api_key("KEY") == "secret"
 
 
 def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,39 +424,39 @@ def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server, "run", lambda *arguments: given.append(arguments))
     monkeypatch.setenv("KEY", "secret")
     options = ["--trusted-host", "gpu1", "--trusted-host", "*.lab", "--api-key-env", "KEY"]
-    said = CliRunner().invoke(app, ["serve", recipe_file(recipe), *options])
-    assert said.exit_code == 0, said.output
+    response = CliRunner().invoke(app, ["serve", recipe_file(recipe), *options])
+    assert response.exit_code == 0, response.output
     assert given == [("worker", "127.0.0.1", 8000, "secret", ["gpu1", "*.lab"])]
     wrong = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--api-key-env", "sk-proj-1"])
     assert (wrong.exit_code, "sk-proj" in wrong.output) == (2, False)
 
 
-def test_ids_that_are_none_and_a_body_without_end(served: Served) -> None:
-    response = served.post({"prompt": [1, 10**6], "max_tokens": 4}, "/v1/completions")
+def test_ids_that_are_none_and_a_body_without_end(running: RunningServer) -> None:
+    response = running.post({"prompt": [1, 10**6], "max_tokens": 4}, "/v1/completions")
     assert (response.status_code, "from 0 to 4095" in response.text) == (400, True)
-    endless = served.http.post("/v1/completions", content=iter([b"{", b"}"]))
+    endless = running.http.post("/v1/completions", content=iter([b"{", b"}"]))
     assert endless.status_code == 413
 
 
-def test_a_wrong_key(served: Served) -> None:
+def test_a_wrong_key(running: RunningServer) -> None:
     for path in ("/v1/models", "/metrics"):
-        assert httpx2.get(f"{served.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
-    assert httpx2.get(f"{served.root}/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
+        assert httpx2.get(f"{running.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
+    assert httpx2.get(f"{running.root}/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
     with pytest.raises(openai.AuthenticationError, match="the API key is wrong or missing"):
-        openai.OpenAI(base_url=f"{served.root}/v1", api_key="no", max_retries=0).models.list()
+        openai.OpenAI(base_url=f"{running.root}/v1", api_key="no", max_retries=0).models.list()
 
 
-def test_huge_max_tokens_end_with_the_room(served: Served) -> None:
-    answer = served.ask(QUESTIONS[3], max_tokens=10**9, temperature=1.0, seed=1)
-    assert answer.usage.total_tokens <= served.worker.length
+def test_huge_max_tokens_end_with_the_room(running: RunningServer) -> None:
+    answer = running.ask(QUESTIONS[3], max_tokens=10**9, temperature=1.0, seed=1)
+    assert answer.usage.total_tokens <= running.worker.length
 
 
 def test_connections_are_bounded_and_slow_ones_hold_nobody_up(recipe: Recipe) -> None:
     """With its own server: connections of other tests that are kept alive would count."""
-    served = Served(recipe)
-    host, port = served.root.removeprefix("http://").split(":")
+    running = RunningServer(recipe)
+    host, port = running.root.removeprefix("http://").split(":")
     with ExitStack() as open_ones:
-        open_ones.callback(served.stop)
+        open_ones.callback(running.stop)
 
         def opened(count: int, data: bytes) -> list[socket.socket]:
             found = [open_ones.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
@@ -463,40 +466,40 @@ def test_connections_are_bounded_and_slow_ones_hold_nobody_up(recipe: Recipe) ->
             return found
 
         opened(60, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        assert served.ask(QUESTIONS[0]).choices[0].message.content
+        assert running.ask(QUESTIONS[0]).choices[0].message.content
         more = opened(40, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         # Which ones are refused, not their number, depends on whether all were accepted before the first was read.
         assert sum(b"503" in each.recv(64) for each in more) >= 60 + 40 - 80
 
 
 def test_a_full_queue_and_a_client_that_goes_away(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
-    one = Served(recipe, waiting=2)
+    started = RunningServer(recipe, waiting=2)
     try:
         held = threading.Event()
-        one.worker.jobs.put(Job([5, 6, 7], 4, Sampling(), 0, (), lambda _: held.wait(20)))
-        while one.worker.jobs.qsize():
+        started.worker.jobs.put(Job([5, 6, 7], 4, Sampling(), 0, (), lambda _: held.wait(20)))
+        while started.worker.jobs.qsize():
             time.sleep(0.01)
         with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(one.ask, question) for question in QUESTIONS[:2]]
-            while one.worker.jobs.qsize() < 2:
+            waiting = [pool.submit(started.ask, question) for question in QUESTIONS[:2]]
+            while started.worker.jobs.qsize() < 2:
                 time.sleep(0.01)
             with pytest.raises(openai.RateLimitError, match="the queue is full"):
-                one.ask(QUESTIONS[2])
+                started.ask(QUESTIONS[2])
             held.set()
             for question, answer in zip(QUESTIONS, waiting, strict=False):
-                text = one.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
+                text = started.worker.tokenizer.decode(greedy[question], skip_special_tokens=True)
                 assert answer.result().choices[0].message.content == text
-        stream = one.ask("Tell me about the module os.", stream=True, max_tokens=900, temperature=2.0, seed=3)
+        stream = started.ask("Tell me about the module os.", stream=True, max_tokens=900, temperature=2.0, seed=3)
         next(iter(stream))
         stream.close()
-        assert one.ask(QUESTIONS[0]).choices[0].message.content
-        assert 'draftsmith_answers_total{reason="gone"} 1.0' in one.http.get("/metrics").text
+        assert started.ask(QUESTIONS[0]).choices[0].message.content
+        assert 'draftsmith_answers_total{reason="gone"} 1.0' in started.http.get("/metrics").text
     finally:
-        one.stop()
+        started.stop()
 
 
-def test_text_is_held_back_while_it_may_be_a_stop_string(served: Served) -> None:
-    pieces = Pieces(served.worker.tokenizer, ("END",))
+def test_text_is_held_back_while_it_may_be_a_stop_string(running: RunningServer) -> None:
+    pieces = AnswerPieces(running.worker.tokenizer, ("END",))
     sent = [pieces._piece(text, "", 1, 0).text for text in ("a E", "a EN", "a ENx", "a ENx EN", "a ENx END")]
     assert sent == ["a ", "", "ENx", " ", ""]
 
@@ -512,9 +515,9 @@ def test_a_worker_ends_at_once_though_its_queue_is_full(recipe: Recipe) -> None:
     worker.stop()
     working.join(20)
     ends = [piece for piece in told.queue if not isinstance(piece, Piece)]
-    assert [type(end) for end in ends] == [Gone] * 3
+    assert [type(end) for end in ends] == [RequestCancelled] * 3
     assert worker.jobs.empty()
-    with pytest.raises(Gone):
+    with pytest.raises(RequestCancelled):
         worker.submit(Job([5, 6, 7], 9, Sampling(), 0, (), told.put))
 
 
@@ -532,14 +535,14 @@ def test_the_command_answers_until_it_is_interrupted(recipe: Recipe, greedy: dic
         messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
         for _ in range(600):
             try:
-                said = client.chat.completions.create(
+                response = client.chat.completions.create(
                     model="any", messages=messages, temperature=0, max_tokens=NEW_TOKENS
                 )
                 break
             except openai.APIConnectionError:
                 time.sleep(0.1)
-        assert said.usage is not None
-        assert said.usage.completion_tokens == len(greedy[QUESTIONS[0]])
+        assert response.usage is not None
+        assert response.usage.completion_tokens == len(greedy[QUESTIONS[0]])
         second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert (second.returncode, second.stderr.count("give another --port or --host")) == (2, 1)
         process.send_signal(signal.SIGTERM)  # as Ctrl-C, which may be ignored where this runs in the background

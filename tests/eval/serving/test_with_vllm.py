@@ -24,9 +24,9 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 from draftsmith.eval.commands.prove import chi_square_uniform, rosenblatt
-from draftsmith.eval.serving.asking import Asked, ask
 from draftsmith.eval.serving.cpu_sampling import SWITCH
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint
+from draftsmith.eval.serving.load_test import ArmResult, send_questions
 from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
 from draftsmith.models.sampling import Sampling
@@ -142,7 +142,7 @@ def drafting_server(setup: Setup, folder: Path, **environment: str) -> VllmServe
 
 
 @torch.inference_mode()
-def p_value(setup: Setup, drawn: list[Asked]) -> float:
+def p_value(setup: Setup, drawn: list[ArmResult]) -> float:
     """Of all tokens after each answer's first, by Rosenblatt's transform; a token without probability is 0."""
     uniforms, generator = [], torch.Generator().manual_seed(0)
     for answer in (answer for asked in drawn for answer in asked.answers):
@@ -164,5 +164,5 @@ def test_sampling_on_a_cpu_is_right_with_the_correction(setup: Setup, tmp_path: 
         closing(drafting_server(setup, tmp_path, **{SWITCH: "1"})) as server,
         closing(Endpoint(server.url, setting)) as endpoint,
     ):
-        drawn = [ask(endpoint, setup.tokenizer, questions, settings, seed, 16) for seed in range(SEEDS)]
+        drawn = [send_questions(endpoint, setup.tokenizer, questions, settings, seed, 16) for seed in range(SEEDS)]
     assert p_value(setup, drawn) > 1e-3

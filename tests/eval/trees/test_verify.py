@@ -14,11 +14,11 @@ from draftsmith.eval.methods.drafter import most_likely
 from draftsmith.eval.trees.enumeration import (
     V,
     draws,
-    every_verdict,
+    every_verification,
     largest_error,
     target_and_draft,
 )
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verdict, verify
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, verify
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.sampling import Sampling, drawn
 
@@ -35,8 +35,8 @@ def test_a_merged_draw_is_one_node_but_two_draws() -> None:
     q = torch.tensor([[0.6, 0.2, 0.2]], dtype=torch.float64)
     tree = DraftTree([9, 0], TreeShape.chain(1), q, draws=[[(1, 0), (1, 0)], []])
     result = torch.zeros(3, dtype=torch.float64)
-    for probability, verdict in every_verdict(tree, p.log().expand(2, 3), Sampling(1.0)):
-        result[0 if len(verdict.path) > 1 else verdict.next_token] += probability
+    for probability, verification in every_verification(tree, p.log().expand(2, 3), Sampling(1.0)):
+        result[0 if len(verification.path) > 1 else verification.next_token] += probability
     wanted = torch.tensor([1 / 3, 2 / 3 * 0.55 / 0.6, 2 / 3 * 0.05 / 0.6], dtype=torch.float64)
     torch.testing.assert_close(result, wanted, atol=1e-12, rtol=0)
 
@@ -59,8 +59,8 @@ def test_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
     rate = 0.0
     for token in range(V):
         tree = DraftTree([0, token], TreeShape.chain(1), q.expand(2, V))
-        for probability, verdict in every_verdict(tree, target_of[()].expand(2, V), Sampling(1.0)):
-            rate += float(q[token]) * probability * (len(verdict.path) - 1)
+        for probability, verification in every_verification(tree, target_of[()].expand(2, V), Sampling(1.0)):
+            rate += float(q[token]) * probability * (len(verification.path) - 1)
     assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-9)
 
 
@@ -70,8 +70,9 @@ def first_token_of(p: Tensor, q: Tensor, lenience: float, count: int = 1) -> Ten
     shape = TreeShape.of((-1, *[0] * count))
     for weight, tokens in draws(q, count):
         tree = DraftTree([0, *tokens], shape, q.expand(count + 1, len(q)))
-        for probability, verdict in every_verdict(tree, p.log().expand(count + 1, len(p)), Sampling(1.0), lenience):
-            first = tree.tokens[verdict.path[1]] if len(verdict.path) > 1 else verdict.next_token
+        logits = p.log().expand(count + 1, len(p))
+        for probability, verification in every_verification(tree, logits, Sampling(1.0), lenience):
+            first = tree.tokens[verification.path[1]] if len(verification.path) > 1 else verification.next_token
             result[first] += weight * probability
     return result
 
@@ -110,8 +111,9 @@ def test_lenience_of_a_deterministic_child() -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     tree = DraftTree([0, 2], TreeShape.chain(1))
     result = torch.zeros(3, dtype=torch.float64)
-    for probability, verdict in every_verdict(tree, p.log().expand(2, 3), Sampling(1.0), 0.5):
-        result[tree.tokens[verdict.path[1]] if len(verdict.path) > 1 else verdict.next_token] += probability
+    for probability, verification in every_verification(tree, p.log().expand(2, 3), Sampling(1.0), 0.5):
+        path = verification.path
+        result[tree.tokens[path[1]] if len(path) > 1 else verification.next_token] += probability
     torch.testing.assert_close(result, torch.tensor([0.375, 0.225, 0.4]).double(), atol=1e-7, rtol=0)
 
 
@@ -121,8 +123,8 @@ def test_greedy_lenience() -> None:
     tree = DraftTree([9, 2, 1], TreeShape.of((-1, 0, 0)))
     assert verify(tree, logits, Sampling(), lenience=0.75).path == [0, 2]
     assert verify(tree, logits, Sampling(), lenience=0.15).path == [0, 2]  # the likelier of two
-    assert verify(tree, logits, Sampling(), lenience=0.85) == Verdict([0], 0)
-    assert verify(tree, logits, Sampling()) == Verdict([0], 0)
+    assert verify(tree, logits, Sampling(), lenience=0.85) == Verification([0], 0)
+    assert verify(tree, logits, Sampling()) == Verification([0], 0)
     with_best = DraftTree([9, 1, 0], TreeShape.of((-1, 0, 0)))
     assert verify(with_best, logits, Sampling(), lenience=0.15).path == [0, 2]
 

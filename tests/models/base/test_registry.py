@@ -38,7 +38,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path, target: Any, value: float) 
     name = sorted(weights)[0]
     weights[name].view(-1)[-1] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"infinite or no numbers \({name}; in torch.float32\)"):
+    with pytest.raises(UserError, match=rf"infinite or NaN \({name}; in torch.float32\)"):
         read_drafter(folder, "auto")
 
 

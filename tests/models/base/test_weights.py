@@ -68,7 +68,7 @@ def test_dpaces_extremes() -> None:
 
 
 def test_dpace_has_no_ramp() -> None:
-    with pytest.raises(UserError, match="`dpace_alpha` lets deeper depths in by itself: leave `depth_ramp` at 0"):
+    with pytest.raises(UserError, match="`dpace_alpha` already phases in the deeper depths: leave `depth_ramp` at 0"):
         load_drafter_class("parallel").from_target(tiny_target(), {"dpace_alpha": 0.5, "depth_ramp": 0.3})
     with pytest.raises(UserError, match="dpace_alpha`: input should be greater than 0, not 0"):
         load_drafter_class("medusa").from_target(tiny_target(), {"dpace_alpha": 0})

@@ -92,7 +92,9 @@ def test_layers_of_another_kind(kind: str, layers: str, model_type: str, tmp_pat
 @pytest.mark.parametrize("kind", ["eagle3", "parallel"])
 def test_a_target_of_experts_has_no_layers_for_drafters(kind: str) -> None:
     target = tiny_target("qwen3_moe", **EXPERTS["qwen3_moe"])
-    with pytest.raises(UserError, match=r"layers.*of the target's own kind, qwen3_moe, are not supported: llama or"):
+    with pytest.raises(
+        UserError, match=r"layers.*of the target's own kind, qwen3_moe, are not supported: use llama or"
+    ):
         tiny_drafter_of(kind, target, layers="target")
 
 

@@ -76,7 +76,7 @@ def test_prefix_attention_for_a_target_without_layers_that_fit() -> None:
     drafter = HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True})
     assert drafter.prefix is not None
     assert (drafter.config.layers, drafter.prefix.layers_config.model_type) == ("llama", "llama")
-    with pytest.raises(UserError, match="the target's own kind, gpt2, are not supported: llama or qwen3"):
+    with pytest.raises(UserError, match="the target's own kind, gpt2, are not supported: use llama or qwen3"):
         HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True, "layers": "target"})
 
 

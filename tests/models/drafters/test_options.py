@@ -27,7 +27,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("eagle3", {"feature_layers": [1, 4]}, r"feature_layers`: must be a list of ascending .* 0 to 3, not \[1, 4\]"),
     ("eagle3", {"feature_layers": 3}, "feature_layers`: input should be a valid list, not 3"),
-    ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "`fc_norm` and `norm_before_fc` both norm the features"),
+    ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "`fc_norm` and `norm_before_fc` exclude each other"),
     ("peagle", {"norm_output": True}, "unknown key `drafter.options.norm_output`"),
     ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size`: must be at most the target's vocabulary of 61 .*, not 62"),
     ("medusa", {"num_heads": 0}, "`drafter.options.num_heads`: input should be greater than or equal to 1, not 0"),

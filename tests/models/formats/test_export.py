@@ -238,7 +238,7 @@ def test_an_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     assert not load_file(tmp_path / "theirs" / "model.safetensors")["fc.bias"].any()
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("years")
-    with pytest.raises(UserError, match="is no export"):
+    with pytest.raises(UserError, match="is not an export"):
         export_drafter(drafter, "vllm", tmp_path / "thesis", "TARGET", tmp_path / "ours")
     assert (tmp_path / "thesis" / "chapter").read_text() == "years"
 

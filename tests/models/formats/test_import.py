@@ -213,7 +213,7 @@ def test_windows_of_blocks(tmp_path: Path) -> None:
         ({"layer_types": [full, full], "sliding_window": 9}, {"use_swa": True, "swa_window_size": 7}, (7, True)),
         ({"layer_types": [full, full], "sliding_window": 9}, {}, (None, False)),
         ({"layer_types": [slides, full], "sliding_window": 9}, {}, "one `sliding_window` in all layers"),
-        ({"layer_types": [slides, slides]}, {}, "does not say how many tokens"),
+        ({"layer_types": [slides, slides]}, {}, ", its number of tokens, is missing"),
     ]
     for at_top, in_blocks, expected in cases:
         config = {**DFLASH, **at_top, "dflash_config": {**DFLASH["dflash_config"], **in_blocks}}
@@ -357,7 +357,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("vllm", lambda c, t: c.update(intermediate_size=64), "intermediate_size is 64 where"),
         ("vllm", lambda c, t: c.update(vocab_size=99), "vocab_size is 99 where the target has 61"),
         ("vllm", lambda c, t: c.update(fc_norm=True), "fc_norm.0.weight, fc_norm.1.weight, .* missing"),
-        ("vllm", lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "both norm the features"),
+        ("vllm", lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "exclude each other"),
         ("vllm", lambda c, t: c.pop("eagle_aux_hidden_state_layer_ids"), "names no eagle_aux_hidden_state_layer_ids"),
         ("vllm", lambda c, t: c.update(num_aux_hidden_states=2), "num_aux_hidden_states is 2, and .* names 3 layers"),
         ("vllm", lambda c, t: c.update(use_aux_hidden_state=False), "json: use_aux_hidden_state is false"),
@@ -369,7 +369,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("vllm", lambda c, t: c.update(rope_scaling={"rope_type": "odd"}), "rope_type odd"),
         ("vllm", lambda c, t: t.pop("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight missing"),
         ("vllm", lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight not in a"),
-        ("eagle", lambda c, t: t.pop("fc.weight"), "no layout that is known here"),
+        ("eagle", lambda c, t: t.pop("fc.weight"), "none of the supported layouts"),
         ("medusa", lambda c, t: t.pop("0.2.weight"), "missing"),
         ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch: prefix-mlp"),
         ("hydra", lambda c, t: c.pop("grounded_heads"), "grounded_heads: False"),
@@ -493,7 +493,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(told.stdout) == {"kind": "medusa", "folder": str(tmp_path / "here"), "assumed": []}
     assert "a method of eval.methods with `drafter: " in told.stderr
     again = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
-    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    assert (again.exit_code, "already exists" in again.stderr) == (2, True)
     nothing = CliRunner().invoke(app, ["import", file])
     assert (nothing.exit_code, "--from FOLDER" in nothing.stderr) == (2, True)
 

@@ -144,7 +144,7 @@ def test_a_target_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatc
         raise error
 
     monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(UserError, match=r"does not fit into the memory there is .*target.quantization=nf4") as caught:
+    with pytest.raises(UserError, match=r"does not fit into memory .*target.quantization=nf4") as caught:
         load_target(recipe_for(folder))
     assert "Hub id" not in str(caught.value)
 

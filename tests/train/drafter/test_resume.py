@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from draftsmith.errors import Terminated, UserError
 from draftsmith.recipes.run_folder import RunFolder, check_no_training_reads
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.checkpoints import set_damaged_aside, what_is_damaged
+from draftsmith.train.drafter.checkpoints import describe_damage, set_damaged_aside
 from draftsmith.train.drafter.stage import train_drafter
 
 STEPS = 7
@@ -135,12 +135,12 @@ def test_damage_of_a_checkpoint_is_detected(
     newest = RunFolder(whole[0]).drafter / "checkpoints" / f"checkpoint-{STEPS}"
     names = {file.name for file in newest.iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
-    assert what_is_damaged(newest) is None
+    assert describe_damage(newest) is None
     for number, name in enumerate(sorted(names)):
         copy = tmp_path / "checkpoints" / f"checkpoint-{number}"
         shutil.copytree(newest, copy)
         damage(copy / name)
-        assert what_is_damaged(copy) == f"{name} is missing or incomplete"
+        assert describe_damage(copy) == f"{name} is missing or incomplete"
         (sentence,) = set_damaged_aside(copy.parent)
         assert sentence.endswith(f"set aside as damaged-checkpoint-{number}")
 

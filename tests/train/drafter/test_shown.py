@@ -14,7 +14,7 @@ from draftsmith.train.drafter.shown import ShownTraining, line_of, span, sparks
 from draftsmith.train.drafter.stage import train_drafter
 
 RECORD = {"loss": "3.274", "accuracy_depth1": "0.584", "accuracy_depth2": "0.44", "tokens_per_s": 4600.4, "epoch": 0.3}
-OF_KEPT_OUT = {"eval_loss": 3.411, "eval_accuracy_depth1": 0.55, "eval_tau_depth1": 1.55, "eval_tau_depth10": 2.314}
+HELD_OUT_LOGS = {"eval_loss": 3.411, "eval_accuracy_depth1": 0.55, "eval_tau_depth1": 1.55, "eval_tau_depth10": 2.314}
 
 
 def state(step: int = 240) -> Any:
@@ -27,7 +27,7 @@ def logs(values: dict[str, Any]) -> Any:
 
 def test_the_line_of_a_record() -> None:
     assert line_of(logs(RECORD), 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
-    assert line_of(logs(OF_KEPT_OUT), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # of the deepest chain
+    assert line_of(logs(HELD_OUT_LOGS), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # of the deepest chain
     assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
 
 
@@ -54,7 +54,7 @@ def test_on_a_terminal() -> None:
     shown.on_train_begin(None, state(0), None)  # type: ignore[arg-type]
     for step, loss in ((100, 6.0), (200, 4.0), (240, 3.27)):
         shown.on_log(None, state(step), None, logs(RECORD | {"loss": loss}))  # type: ignore[arg-type]
-    shown.on_log(None, state(), None, logs(OF_KEPT_OUT))  # type: ignore[arg-type]
+    shown.on_log(None, state(), None, logs(HELD_OUT_LOGS))  # type: ignore[arg-type]
     shown.on_log(None, state(), None, {"train_runtime": 1.0})  # type: ignore[arg-type]
     shown.on_train_end(None, state(), None)  # type: ignore[arg-type]
     last = terminal.file.getvalue().rpartition("\x1b[2K")[2]  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from draftsmith.eval.report.tracked import FILES, add_to_trackers
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
-from draftsmith.train.drafter.trackers import refuse_missing_trackers, tracked_run
+from draftsmith.train.drafter.trackers import check_trackers, tracked_run
 
 SUMMARY = [
     {"method": "autoregressive", "tau": 1.0, "speedup_mean": 1.0, "greedy_identical": None},
@@ -90,7 +90,7 @@ def test_resumed_run_continues_in_wandb(
 
 def test_wandb_error_is_reported(target_folder: Path, offline_wandb: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "no/such:project")
-    with pytest.raises(UserError, match=r"wandb cannot begin .*run `wandb login`, or set WANDB_MODE=offline"):
+    with pytest.raises(UserError, match=r"wandb cannot start .*run `wandb login`, or set WANDB_MODE=offline"):
         train_drafter(recipe_with(target_folder, "wandb"))
 
 
@@ -141,7 +141,7 @@ def test_trackio(target_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_unknown_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"`train.report_to`: unknown tracker wandbb: did you mean `wandb`"):
-        refuse_missing_trackers(["wandbb"])
+        check_trackers(["wandbb"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb is not installed: `pip install 'draftsmith\[wandb\]'`"):
-        refuse_missing_trackers(["wandb"])
+        check_trackers(["wandb"])

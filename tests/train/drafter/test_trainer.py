@@ -83,7 +83,7 @@ def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "DrafterTrainer", trainer)
         with pytest.raises(
-            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), which was not"
+            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not"
         ):
             train_drafter(recipe)
 
@@ -122,7 +122,7 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"remove_unused_columns": True}, "cannot be true"),
         (
             {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
-            "`train.train_sampling_strategy`: batch_rebalance doubles an epoch's last rows: use group_by_length",
+            "`train.train_sampling_strategy`: batch_rebalance repeats an epoch's last rows: use group_by_length",
         ),
         ({"global_batch_size": 4, "per_device_train_batch_size": 8}, "from 1 to 4, which is train.global_batch_size"),
         ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),

@@ -116,7 +116,7 @@ def test_resumed_training_equals_uninterrupted(best: Recipe, target: Path, monke
         ({"keep": "best"}, {"eval_strategy": "no"}, "`validation` needs evaluations: set train.eval_strategy=steps"),
         ({"patience": 2}, {"eval_strategy": "no"}, "`validation` needs evaluations"),
         ({"keep": "best"}, {"save_steps": 5}, "section `train`: .*the saving steps to be a round multiple of the eval"),
-        ({}, {"load_best_model_at_end": True}, "leave it out; validation.keep=best is what it would be"),
+        ({}, {"load_best_model_at_end": True}, "leave it out and set validation.keep=best instead"),
     ],
 )
 def test_conflicting_keys(target: Path, validation: dict[str, Any], train: dict[str, Any], message: str) -> None:

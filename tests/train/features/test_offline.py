@@ -180,7 +180,7 @@ def test_a_split_target_needs_several_processes(tmp_path: Path) -> None:
     recipe = tiny_run(tmp_path, "run", data={"features": {"sharded": True}})
     result = command(recipe, "--yes")
     assert result.exit_code == 2
-    assert "there is one: leave it out, or launch several: `torchrun --nproc-per-node N" in result.stderr
+    assert "there is only one: leave it out, or launch several: `torchrun --nproc-per-node N" in result.stderr
 
 
 def test_only_the_first_process_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

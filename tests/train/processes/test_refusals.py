@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from draftsmith.errors import UserError
 from draftsmith.models.target import quantized
-from draftsmith.train.drafter.checkpoints import refuse_other_launch, write_manifest
+from draftsmith.train.drafter.checkpoints import check_same_launch, write_manifest
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.training_arguments import training_arguments
 from draftsmith.train.processes import launch as launches
@@ -69,7 +69,7 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (ZERO2, "parallel", {}, {"optimizer": "muon"}, r"`train\.optimizer`: ZeRO-2 flattens weights, and Muon needs"),
         (FSDP2, "medusa2", {}, {}, "`medusa2` cannot be trained with FSDP2, as its LoRA is inside the target"),
         (ZERO3, "medusa2", {}, {}, "`medusa2` cannot be trained with ZeRO-3, as its LoRA is inside the target"),
-        (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: the target is split among processes and there"),
+        (ALONE, "parallel", SHARDED, {}, r"`data\.features\.sharded`: it splits the target over several"),
         (DDP, "medusa2", SHARDED, {}, r"`data\.features\.sharded`: not with drafter\.kind `medusa2`, as it changes"),
         (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
     ],
@@ -91,11 +91,11 @@ def test_refusals_name_the_obstacle(
 
 def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
     write_manifest(tmp_path, FSDP2)
-    refuse_other_launch(tmp_path, FSDP2)
+    check_same_launch(tmp_path, FSDP2)
     with pytest.raises(UserError, match="was written under FSDP2, which DDP cannot read: launch it as before"):
-        refuse_other_launch(tmp_path, DDP)
+        check_same_launch(tmp_path, DDP)
     with pytest.raises(UserError, match=r"was written by 2 processes and there is one now: .* launch 2 again"):
-        refuse_other_launch(tmp_path, ALONE)
+        check_same_launch(tmp_path, ALONE)
 
 
 @pytest.mark.parametrize(

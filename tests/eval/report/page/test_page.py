@@ -8,7 +8,7 @@ import pytest
 from support.report_facts import whole_facts
 
 from draftsmith.eval.report.page.page import SECTIONS, write_report
-from draftsmith.eval.serving.asking import Served, ServedRow
+from draftsmith.eval.serving.load_test import EngineMeasurement, LoadTestRow
 
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
 MOST_BYTES = 3_000_000
@@ -98,9 +98,9 @@ def test_the_first_screen_answers_four_questions(page: str, elements: Elements) 
 
 
 def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
-    served = ServedRow("drafting", 0.0, 4, 123.4, 0.01, 0.2, 2.5, 2.4, 2.3, [0.5], [0.5], 1.7)
+    served = LoadTestRow("drafting", 0.0, 4, 123.4, 0.01, 0.2, 2.5, 2.4, 2.3, [0.5], [0.5], 1.7)
     values = whole_facts({"a/tree": 1.0, "a-seed-1/tree": 0.5})
-    values["served"] = [Served("started for this measurement", [served], [], ["a <note>"])]
+    values["served"] = [EngineMeasurement("started for this measurement", [served], [], ["a <note>"])]
     values["proof"] = {
         "holds": True, "greedy": [], "distribution": [], "significance": 0.001, "enumeration_error": 1e-16,
     }  # fmt: skip

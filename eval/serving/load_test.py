@@ -42,14 +42,14 @@ ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # name on the command line:
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; by question: the mean of the "
     "questions' tau, at concurrency 1; committed: without tokens accepted past an answer's end, which is draftsmith's "
-    "tau. Kept at depth 1, 2, ...: share of drafts whose token was accepted; given the one before: of the drafts whose "
-    "token one depth before was accepted. At once: concurrent questions; first token and ms per token: medians over "
-    "answers."
+    "tau. Accepted at depth 1, 2, ...: share of drafts whose token was accepted; given the depth before: of the "
+    "drafts whose token one depth before was accepted. concurrency: concurrent questions; first token and ms per "
+    "token: medians over answers."
 )
 
 
 @dataclass(frozen=True)
-class ServedAnswer(TimedAnswer):
+class TurnAnswer(TimedAnswer):
     """The answer to one turn, with its prompt and times."""
 
     question_id: int | str
@@ -58,7 +58,7 @@ class ServedAnswer(TimedAnswer):
 
 
 @dataclass
-class ServedRow:
+class LoadTestRow:
     """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
 
     failures: number of failed answers by reason. questions: number of our decoder's records with the same prompts; None
@@ -97,12 +97,12 @@ class ServedRow:
         wall_time_s: float,
         counts: DraftCounts,
         **more: Any,
-    ) -> ServedRow:
+    ) -> LoadTestRow:
         """Compute the figures; those of drafting are None or empty if nothing was drafted."""
         tokens = sum(len(answer.ids) for answer in answers)
         first = [answer.first_token_s for answer in answers]
         rest = [answer.rest_s / (len(answer.ids) - 1) for answer in answers if len(answer.ids) > 1]
-        return ServedRow(
+        return LoadTestRow(
             arm=arm,
             temperature=temperature,
             concurrency=concurrency,
@@ -129,7 +129,7 @@ class ServedRow:
         return {
             "arm": self.arm,
             "T": f"{self.temperature:g}",
-            "at once": str(self.concurrency),
+            "concurrency": str(self.concurrency),
             "tokens/s": number(self.tokens_per_s, 1),
             "speedup": number(self.speedup),
             "ms per token": milliseconds(self.time_per_output_token_s),
@@ -138,17 +138,17 @@ class ServedRow:
             "tau": number(self.tau),
             "by question": number(self.tau_by_question),
             "committed": number(self.tau_committed),
-            "kept at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
-            "given the one before": " ".join(map(number, self.acceptance_conditional)) or "-",
+            "accepted at depth": " ".join(map(number, self.acceptance_by_depth)) or "-",
+            "given the depth before": " ".join(map(number, self.acceptance_conditional)) or "-",
         }
 
 
-CLOCK = ("arm", "T", "at once", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
-DRAFTS = ("arm", "T", "at once", "tau", "by question", "committed", "kept at depth", "given the one before")
+CLOCK = ("arm", "T", "concurrency", "tokens/s", "speedup", "ms per token", "first token, ms", "failed")
+DRAFTS = ("arm", "T", "concurrency", "tau", "by question", "committed", "accepted at depth", "given the depth before")
 
 
 @dataclass
-class Served:
+class EngineMeasurement:
     """Result of a measurement in an engine.
 
     place: which servers were measured, in words. rows, own: the engine's rows and our decoder's. notes: remarks for the
@@ -156,8 +156,8 @@ class Served:
     """
 
     place: str
-    rows: list[ServedRow]
-    own: list[ServedRow]
+    rows: list[LoadTestRow]
+    own: list[LoadTestRow]
     notes: list[str]
     questions: int = 0
     engine: str = ENGINES["vllm"]
@@ -179,20 +179,22 @@ class Served:
         ]
 
 
-def recorded_served(recipe: Recipe) -> list[Served]:
+def load_engine_measurements(recipe: Recipe) -> list[EngineMeasurement]:
     """Read the results of earlier measurements in engines.
 
     Raises:
         UserError: A file is damaged.
     """
-    files = [(name, served_file(recipe, name, given)) for name in ENGINES for given in (False, True)]
+    files = [(name, measurement_file(recipe, name, given)) for name in ENGINES for given in (False, True)]
     way_out = "delete {} and run `draftsmith eval --engine {}` again"
     return [
-        read_json(file, Served, way_out.format(file.name, name), "figures") for name, file in files if file.is_file()
+        read_json(file, EngineMeasurement, way_out.format(file.name, name), "figures")
+        for name, file in files
+        if file.is_file()
     ]
 
 
-def served_file(recipe: Recipe, engine: str, given: bool) -> Path:
+def measurement_file(recipe: Recipe, engine: str, given: bool) -> Path:
     """Return the file of a measurement in an engine.
 
     Args:
@@ -202,7 +204,7 @@ def served_file(recipe: Recipe, engine: str, given: bool) -> Path:
 
 
 @dataclass
-class Asked:
+class ArmResult:
     """Answers of one arm to all questions, at one temperature and concurrency.
 
     failures: number of failed answers by reason. by_question: the engine's counts for each question, at concurrency 1.
@@ -211,7 +213,7 @@ class Asked:
     arm: str
     temperature: float
     concurrency: int
-    answers: list[ServedAnswer] = field(default_factory=list)
+    answers: list[TurnAnswer] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     turns_left_out: int = 0
     wall_time_s: float = 0.0
@@ -220,16 +222,16 @@ class Asked:
 
     @property
     def label(self) -> str:
-        return f"{self.arm}, T={self.temperature:g}, {self.concurrency} at once"
+        return f"{self.arm}, T={self.temperature:g}, concurrency {self.concurrency}"
 
     @property
     def tokens(self) -> int:
         return sum(len(answer.ids) for answer in self.answers)
 
-    def row(self) -> ServedRow:
+    def row(self) -> LoadTestRow:
         """Compute the figures."""
         taus = [counted.tau for counted in self.by_question if counted.tau is not None]
-        return ServedRow.of_answers(
+        return LoadTestRow.of_answers(
             self.arm,
             self.temperature,
             self.concurrency,
@@ -242,7 +244,7 @@ class Asked:
         )
 
 
-def ask(
+def send_questions(
     endpoint: Endpoint,
     tokenizer: Any,
     questions: list[Question],
@@ -250,7 +252,7 @@ def ask(
     seed: int,
     concurrency: int,
     arm: str = "",
-) -> Asked:
+) -> ArmResult:
     """Send all questions and wait for the last answer. A conversation ends at an answer that fails.
 
     Args:
@@ -262,7 +264,7 @@ def ask(
     Raises:
         UserError: The engine cannot continue.
     """
-    result = Asked(arm, settings.temperature, concurrency)
+    result = ArmResult(arm, settings.temperature, concurrency)
 
     async def converse(question: Question) -> None:
         history: list[Turn] = []
@@ -281,7 +283,7 @@ def ask(
                 result.failures[answer.reason] += 1
                 return
             times_s = answer.first_token_s, answer.rest_s
-            result.answers.append(ServedAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
+            result.answers.append(TurnAnswer(answer.ids, *times_s, question.question_id, turn, prompt_ids))
             history.append(Turn("assistant", tokenizer.decode(answer.ids, skip_special_tokens=True).strip()))
 
     async def work(waiting: Iterator[Question]) -> None:
@@ -307,7 +309,7 @@ def ask(
     return result
 
 
-def with_speedups(rows: list[ServedRow]) -> list[ServedRow]:
+def with_speedups(rows: list[LoadTestRow]) -> list[LoadTestRow]:
     """Set `speedup`: tokens per second over the plain arm's at the same temperature and concurrency."""
     plain = {(row.temperature, row.concurrency): row.tokens_per_s for row in rows if row.arm == PLAIN}
     for row in rows:

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
 from draftsmith.eval.bench.records import QuestionRecord, answer_settings
-from draftsmith.eval.commands.in_engine import find_chain, own_figures
-from draftsmith.eval.serving.asking import DRAFTING, PLAIN, Asked, ServedRow, ask, with_speedups
+from draftsmith.eval.commands.in_engine import find_chain_method, rows_of_records
+from draftsmith.eval.serving.load_test import DRAFTING, PLAIN, ArmResult, LoadTestRow, send_questions, with_speedups
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import EvalRecipe, MethodConfig
 
@@ -33,13 +33,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def asked_of(engine: CountingEngine, tokenizer: Any, concurrency: int) -> Asked:
-    return ask(engine, tokenizer, QUESTIONS, GenerationSettings(max_new_tokens=8), 0, concurrency, DRAFTING)
+def send_all(engine: CountingEngine, tokenizer: Any, concurrency: int) -> ArmResult:
+    return send_questions(engine, tokenizer, QUESTIONS, GenerationSettings(max_new_tokens=8), 0, concurrency, DRAFTING)
 
 
 def test_one_at_a_time_each_question_has_its_own_tau(tokenizer: Any) -> None:
     engine = CountingEngine()
-    asked = asked_of(engine, tokenizer, 1)
+    asked = send_all(engine, tokenizer, 1)
     assert engine.most_in_flight == 1
     row = asked.row()
     assert [counts.drafts for counts in asked.by_question] == [3, 4]
@@ -60,7 +60,7 @@ def test_one_at_a_time_each_question_has_its_own_tau(tokenizer: Any) -> None:
 def test_many_at_once_and_answers_that_were_cut(tokenizer: Any) -> None:
     """Two of the 7 tokens of question 1 fell off at the end; the counters know nothing of it."""
     engine = CountingEngine()
-    asked = asked_of(engine, tokenizer, 4)
+    asked = send_all(engine, tokenizer, 4)
     assert engine.most_in_flight == 2
     row = asked.row()
     assert (row.tau, row.tau_by_question) == (pytest.approx(1 + 3 / 7), None)
@@ -71,16 +71,16 @@ def test_many_at_once_and_answers_that_were_cut(tokenizer: Any) -> None:
 
 def test_failures_and_turns_without_room(tokenizer: Any) -> None:
     engine = CountingEngine(fails=6)
-    asked = asked_of(engine, tokenizer, 2)
+    asked = send_all(engine, tokenizer, 2)
     assert (asked.failures, len(asked.answers)) == ({"HTTP 500": 1}, 1)
     assert sorted(request.key for request in engine.requests) == ["1/0", "2/0"]
-    asked = asked_of(CountingEngine(max_length_tokens=12), tokenizer, 2)
+    asked = send_all(CountingEngine(max_length_tokens=12), tokenizer, 2)
     assert (asked.turns_left_out, len(asked.answers)) == (1, 2)
 
 
 def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
-    def row(arm: str, concurrency: int, tokens_per_s: float) -> ServedRow:
-        return ServedRow(arm, 0.0, concurrency, tokens_per_s, *[None] * 5, [], [])
+    def row(arm: str, concurrency: int, tokens_per_s: float) -> LoadTestRow:
+        return LoadTestRow(arm, 0.0, concurrency, tokens_per_s, *[None] * 5, [], [])
 
     rows = with_speedups([row(PLAIN, 1, 10), row(PLAIN, 4, 40), row(DRAFTING, 1, 15), row(DRAFTING, 4, 30)])
     assert [each.speedup for each in rows] == [None, None, 1.5, 0.75]
@@ -97,7 +97,7 @@ def record(prompt: list[int] = PROMPT) -> QuestionRecord:
 
 def test_our_own_decoder_on_the_same_prompts() -> None:
     prompts: Any = {1: (QUESTIONS[0], PROMPT)}
-    plain, chain = own_figures([record()], "chain", prompts, GREEDY, 10)
+    plain, chain = rows_of_records([record()], "chain", prompts, GREEDY, 10)
     assert (plain.arm, chain.arm) == ("without drafter", "with drafter")
     assert (plain.tokens_per_s, chain.tokens_per_s) == (2.0, 5.0)
     assert chain.drafts == 3
@@ -111,7 +111,7 @@ def test_our_own_decoder_on_the_same_prompts() -> None:
         (PROMPT, GREEDY, 9, "chain"),
         (PROMPT, GREEDY, 10, "tree"),
     ):
-        assert own_figures([record(prompt)], method, prompts, sampling, new_tokens) == []
+        assert rows_of_records([record(prompt)], method, prompts, sampling, new_tokens) == []
 
 
 def test_which_method_drafts_as_an_engine_does() -> None:
@@ -123,5 +123,5 @@ def test_which_method_drafts_as_an_engine_does() -> None:
         MethodConfig(name="lookup", kind="prompt_lookup"),
         MethodConfig(name="chain", max_depth=3),
     ]
-    found = [find_chain(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
+    found = [find_chain_method(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
     assert [method and method.name for method in found] == [None, "chain"]
