@@ -174,7 +174,7 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
         *_run_check("train section", lambda: _check_training_arguments(recipe)),
         *_run_check("drafter.init", lambda: _check_start(recipe, target)),
         *_run_check("drafter", lambda: _check_drafter(recipe, target, diagnosis, overfits)),
-        *_run_check("engines", lambda: _check_engines(recipe, target)),
+        *_check_engines(recipe, target),
     ]
     if serve is not None:
         diagnosis.parts[f"served by {serve}"] = _run_check("export", lambda: _check_export(recipe, target, serve))
@@ -557,7 +557,10 @@ def _check_start(recipe: Recipe, target: PreTrainedModel) -> str | None:
 
 def _check_engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
     """List the engines that load this drafter once it is trained; a warning if none does."""
-    config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
+    try:
+        config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
+    except UserError:  # reported as the drafter's defect
+        return []
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
     loading = [name for to, name in ENGINES.items() if refused[to] is None]
     others = [f"not {name}: {refused[to]}" for to, name in ENGINES.items() if refused[to] is not None]

@@ -213,7 +213,7 @@ def test_a_defect(name: str, tmp_path: Path) -> None:
     defects = {key: entry["sentence"] for key, entry in findings.items() if entry["severity"] == "defect"}
     assert list(defects) == [check]
     assert re.search(sentence, defects[check])
-    assert "1 defects" in printed
+    assert "1 defect, " in printed
     assert "Next:" not in printed
 
 
@@ -255,7 +255,7 @@ def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
     assert code == 0
     warnings = {key for key, entry in findings.items() if entry["severity"] == "warning"}
     checks = ("invalid conversations", "over-long", "vocabulary")
-    assert warnings == {f"source/{check}" for check in checks}
+    assert warnings == {"drafter/engines", *(f"source/{check}" for check in checks)}
     assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
 
 
