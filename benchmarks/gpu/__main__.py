@@ -31,7 +31,7 @@ sys.path[:0] = PATHS
 from draftsmith.results import write_result  # noqa: E402
 from gpu.page import last_line, load_figures, problems, summary  # noqa: E402
 
-BUDGET_S = {"cuda": 360, "cpu": 900}
+BUDGET_S = {"cuda": 360, "cpu": 1800}
 SLOWER = {"cuda": 1, "cpu": 4}  # factor on all limits
 CHECKS_SHARE = 0.5  # of the budget, for facts and checks together
 CORES_PER_STEP = 1.5
@@ -182,7 +182,7 @@ def main() -> None:
     names = [each.name for each in (FACTS, *CHECKS, *TIMED)]
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"by default all: {', '.join(names)}")
     parser.add_argument("--device", choices=BUDGET_S, default="cuda")
-    parser.add_argument("--budget", type=float, help="seconds for all steps together (default: 360; on a CPU 900)")
+    parser.add_argument("--budget", type=float, help="seconds for all steps together (default: 360; on a CPU 1800)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
     options = parser.parse_args()
     if unknown := set(options.steps) - set(names):
