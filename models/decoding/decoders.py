@@ -183,7 +183,7 @@ class CachedDecoder:
         return StaticCall(function, inputs, f"drafter {type(self._drafter).__name__}", self._backend)
 
     def _run_static(self, ids: Tensor, features: Tensor) -> Any:
-        """Run the compiled forward of new tokens; return None if there is none for so many, or it fails.
+        """Run the compiled forward of new tokens; return None if they are too many for it, or it fails.
 
         Args:
             ids: At most `STATIC_TOKENS`.
