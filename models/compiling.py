@@ -81,12 +81,12 @@ def compiled(
 class StaticCall:
     """A function of tensors that stay in their places: compiled for their shapes, and on CUDA recorded as a CUDA graph.
 
-    Whoever calls writes into `inputs` first. The results are in memory that the next call overwrites: copy what is
-    kept longer. The function must give the same if it is called twice.
+    The caller writes into `inputs` first. The results are in memory that the next call overwrites: copy what is kept
+    longer. The function must give the same if it is called twice.
 
-    The graph is ours and not that of torch's mode "reduce-overhead", which looks at the guards of every layer before
-    it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. That mode is what
-    remains where recording fails.
+    The graph is recorded here and not by torch's mode "reduce-overhead", which looks at the guards of every layer
+    before it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. That mode is
+    what remains where recording fails.
 
     Args:
         function: Takes `inputs`.
@@ -100,7 +100,7 @@ class StaticCall:
         self.inputs, self.device = tuple(inputs), inputs[0].device
         self._function, self._what, self._backend = function, what, backend
         self._num_calls, self._works = 0, True
-        self._fast: Callable[[], Any] = self._compile
+        self._fast: Callable[[], Any] = self._first_results
 
     def __call__(self) -> Any:
         """Return the function's results.
@@ -110,11 +110,11 @@ class StaticCall:
         """
         try:
             results = self._fast()
-        except torch.OutOfMemoryError:
+        except (UserError, torch.OutOfMemoryError):
             raise
-        # Dynamo's and inductor's errors. On CUDA Triton's launcher, a missing C compiler and a replay raise
-        # RuntimeError, in one of the first calls.
-        except (TorchDynamoException, RuntimeError) as error:
+        # Dynamo's and inductor's errors; on CUDA also those of Triton, a missing C compiler and a replay, of many
+        # types, in one of the first calls.
+        except Exception as error:
             is_first = self.device.type == "cuda" and self._num_calls < FIRST_CALLS
             if not isinstance(error, TorchDynamoException) and not is_first:
                 raise
@@ -133,7 +133,7 @@ class StaticCall:
             self._works = False
             return None
 
-    def _compile(self) -> Any:
+    def _first_results(self) -> Any:
         """Compile, and on CUDA record a graph; return the results of the first call."""
         fast = _compile(self._function, self._backend, dynamic=False)
         results = _first_call(lambda: fast(*self.inputs), self._what, self._backend)
@@ -143,9 +143,9 @@ class StaticCall:
                 replay, recorded = record_graph(self._fast, self.device)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
+            except Exception as error:  # of many types too
                 logger.warning(
-                    "no CUDA graph of our own of %s (%s: %s); running with torch's",
+                    "%s cannot be recorded as a CUDA graph (%s: %s); running with torch's graphs",
                     self._what,
                     type(error).__name__,
                     " ".join(str(error).split())[:200],

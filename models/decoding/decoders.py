@@ -160,7 +160,7 @@ class CachedDecoder:
         self._cache = self._make_cache(max_length_tokens + extra_rows)
         self._static: StaticCall | None = None
         self._backend: str | None = None  # of compilation
-        self._masks_ke: Tensor | None = None  # rows after those of the new tokens
+        self._masks_ke = torch.empty(0)  # rows after those of the new tokens
         few_rows = getattr(drafter, "few_rows", None)
         self._few_rows: CpuLayers | None = None if few_rows is None else few_rows()
         self._has_residual = False  # whether masks read the newest token too
@@ -183,7 +183,7 @@ class CachedDecoder:
         return StaticCall(function, inputs, f"drafter {type(self._drafter).__name__}", self._backend)
 
     def _run_static(self, ids: Tensor, features: Tensor) -> Any:
-        """Run the compiled forward of new tokens; return None if there is none for so many, or it fails.
+        """Run the compiled forward of new tokens; return None if they are too many for it, or it fails.
 
         Args:
             ids: At most `STATIC_TOKENS`.
@@ -218,7 +218,7 @@ class CachedDecoder:
             newest = place[1:] - 1
             inputs = real_inputs(ids, features)
             places = torch.where(columns[: len(ids)] < count, begin + columns[: len(ids)], columns[-1])
-            if masks_ke is not None:
+            if len(masks_ke):
                 masks = masks_ke + inputs.index_select(0, newest) if has_residual else masks_ke
                 inputs, num_masks = torch.cat([inputs, masks]), len(masks)
                 places = torch.cat([places, begin + count + columns[:num_masks]])

@@ -87,7 +87,7 @@ def test_a_round_is_few_launches(kind: str, tree: str, replays: list[str], caplo
     target, drafter = on_ghost(kind)
     recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
     with TargetSession(target, 64, drafter.feature_layers) as session:
-        plain = generate(session, build_tree_drafter(recipe, drafter.decoder(64), Sampling()), PROMPT, Sampling(), 24)
+        plain = generate(session, build_tree_drafter(recipe, drafter.decoder(64), Sampling()), PROMPT, Sampling(), 12)
     decoder = drafter.decoder(64)
     assert isinstance(decoder, Compilable)
     decoder.compile()
@@ -104,7 +104,7 @@ def test_a_round_is_few_launches(kind: str, tree: str, replays: list[str], caplo
     with TargetSession(target, 64, drafter.feature_layers, compiler=Compiler()) as session:
         for _ in range(2):
             rounds.clear()
-            answer = generate(session, method, PROMPT, Sampling(), 24, on_round=count)
+            answer = generate(session, method, PROMPT, Sampling(), 12, on_round=count)
             GhostDevice.counting = False
     assert (answer.ids, answer.accept_lengths) == (plain.ids, plain.accept_lengths)
     assert "running" not in caplog.text
