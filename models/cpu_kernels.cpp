@@ -254,6 +254,50 @@ at::Tensor largest(const at::Tensor& logits) {
   return out;
 }
 
+// The cross entropy [R] of each row [R, V] of logits in bf16, and whether its label is the first largest; the gradient,
+// softmax less one-hot, takes the logits' place.
+void cross_entropy(at::Tensor logits, const at::Tensor& labels, at::Tensor losses, at::Tensor is_largest) {
+  TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kBFloat16 && logits.stride(1) == 1, "logits must be [R, V] in bf16");
+  TORCH_CHECK(labels.is_contiguous() && losses.is_contiguous() && is_largest.is_contiguous(), "rows must be contiguous");
+  const int64_t rows = logits.size(0), columns = logits.size(1), whole = columns / LANES * LANES;
+  const auto* label_of = labels.const_data_ptr<int64_t>();
+  auto* loss_of = losses.mutable_data_ptr<float>();
+  auto* first_of = is_largest.mutable_data_ptr<bool>();
+  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      auto* of = static_cast<uint16_t*>(logits.mutable_data_ptr()) + row * logits.stride(0);
+      const int64_t label = label_of[row];
+      TORCH_CHECK(label >= 0 && label < columns, "there is no such label");
+      const float wanted = BFloat16::widen(of[label]);
+      Floats most = broadcast(-INFINITY);
+      for (int64_t column = 0; column < whole; column += LANES) {
+        const Floats next = BFloat16::load(of + column);
+        most = most > next ? most : next;
+      }
+      float best = -INFINITY;
+      for (int64_t lane = 0; lane < LANES; ++lane) best = std::max(best, most[lane]);
+      for (int64_t column = whole; column < columns; ++column) best = std::max(best, BFloat16::widen(of[column]));
+      int64_t place = 0;
+      if (wanted == best)
+        while (place < label && !(BFloat16::widen(of[place]) == best)) ++place;
+      first_of[row] = wanted == best && place == label;
+      Floats sums = {};
+      float total = 0;
+      for (int64_t column = 0; column < whole; column += LANES)
+        sums += power_of_two((BFloat16::load(of + column) - best) * LOG2_E);
+      for (int64_t column = whole; column < columns; ++column) total += std::exp(BFloat16::widen(of[column]) - best);
+      total += sum(sums);
+      loss_of[row] = std::log(total) - (wanted - best);
+      const float share = 1 / total;
+      for (int64_t column = 0; column < whole; column += LANES)
+        BFloat16::store(of + column, power_of_two((BFloat16::load(of + column) - best) * LOG2_E) * share);
+      for (int64_t column = whole; column < columns; ++column)
+        store_first<BFloat16>(of + column, broadcast(std::exp(BFloat16::widen(of[column]) - best) * share), 1);
+      store_first<BFloat16>(of + label, broadcast(std::exp(wanted - best) * share - 1), 1);
+    }
+  });
+}
+
 // Reads every byte once, as fast as the memory gives them; what it returns keeps the compiler from leaving that out.
 int64_t read_all(const at::Tensor& data) {
   TORCH_CHECK(data.is_contiguous(), "what is read must be contiguous");
@@ -293,6 +337,7 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("fused(Tensor[] parts, Tensor?[] norms, float eps, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("most_likely(Tensor logits, int count) -> Tensor");
   library.def("largest(Tensor logits) -> Tensor");
+  library.def("cross_entropy(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!) is_largest) -> ()");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
 
@@ -304,5 +349,6 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("fused", fused);
   library.impl("most_likely", most_likely);
   library.impl("largest", largest);
+  library.impl("cross_entropy", cross_entropy);
   library.impl("attention", attention);
 }

@@ -11,7 +11,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ WITHOUT = (
 )
 
 logger = logging.getLogger(__name__)
+# Lengths of the documents that one sequence of a forward consists of, in `attending_apart`.
+_lengths: ContextVar[list[int] | None] = ContextVar("lengths", default=None)
 
 
 def cpp_compiler() -> str | None:
@@ -162,6 +166,10 @@ def _register_shapes() -> None:
         batch, heads, rows, head_size = query.shape
         return query.new_empty((batch, rows, heads, head_size))
 
+    @torch.library.register_fake("draftsmith::cross_entropy")
+    def _(logits: Tensor, labels: Tensor, losses: Tensor, is_largest: Tensor) -> None:
+        return
+
 
 # ---- in a model ----
 
@@ -176,7 +184,13 @@ def grouped_sdpa(
     reads shared heads as they are.
     """
     plain = options.get("position_bias") is None and options.get("cache") is None
-    scale = options.get("scaling")
+    scale, lengths = options.get("scaling"), _lengths.get()
+    if lengths is not None:
+        parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
+        outs = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in parts
+        ]
+        return torch.cat([out.transpose(1, 2) for out in outs], dim=1), None
     # DeepSeek's values, for one, are of another size than its keys.
     alike = all(
         part.dtype == query.dtype and part.shape[3] == query.shape[3] and part.stride(3) == 1 for part in (key, value)
@@ -191,8 +205,23 @@ def grouped_sdpa(
     return out.transpose(1, 2).contiguous(), None
 
 
+def grouped_mask(*args: Any, **options: Any) -> Tensor | None:
+    """Return the mask of `sdpa`; none where documents are attended to apart."""
+    return None if _lengths.get() is not None else sdpa_mask(*args, **options)
+
+
 AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
-AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+AttentionMaskInterface.register(GROUPED_SDPA, grouped_mask)
+
+
+@contextmanager
+def attending_apart(lengths: list[int]) -> Iterator[None]:
+    """Attend in `grouped_sdpa` causally within each document of one sequence, without a mask of all its tokens."""
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> None:

@@ -56,6 +56,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
 # The LK paper's setting.
@@ -179,6 +180,12 @@ def losses_in_place(
     A fourth tensor in `results` gets alpha [n]; it needs a teacher.
     """
     losses, correct, cross_entropy, *overlap = results
+    is_ce = loss == {"ce": 1.0} and factors is None
+    if is_ce and wants_grad and not overlap and _is_bf16_on_a_cpu(logits) and has_kernels():
+        # In one pass over each row, which stays in the processor's first cache.
+        torch.ops.draftsmith.cross_entropy(logits, labels, losses, correct)
+        cross_entropy.copy_(losses)
+        return
     correct.copy_(_is_argmax(logits, labels))
     if loss == {"kl": 1.0} and teacher_logits is not None and factors is None:
         _divergence(logits, labels, teacher_logits, [losses, cross_entropy, *overlap], wants_grad)
@@ -186,12 +193,16 @@ def losses_in_place(
     if overlap and teacher_logits is not None:
         log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
         overlap[0].copy_(torch.minimum(log_p, log_q).exp_().sum(-1))
-    if loss == {"ce": 1.0} and factors is None:
+    if is_ce:
         _cross_entropy(logits, labels, losses, wants_grad)
         cross_entropy.copy_(losses)
     else:
         cross_entropy.copy_(ce(logits, labels))
         _any_loss(loss, logits, labels, teacher_logits, factors, losses, wants_grad)
+
+
+def _is_bf16_on_a_cpu(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype == torch.bfloat16
 
 
 def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:

@@ -221,6 +221,13 @@ MUTANTS = (
         "tests/models/target/test_features.py",
     ),
     Mutant(
+        "documents of a sequence attended to together",
+        "models/cpu_kernels.py",
+        "parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)",
+        "parts = zip(*(part.split([sum(lengths)], dim=2) for part in (query, key, value)), strict=True)",
+        "tests/models/target/test_features.py",
+    ),
+    Mutant(
         "gradients of several processes averaged, not added up",
         "train/drafter/trainer.py",
         "loss = loss * (self.args.world_size // self.get_tp_size())",

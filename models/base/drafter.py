@@ -124,11 +124,15 @@ class Drafter(WithoutEmbeddings):
         return has_teacher(self.config.loss)
 
     def training_features(
-        self, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+        self,
+        target: PreTrainedModel,
+        ids_bs: Tensor,
+        positions_bs: Tensor | None = None,
+        attention_mask_bs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return features [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D], from one forward."""
         layers = required_layers(self)
-        return split_features(self, target_features(target, ids_bs, None, positions_bs, layers))
+        return split_features(self, target_features(target, ids_bs, attention_mask_bs, positions_bs, layers))
 
     # ---- training and decoding ----
 

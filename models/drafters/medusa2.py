@@ -132,11 +132,15 @@ class Medusa2Drafter(MedusaDrafter):
         return self
 
     def training_features(
-        self, target: PreTrainedModel, ids_bs: Tensor, positions_bs: Tensor | None = None
+        self,
+        target: PreTrainedModel,
+        ids_bs: Tensor,
+        positions_bs: Tensor | None = None,
+        attention_mask_bs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return features of the changed target, with a gradient, and of the original one for L_LM."""
         if not self.trains_target:
-            return super().training_features(target, ids_bs, positions_bs)
+            return super().training_features(target, ids_bs, positions_bs, attention_mask_bs)
         teacher_features = None
         if self.needs_teacher:
             with switched_off(self.attached.target):

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, D hidden, F = D times the number of feature layers.
 """
 
 import contextlib
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +12,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
+from draftsmith.models.cpu_kernels import GROUPED_SDPA, attending_apart
 from draftsmith.models.target.view import target_value
+from draftsmith.models.target.windows import get_windows, has_recurrent_layers
 
 # The id of the hidden states after the final norm, among the ids of layers.
 FINAL_FEATURES = -1
+
+
+# Documents by which a target shows that it keeps them apart; its tolerance is relative to the features' size, in half
+# precision a multiple of its rounding unit.
+PROBE_LENGTHS = (5, 9, 3)
+PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
+_attends_apart: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def target_features(
@@ -25,13 +35,78 @@ def target_features(
     layers: tuple[int, ...] = (FINAL_FEATURES,),
     with_gradient: bool = False,
 ) -> Tensor:
-    """Return the features [B, S, F], by one forward without logits, KV cache, or layers above the last one needed."""
+    """Return the features [B, S, F], by one forward without logits, KV cache, or layers above the last one needed.
+
+    Args:
+        attention_mask_bs: 0 at padding, which is on the right: causal order keeps it out. On a CPU a target in half
+            precision does not run over it, and its features are zeros.
+        position_ids_bs: Of packed documents, from 0 on in each. On a CPU each is attended to apart, without a mask.
+        with_gradient: Of the target's weights.
+    """
+    tokens_t = None if with_gradient else _tokens_apart(target, input_ids_bs, attention_mask_bs, position_ids_bs)
+    if tokens_t is None:
+        return _forward(target, input_ids_bs, position_ids_bs, layers, with_gradient)
+    batch, length = input_ids_bs.shape
+    position_bs = torch.arange(length).expand(batch, length) if position_ids_bs is None else position_ids_bs
+    ids_1t, position_1t = (part.flatten()[tokens_t][None] for part in (input_ids_bs, position_bs))
+    begins_d = torch.cat([tokens_t.new_zeros(1), (position_1t[0].diff() != 1).nonzero().squeeze(1) + 1])
+    lengths = begins_d.diff(append=begins_d.new_tensor([len(tokens_t)])).tolist()
+    if get_windows(target).reached(max(lengths)):
+        return _forward(target, input_ids_bs, position_ids_bs, layers, with_gradient)
+    with attending_apart(lengths):
+        features_tf = _forward(target, ids_1t, position_1t, layers)[0]
+    grid = features_tf.new_zeros(input_ids_bs.numel(), features_tf.shape[1])
+    return grid.index_copy_(0, tokens_t, features_tf).unflatten(0, input_ids_bs.shape)
+
+
+def _forward(
+    target: PreTrainedModel,
+    input_ids_bs: Tensor,
+    position_ids_bs: Tensor | None,
+    layers: tuple[int, ...] = (FINAL_FEATURES,),
+    with_gradient: bool = False,
+) -> Tensor:
     with torch.set_grad_enabled(with_gradient), FeatureTap(target, layers, stop_early=True) as tap:
         with contextlib.suppress(_AllTapped):
-            target.base_model(
-                input_ids=input_ids_bs, attention_mask=attention_mask_bs, position_ids=position_ids_bs, use_cache=False
-            )
+            target.base_model(input_ids=input_ids_bs, position_ids=position_ids_bs, use_cache=False)
         return tap.take()
+
+
+def _tokens_apart(
+    target: PreTrainedModel, input_ids_bs: Tensor, attention_mask_bs: Tensor | None, position_ids_bs: Tensor | None
+) -> Tensor | None:
+    """Return the places [T] in [B*S] of the tokens to run as one sequence; None to run the batch as it is."""
+    # In fp32 a padded batch stays as it is: the kernel's blocks depend on its length, and rounding on these.
+    is_padded = attention_mask_bs is not None and len(input_ids_bs) > 1 and target.dtype != torch.float32
+    # First, as a target that is split among processes runs the trial in all of them.
+    if not _can_attend_apart(target) or not (is_padded or position_ids_bs is not None):
+        return None
+    if attention_mask_bs is None:
+        return torch.arange(input_ids_bs.numel())
+    return attention_mask_bs.flatten().nonzero().squeeze(1)
+
+
+def _can_attend_apart(target: PreTrainedModel) -> bool:
+    """Return True if the target's attention is all in `grouped_sdpa`; tried once on a few tokens."""
+    if target not in _attends_apart:
+        is_grouped = target.config.get_text_config()._attn_implementation == GROUPED_SDPA
+        _attends_apart[target] = False  # in the trial
+        if is_grouped and target.device.type == "cpu" and not has_recurrent_layers(target):
+            get_windows(target)  # tried now too
+            with contextlib.suppress(Exception):  # of any type, from a model that takes no position ids
+                _attends_apart[target] = keeps_documents_apart(target, attending_apart([*PROBE_LENGTHS]))
+    return _attends_apart[target]
+
+
+def keeps_documents_apart(target: PreTrainedModel, context: contextlib.AbstractContextManager[None]) -> bool:
+    """Return True if packed documents have the features that each has alone, by a short forward in this context."""
+    ids_s = torch.arange(sum(PROBE_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
+    positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
+    with context:
+        packed_sd = target_features(target, ids_s[None], None, positions_s[None])[0]
+    alone_sd = torch.cat([target_features(target, part[None])[0] for part in ids_s.split(PROBE_LENGTHS)])
+    tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
+    return bool((packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean())
 
 
 class FeatureReader(Protocol):

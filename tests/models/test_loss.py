@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models import loss as through_head
+from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.loss import (
     LOSSES,
     Factors,
@@ -20,6 +21,7 @@ from draftsmith.models.loss import (
     chunks_made_for,
     has_teacher,
     head_loss,
+    losses_in_place,
     mass_inside,
     smooth_l1,
 )
@@ -110,6 +112,40 @@ def test_softmax_is_in_fp32_at_least(name: str) -> None:
     assert value.dtype == torch.float32
     torch.testing.assert_close(value, LOSSES[name](half.double(), labels, half_teacher.double()).float())
     assert LOSSES[name](logits, labels, teacher_logits).dtype == torch.float64
+
+
+@pytest.mark.parametrize("vocabulary", [5, 16, 37, 1000])
+def test_cross_entropy_in_one_pass_on_a_cpu(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by torch's operations; of equals the first is the argmax, and what is not a number stays so."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(9, vocabulary, generator=generator)).bfloat16()
+    logits[0], logits[1] = 1.0, 2.0
+    labels = logits.float().argmax(-1)
+    labels[1:9:2] = vocabulary - 1
+    if not has_kernels():
+        pytest.skip("no compiler")
+
+    def computed() -> list[Tensor]:
+        taken, results = logits.clone(), [torch.empty(9), torch.empty(9, dtype=torch.bool), torch.empty(9)]
+        losses_in_place({"ce": 1.0}, taken, labels, None, None, results, True)
+        return [taken, *results]
+
+    called: list[int] = []
+    by_torch = through_head._cross_entropy
+    monkeypatch.setattr(through_head, "_cross_entropy", lambda *args: (called.append(1), by_torch(*args)))
+    in_one_pass = computed()
+    assert not called
+    with monkeypatch.context() as patch:
+        patch.setattr(through_head, "has_kernels", lambda: False)
+        by_operations = computed()
+    for found, expected in zip(in_one_pass, by_operations, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-8 if found.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert called
+    assert in_one_pass[2][:2].tolist() == [True, False]
+    logits[3, 2] = math.nan
+    in_one_pass = computed()
+    assert in_one_pass[0][3].isnan().all()
+    assert in_one_pass[1][3].isnan()
 
 
 def test_smooth_l1() -> None:

@@ -19,6 +19,7 @@ Shapes: B batch, S sequence, D hidden, G depths.
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,11 @@ from transformers import PreTrainedModel
 from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
-from draftsmith.models.target.features import target_features
+from draftsmith.models.target.features import keeps_documents_apart
 
 # The column of a dataset that says which rows of the feature cache, in this order, its row is made of.
 ROWS_COLUMN = "feature_rows"
 HASHED_BYTES = 8
-PROBE_LENGTHS = (5, 9, 3)
-# Relative to the features' size; in half precision a multiple of its rounding unit.
-PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 
 
 def split_rows(
@@ -155,12 +153,7 @@ def check_packing(target: PreTrainedModel) -> None:
     Raises:
         UserError: The target does not keep them apart: its architecture builds its mask in another way.
     """
-    ids_s = torch.arange(sum(PROBE_LENGTHS), device=target.device) % target.get_input_embeddings().weight.shape[0]
-    positions_s = torch.cat([torch.arange(length, device=target.device) for length in PROBE_LENGTHS])
-    packed_sd = target_features(target, ids_s[None], None, positions_s[None])[0]
-    alone_sd = torch.cat([target_features(target, part[None])[0] for part in ids_s.split(PROBE_LENGTHS)])
-    tolerance_frac = max(PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS * torch.finfo(alone_sd.dtype).eps)
-    if not (packed_sd - alone_sd).float().abs().mean() <= tolerance_frac * alone_sd.float().abs().mean():
+    if not keeps_documents_apart(target, nullcontext()):
         raise UserError(
             f"key `data.packing`: a target of type {target.config.model_type} cannot keep packed conversations "
             "separate: set data.packing=false"

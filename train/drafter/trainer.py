@@ -322,8 +322,8 @@ class DrafterTrainer(Trainer):
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
             if "features" in inputs:
                 return split_features(self._drafter, inputs["features"].to(self._target.dtype))
-            # No attention mask: rows are padded on the right, where causal order is enough, and the kernels are faster.
-            return self._drafter.training_features(self._target, ids, inputs.get("position_ids"))
+            positions, mask = inputs.get("position_ids"), inputs["attention_mask"]
+            return self._drafter.training_features(self._target, ids, positions, mask)
 
     def _forward(
         self,

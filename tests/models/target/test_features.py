@@ -1,10 +1,16 @@
 """Features of any layers of the target are its own hidden states, and no layer runs that nobody needs."""
 
+from typing import Any
+
 import pytest
 import torch
+from support.tiny_models import VOCABULARY, tiny_target
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.errors import UserError
+from draftsmith.models import cpu_kernels
+from draftsmith.models.cpu_kernels import use_grouped_sdpa
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
 
 LAYERS = 3
@@ -57,3 +63,53 @@ def test_a_layer_that_does_not_exist() -> None:
     with pytest.raises(UserError, match="layers 0 to 3"):
         FeatureTap(target, (FINAL_FEATURES, 4))
     assert not target.base_model._forward_hooks
+
+
+DOCUMENTS = (7, 12, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packed", "changes", "runs"),
+    [
+        (torch.bfloat16, False, {}, [(1, 25)]),
+        (torch.bfloat16, True, {}, [(1, 25)]),
+        (torch.float32, True, {}, [(1, 25)]),
+        (torch.float32, False, {}, [(4, 12)]),  # its bits depend on the padding: unchanged
+        (torch.bfloat16, False, {"model_type": "mistral", "sliding_window": 4}, [(4, 12)]),
+        (torch.bfloat16, False, {"model_type": "mistral", "sliding_window": 50}, [(1, 25)]),
+    ],
+)
+def test_padding_is_not_run_and_documents_are_attended_to_apart(
+    dtype: torch.dtype, packed: bool, changes: dict[str, Any], runs: list[tuple[int, int]], monkeypatch: Any
+) -> None:
+    """The features of each document alone; no mask of all tokens; zeros at padding, where it is not run."""
+    target = tiny_target(**changes).to(dtype)
+    use_grouped_sdpa(target)
+    parts = [torch.randint(3, VOCABULARY, (length,)) for length in DOCUMENTS]
+    alone = [target_features(target, part[None], layers=(1, FINAL_FEATURES))[0] for part in parts]
+    ids_bs, mask_bs = pad_sequence(parts, batch_first=True), pad_sequence([torch.ones_like(p) for p in parts], True)
+    positions_bs = None
+    if packed:  # with a padded tail, as `collate_right_padded` makes it
+        ids_bs = torch.cat([*parts, torch.zeros(3, dtype=torch.long)])[None]
+        mask_bs = (torch.arange(28) < 25).long()[None]
+        positions_bs = torch.cat([torch.arange(length) for length in (*DOCUMENTS, 3)])[None]
+    target_features(target, ids_bs, mask_bs, positions_bs)  # the trial of a few tokens is over
+    shapes, masks = [], []
+    target.base_model.embed_tokens.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
+    made = cpu_kernels.sdpa_mask
+    monkeypatch.setattr(cpu_kernels, "sdpa_mask", lambda *a, **o: (masks.append(1), made(*a, **o))[1])
+    features_bsf = target_features(target, ids_bs, mask_bs, positions_bs, (1, FINAL_FEATURES))
+    assert shapes == runs
+    found = features_bsf[mask_bs.bool()].split(DOCUMENTS)
+    if runs == [(1, 25)]:
+        assert not masks
+        assert not features_bsf[mask_bs == 0].any()
+    torch.testing.assert_close(torch.cat(found), torch.cat(alone))
+
+
+def test_a_target_with_other_attention_runs_the_batch_as_it_is() -> None:
+    """ALiBi is in BLOOM's masks, and GPT-NeoX with `eager` attention does not ask our kernel."""
+    target = tiny_model("gpt_neox").to(torch.bfloat16)
+    target.set_attn_implementation("eager")
+    ids_bs, mask_bs = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    assert torch.equal(target_features(target, ids_bs, mask_bs), target_features(target, ids_bs))
