@@ -474,19 +474,24 @@ def import_command(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Device memory: also report whether training fits.")] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0.01, help="Device memory: also report whether training fits.")
+    ] = None,
     peak_tflops: Annotated[
-        float | None, typer.Option(help="Device's peak in the recipe's dtype; default: measured here.")
+        float | None, typer.Option(min=0.001, help="Device's peak in the recipe's dtype; default: measured here.")
     ] = None,
     memory_gb_per_s: Annotated[
-        float | None, typer.Option(help="Device's memory bandwidth; default: measured here.")
+        float | None, typer.Option(min=0.001, help="Device's memory bandwidth; default: measured here.")
     ] = None,
-    utilisation: Annotated[float, typer.Option(help="Share of the peak that a training step reaches.")] = 0.4,
+    utilisation: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the peak that a training step reaches.")
+    ] = 0.4,
     labelled_share: Annotated[
-        float | None, typer.Option(help="Assume full rows with this share of labels; default: the run's data.")
+        float | None,
+        typer.Option(min=0.001, max=1, help="Assume full rows with this share of labels; default: the run's data."),
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="Also show memory per process for N processes (DDP, FSDP2, ZeRO).")
+        int, typer.Option(min=1, help="Also show memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
 ) -> None:
     """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
@@ -498,7 +503,7 @@ def plan(
         loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes)
     )
     tell(asdict(planned))
-    show_plan(planned, console, memory_gib)
+    show_plan(planned, console)
     _next("doctor", recipe, overrides)
 
 

@@ -230,6 +230,9 @@ class CandidateDrafter(DFlashDrafter):
         scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten())
         return self.vocab.widen(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
 
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        return num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
+
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         return self.rows_of(self.norm(hidden), context)
 
@@ -271,11 +274,9 @@ class DFlash2Drafter(CandidateDrafter):
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
         return self.config.selector_weight * losses_m, head.mask_of(rows_m, losses_m.dtype), correct_m
 
-    def further_run(self, normed: Tensor) -> Tensor:
-        """Compute the selector's scores of rows [1, N, D]: `draftsmith plan` counts the bytes that they save."""
-        before_n = torch.zeros(normed.shape[1], dtype=torch.int64)
-        candidates_nk = before_n[:, None].expand(-1, self.config.selector_top_k)
-        return self.candidate_selector.edges(self.candidate_selector.gates(normed[0]), before_n, candidates_nk)
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank
+        return super().saved_values(num_rows, num_labels) + num_labels * of_selector
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)

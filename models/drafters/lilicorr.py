@@ -320,17 +320,14 @@ class LiLiCorrDrafter(CandidateDrafter):
         parts = zip(*(each.split(at_once) for each in inputs), strict=True)
         return torch.cat([checkpoint(scores, *part, use_reentrant=False) for part in parts])
 
-    def further_run(self, normed: Tensor) -> Tensor:
-        """Compute the lattice of rows [1, N, D] of whole blocks: `draftsmith plan` counts the bytes that it saves."""
-        normed_agd = normed[0].unflatten(0, (-1, self.config.num_depths))
-        log_q_agk = normed_agd[..., : self.config.lattice_top_k]
-        embedded_agkd = torch.zeros(*log_q_agk.shape, normed.shape[-1], dtype=normed.dtype)
-        return self.lilicorr(embedded_agkd, log_q_agk, normed_agd, normed_agd[:, 0])
-
-    @property
-    def further_rows_at_once(self) -> int:
-        """Return the number of rows whose lattice is in memory at the same time, see `_scores`."""
-        return ELEMENTS_AT_ONCE // (self.config.lattice_top_k * self.config.hidden_size)
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        config = self.config
+        # Of a candidate: its embedding, what its layers read and give, and its attention to all nodes of its block.
+        attention = 5 * config.lattice_heads * config.num_depths * config.lattice_top_k
+        of_candidate = config.hidden_size + 18 * config.lattice_layers * config.lattice_hidden_size + attention
+        rows_at_once = ELEMENTS_AT_ONCE // (config.lattice_top_k * config.hidden_size)
+        lattice = min(num_labels, rows_at_once) * config.lattice_top_k * of_candidate
+        return super().saved_values(num_rows, num_labels) + lattice
 
     def _rows(
         self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor
