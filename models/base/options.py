@@ -4,7 +4,7 @@ pydantic checks them like the rest of the recipe. A kind's own are the `Options`
 target is compared with the target's config, which is pydantic's validation context here.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -148,6 +148,9 @@ class DrafterOptions(Section):
         except ValidationError as error:
             raise UserError(explain(cls, error, "drafter.options")) from None
 
+    # Options that `serve --learn` sets.
+    while_serving: ClassVar[dict[str, Any]] = {}
+
     @property
     def num_depths(self) -> int:
         """Return G, the number of depths that are trained."""
@@ -185,6 +188,8 @@ class DepthOptions(DrafterOptions):
         description="D-PACE in place of `depth_weights`: a row counts as far as the drafter is sure of those above it, "
         "smoothed with this alpha (the paper's is 0.5); see `models/base/weights.py`",
     )
+    # Set by `serve --learn`: drafts after a first error are never accepted.
+    while_serving: ClassVar[dict[str, Any]] = {"until_first_error": True}
     until_first_error: bool = Field(
         False, description="no loss after the first row of a group whose most likely token is wrong (2607.01893)"
     )

@@ -74,6 +74,7 @@ class Medusa2Config(MedusaConfig):
         warmup_steps: int = Field(200, ge=0, description="optimiser steps in which only the heads learn")
 
     lora_shapes: dict[str, list[int]] = field(default_factory=dict)
+    not_exported = "it changes the target itself, by a LoRA that no format carries: train with drafter.kind=medusa"
 
 
 class Medusa2Drafter(MedusaDrafter):
