@@ -41,13 +41,13 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import HeadRows
 from draftsmith.models.base.options import one_message
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
-from draftsmith.models.groups.layout import Groups, previous_features
-from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
+from draftsmith.models.groups.layout import previous_features
+from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -250,26 +250,16 @@ class DFlash2Drafter(CandidateDrafter):
         shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
         self.candidate_selector = CandidateSelector(*shape)
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary:
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
         """Return the selector's loss of the rows that the loss through the LM head reads, and whether it is right."""
-        linear, selector, (_, label_m, before_m) = head.linear, self.candidate_selector, groups.labels(place_m)
-        rows_m = head.rows_of(label_m)
+        head, linear, selector, rows_m = rows.head, rows.head.linear, self.candidate_selector, rows.rows_m
         known_m = rows_m >= 0
         logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
-            normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
+            rows.normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
         )
         logits_mk = head.shape(logits_mk)  # which keeps their order
-        tokens_m = groups.input_ids.flatten()[before_m]
-        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(normed_md)), tokens_m)
+        tokens_m = rows.groups.input_ids.flatten()[rows.before_m]
+        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
         return self.config.selector_weight * losses_m, head.mask_of(rows_m, losses_m.dtype), correct_m

@@ -47,13 +47,13 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import HeadRows
 from draftsmith.models.base.options import one_message
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
+from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.models.target_logits import LogitShape
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
@@ -254,27 +254,17 @@ class LiLiCorrDrafter(CandidateDrafter):
 
     # ---- training ----
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary:
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
         """Return the lattice's loss of the rows that the loss through the LM head reads, and whether it is right."""
-        config, (depth_m, label_m, before_m) = self.config, groups.labels(place_m)
-        normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, place_m, depth_m)
-        rows_m = head.rows_of(label_m)
+        config, head, groups, rows_m = self.config, rows.head, rows.groups, rows.rows_m
+        normed_agd, context_ad, slot_m = self._blocks(groups, rows.hidden_nd, rows.place_m, rows.depth_m)
         log_q_rk, columns_rk = _TopLogProbabilities.apply(
             normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k, head.shape
         )
         columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
-        rows = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
-        columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in rows]
-        scores_mk = self.scores_after(of_labels, groups.input_ids.flatten()[before_m])
+        scored = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
+        columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in scored]
+        scores_mk = self.scores_after(of_labels, groups.input_ids.flatten()[rows.before_m])
         is_label_mk = columns_mk == rows_m[:, None]
         is_inside_m, rank_m = is_label_mk.any(-1), is_label_mk.int().argmax(-1)
         correct_m = is_inside_m & (scores_mk.argmax(-1) == rank_m)
@@ -285,8 +275,8 @@ class LiLiCorrDrafter(CandidateDrafter):
             others_mk = scores_mk.scatter(1, rank_m[:, None], float("-inf"))
             ahead_m = scores_mk.gather(1, rank_m[:, None]).squeeze(1) - others_mk.amax(1)
             losses_m = losses_m + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_m)
-        if config.lattice_penalty_weight and features_pd is not None:
-            logits_mk = _logits_at(features_pd.index_select(0, before_m), head.teacher, columns_mk)
+        if config.lattice_penalty_weight and rows.features_pd is not None:
+            logits_mk = _logits_at(rows.features_pd.index_select(0, rows.before_m), head.teacher, columns_mk)
             logits_mk = head.teacher_shape(logits_mk)
             gaps_mk = F.relu(logits_mk.gather(1, rank_m[:, None]) - logits_mk)
             losses_m = losses_m + config.lattice_penalty_weight * (scores_mk.softmax(-1) * gaps_mk).sum(-1)
