@@ -42,7 +42,7 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`, the record of a training. Earlier versions noted less.
+    """`training.json`, the record of a training.
 
     draft_vocabulary_coverage: share of the supervised tokens that a reduced draft vocabulary has. best_step: whose
     weights these are, where not the last ones were kept.
