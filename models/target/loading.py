@@ -70,7 +70,7 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
-    """Let a model attend by our kernels where they are: grouped heads on a CPU, split keys on a GPU."""
+    """Make a model attend by our kernels: of grouped heads on a CPU, over split keys on a GPU."""
     use_grouped_sdpa(model)
     use_split_sdpa(model)
 

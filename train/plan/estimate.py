@@ -204,8 +204,9 @@ def row_bytes(layer: nn.Module, config: Any, wide: int, narrow: int) -> int:
 def _widths(config: Any) -> tuple[int, int, int]:
     """Return the width of a layer's queries, of its keys, and of its MLP: of all experts that a token takes."""
     size, heads = head_size(config), config.num_attention_heads
-    experts = getattr(config, "num_experts_per_tok", None)
-    inner = experts * config.moe_intermediate_size if experts else config.intermediate_size
+    of_expert = getattr(config, "moe_intermediate_size", None)
+    inner = of_expert or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner *= getattr(config, "num_experts_per_tok", None) or 1
     return heads * size, (getattr(config, "num_key_value_heads", None) or heads) * size, inner
 
 

@@ -13,7 +13,7 @@ from support.benchmark_scripts import benchmark
 from support.places import ROOT
 from support.tiny_runs import make_recipe, recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
@@ -252,6 +252,16 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     wide = make_plan(recipe, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0, utilisation=0.5)).time
     products_s = 2 * (8_030_261_248 - 128256 * size) / 150e12
     assert amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
+
+
+def test_a_target_whose_config_names_no_width_of_its_mlp(tmp_path: Path) -> None:
+    """GPT-2's is four times the hidden size: 12 D^2 weights a layer, and attention's products."""
+    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
+    recipe = recipe_of(tmp_path, config, drafter={"kind": "medusa", "options": {"num_heads": 2}})
+    cost = predicted_step(recipe, training_row(32, 16))
+    # Its table of positions is an embedding; norms and biases are no matrices.
+    assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * 12 * 64**2 + 2 * 32 * 32 * 64)
+    assert cost.peak_bytes > 4 * sum(parameter.numel() for parameter in cost.drafter.parameters())
 
 
 def test_the_feature_cache(tmp_path: Path) -> None:
