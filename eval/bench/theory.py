@@ -25,8 +25,8 @@ depth.
 top-p are applied to p and to q. At a node with children
 
     overlap   sum min(p, q) with the q of the draw that verification tries first: its probability of acceptance. Later
-              draws are compared with the residual of p, from the same q without the first token; they are not
-              counted. For a deterministic draft, whose q is the point mass on its first child x,
+              draws are compared with the residual of p, from the same q without the first token or from another
+              model's; they are not counted. For a deterministic draft, whose q is the point mass on its first child x,
               the sum is p(x)
     drafter   sum min(p, q) with the drafter's whole distribution there, whatever the tree used of it: the acceptance
               probability of a token sampled from the drafter

@@ -103,7 +103,8 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
         if method.kind != DRAFTER_KIND:
             options = load_method_class(method)[1].model_dump()
             method = method.model_copy(update={"options": options})
-            folders = (Path(each).expanduser() for each in options.values() if isinstance(each, str))
+            values = (option if isinstance(option, list) else [option] for option in options.values())
+            folders = (Path(each).expanduser() for value in values for each in value if isinstance(each, str))
             weights |= {str(each): sampled_hash(each.glob("*.safetensors")) for each in folders if each.is_dir()}
         methods.append(method)
     evaluation = recipe.eval.model_copy(update={"methods": methods, "compile": compiles(recipe)})

@@ -454,6 +454,13 @@ def draw_without_replacement(
     return _padded(order.masked_fill(q.gather(-1, order) <= 0, -1), count, columns)
 
 
+def draw_independently(
+    q: Tensor, count: int, generator: torch.Generator | None, columns: TokenColumns = ALL_TOKENS
+) -> list[list[int]]:
+    """Draw `count` tokens from each row of q [R, V'], with replacement."""
+    return _padded(torch.multinomial(q, count, replacement=True, generator=generator), count, columns)
+
+
 def _padded(chosen: Tensor, count: int, columns: TokenColumns) -> list[list[int]]:
     missing = [-1] * (count - chosen.shape[-1])
     return [columns.tokens(row) + missing for row in chosen.tolist()]

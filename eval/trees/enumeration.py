@@ -34,6 +34,8 @@ DETERMINISTIC_TREES = [
     ((-1, 0, 0, 1, 1, 2), [0, 3, 1, 0, 2, 2]),
     ((-1, 0, 0, 0, 0), [0, 0, 1, 2, 3]),
 ]
+# For trees merged from several drafters: the drafters (of two) that draw, in this order.
+MERGED_DRAWS = [(0, 1), (0, 0), (0, 1, 0)]
 
 Trees = Iterator[tuple[float, DraftTree]]  # each with the probability that it is drawn
 
@@ -99,6 +101,24 @@ def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> Trees:
         yield weight, DraftTree(tokens, shape, q_rows)
 
 
+def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
+    """Yield every tree of first tokens drawn independently from these models in this order, with equal tokens merged.
+
+    Below the first token the last model draws a second one.
+    """
+    for *firsts, second in itertools.product(range(V), repeat=len(models) + 1):
+        weight = float(q_of_model[models[-1]][second])
+        for model, token in zip(models, firsts, strict=True):
+            weight *= float(q_of_model[model][token])
+        if weight == 0:
+            continue
+        children = list(dict.fromkeys(firsts))
+        draws_below = [[(1 + children.index(token), model) for model, token in zip(models, firsts, strict=True)]]
+        draws_below += [[(len(children) + 1, models[-1])], *([] for _ in children)]
+        shape = TreeShape.of((-1, *[0] * len(children), 1))
+        yield weight, DraftTree([0, *children, second], shape, torch.stack(q_of_model), draws=draws_below)
+
+
 def joint_distribution(trees: Trees, target_logits: dict[tuple[int, ...], Tensor], sampling: Sampling) -> Tensor:
     """Return the exact distribution [V, V] of the first two tokens.
 
@@ -142,6 +162,7 @@ def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
             if max(map(len, TreeShape.of(parents).children)) <= support
         ]
         cases += [iter([(1.0, DraftTree(tokens, TreeShape.of(parents)))]) for parents, tokens in DETERMINISTIC_TREES]
+        cases += [merged_trees(q_of_depth, models) for models in MERGED_DRAWS]
         for trees in cases:
             error = max(error, float((joint_distribution(trees, target_logits, sampling) - exact).abs().max()))
     return error

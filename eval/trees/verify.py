@@ -5,9 +5,9 @@ node's ancestors come before it, so that a prefix of the nodes is a tree too (Sp
 Its shape decides the attention mask, the positions and the paths.
 
 Verification is ParallelSpec's (arXiv 2410.05589) Algorithm 1; Leviathan et al. (2211.17192) for one child; SpecInfer's
-Algorithm 2 for several, but that these are drawn *without* replacement. Temperature, top-k and top-p first turn logits
-into the distribution that tokens are drawn from: the same way for p and for q, before they are compared (Leviathan et
-al., 2.2).
+Algorithm 2 for several, whose children are drawn independently, from one drafter or several; or *without* replacement
+from one. Temperature, top-k and top-p first turn logits into the distribution that tokens are drawn from: the same way
+for p and for q, before they are compared (Leviathan et al., 2.2).
 
 It is lossless, unless lenience is below 1 (Leviathan et al., appendix A.5): q is multiplied by it in the comparison
 with p, and the residual is not changed. Then no token is more likely than p / lenience; nothing else is guaranteed.
@@ -125,6 +125,8 @@ class DraftTree:
         shape: The topology.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
+        draws: [N], or None. For each node its independent draws in order, as (child, row of q), if the children come
+            from several drafters, or with replacement: q is [R, V] then, and a child drawn twice is listed twice.
         log_confidence: [N], or None if the builder does not know it. The drafter's log probability of the path to each
             node: the N' best nodes are the best tree of N' nodes.
     """
@@ -133,11 +135,15 @@ class DraftTree:
     shape: TreeShape
     q: Tensor | None = None
     log_confidence: list[float] | None = None
+    draws: list[list[tuple[int, int]]] | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.shape):
             raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.shape)} nodes")
-        if self.q is not None and len(self.q) != len(self.tokens):
+        if self.draws is not None:
+            if len(self.draws) != len(self.tokens) or self.q is None:
+                raise ValueError(f"{len(self.tokens)} nodes need as many lists of draws, and q: not {len(self.draws)}")
+        elif self.q is not None and len(self.q) != len(self.tokens):
             raise ValueError(f"q has {len(self.q)} rows for a tree of {len(self.tokens)} nodes")
 
     def __len__(self) -> int:
@@ -173,8 +179,12 @@ class DraftTree:
         tokens = [self.tokens[node] for node in nodes]
         shape = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates)
         confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in nodes]
-        q = None if self.q is None else self.q.index_select(0, to_device(nodes, self.q.device))
-        return DraftTree(tokens, shape, q, confidence)
+        if self.draws is None:
+            q = None if self.q is None else self.q.index_select(0, to_device(nodes, self.q.device))
+            return DraftTree(tokens, shape, q, confidence)
+        new_index = {node: index for index, node in enumerate(nodes)}
+        draws = [[(new_index[child], row) for child, row in self.draws[node] if child in new_index] for node in nodes]
+        return DraftTree(tokens, shape, self.q, confidence, draws)
 
 
 def root_only(token: int) -> DraftTree:
@@ -303,6 +313,9 @@ def draws_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tupl
     if tree.q is None:
         for child in tree.children(node):
             yield child, None
+    elif tree.draws is not None:
+        for child, row in tree.draws[node]:
+            yield child, tree.q[row].to(dtype)
     elif children := tree.children(node):
         q = tree.q[node].to(dtype)
         for child in children:

@@ -1,13 +1,15 @@
 """A stepwise decoder whose logits are a table over all paths."""
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.enumeration import Outcomes
+from draftsmith.eval.trees.enumeration import Outcomes, every_verdict
 from draftsmith.eval.trees.verify import DraftTree
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
+from draftsmith.models.sampling import Sampling
 
 Path = tuple[int, ...]
 
@@ -91,3 +93,33 @@ def draw_rows(
             left[drawn[-1]] = 0 if drawn[-1] >= 0 else left[drawn[-1]]
         rows.append(columns.tokens(drawn))
     return rows
+
+
+def check_three_tokens(
+    drawn: Iterable[tuple[float, DraftTree]], p_logits: dict[Path, Tensor], sampling: Sampling, vocabulary: int
+) -> None:
+    """The first three tokens have exactly the target's distribution, over all trees and verdicts.
+
+    Args:
+        drawn: Every tree that can be drawn, with its probability.
+        p_logits: Of the target after 0, 1 and 2 tokens.
+    """
+    p_of = {path: sampling.probabilities(logits) for path, logits in p_logits.items()}
+    joint = torch.zeros([vocabulary] * 3, dtype=torch.float64)
+    total, nothing = 0.0, torch.zeros(vocabulary, dtype=torch.float64)
+    for weight, tree in drawn:
+        total += weight
+        logits = torch.stack([p_logits.get(path, nothing) for path in [(), *paths_in(tree)]])
+        for probability, verdict in every_verdict(tree, logits, sampling):
+            committed = (*(tree.tokens[node] for node in verdict.path[1:]), verdict.next_token)
+            # What the round did not commit comes from the target itself.
+            for rest in itertools.product(range(vocabulary), repeat=3 - len(committed)):
+                path, mass = (*committed, *rest), weight * probability
+                for length in range(len(committed), 3):
+                    mass *= float(p_of[path[:length]][path[length]])
+                joint[path] += mass
+    assert abs(total - 1) < 1e-9
+    wanted = torch.zeros_like(joint)
+    for a, b, c in itertools.product(range(vocabulary), repeat=3):
+        wanted[a, b, c] = p_of[()][a] * p_of[a,][b] * p_of[a, b][c]
+    torch.testing.assert_close(joint, wanted, atol=1e-9, rtol=0)

@@ -89,6 +89,19 @@ def test_deterministic_draft_by_hand() -> None:
     assert (empty["alpha_overlap"], empty["operations_ratio"], empty["operations_per_token"]) == (None, None, None)
 
 
+def test_several_models_by_hand() -> None:
+    """Rows of q are models; only the draw that is tried first counts.
+
+    At the root that is the second model's token (.5 + .3 + .0), below it the first one's (.1 + .2 + .0).
+    """
+    q = torch.tensor([[0.8, 0.2, 0.0], [0.7, 0.3, 0.0]])
+    draws = [[(1, 1), (2, 0)], [(3, 0), (3, 1)], [], []]
+    tree = DraftTree([0, 1, 0, 1], TreeShape.of((-1, 0, 0, 1)), q, draws=draws)
+    p = torch.cat([P, P[2:]])
+    assert metered(tree, [0, 1, 3], Sampling(1.0), p=p).overlap == pytest.approx([0.8, 0.3])
+    assert metered(tree, [0, 2], Sampling(1.0), p=p).overlap == pytest.approx([0.8])
+
+
 def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, TreeDrafter, Any, torch.Generator]:
     target = tiny_target()
     drafter = tiny_drafter_of(kind, target)

@@ -31,12 +31,12 @@ def test_whether_it_was_compiled_is_written_out(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_another_draft_model_in_the_same_folder(tmp_path: Path) -> None:
-    recipe = with_method("draft_model", model=str(tmp_path))
+    recipes = with_method("draft_model", model=str(tmp_path)), with_method("specinfer", models=[str(tmp_path)])
     hashes = []
     for value in (0.0, 1.0):
         save_file({"weight": torch.full((4,), value)}, tmp_path / "model.safetensors")
-        hashes.append(measurement_settings(recipe)["method_weights"])
-    assert hashes[0] != hashes[1]
+        hashes.append([measurement_settings(recipe)["method_weights"] for recipe in recipes])
+    assert hashes[0][0] == hashes[0][1] != hashes[1][0] == hashes[1][1]
 
 
 def test_a_wrong_method_is_found_before_any_model_is_loaded() -> None:

@@ -27,6 +27,8 @@ from draftsmith.eval.methods.drafter import TreeBuilder, TreeDrafter
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramDecoder, NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.methods.specinfer import SpecInfer
+from draftsmith.models.decoding.decoders import StepwiseDecoder
 
 
 def check_all_trees(
@@ -69,6 +71,11 @@ def test_methods_without_training(name: str) -> None:
     methods: list[Method] = [PromptLookup("prompt_lookup"), Lookahead("lookahead")]
     methods += [PromptLookup("latest", match="latest", partial=True)]
     methods += [Lookahead("own", from_prompt=True, accept_window=True)]
+    decoders: list[StepwiseDecoder] = [decoder, DraftModelDecoder(target, 2, 50, 97)]
+    methods += [
+        SpecInfer("specinfer", decoders, [1, 2, 1, 1], 1, GREEDY),
+        SpecInfer("alone", decoders[:1], [3], 2, GREEDY),
+    ]
     counts = NgramModel([(np.array([*prompt, *wanted[:25], 1, 2]), np.ones(33))], 2, 97)
     ngram = NgramDecoder(counts, 4, target.device)
     methods += [TreeDrafter(f"ngram, {tree}", ngram, GROWERS[tree], GREEDY) for tree in GROWERS]

@@ -84,7 +84,7 @@ def test_greedy_identity(
 
 
 def test_every_method_file_is_tested() -> None:
-    assert set(method_kinds()) == {"draft_model", *(kind for kind, _ in CASES)}
+    assert set(method_kinds()) == {"draft_model", "specinfer", *(kind for kind, _ in CASES)}
 
 
 class TestPromptLookup:

@@ -25,9 +25,25 @@ from draftsmith.models.sampling import Sampling, drawn
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]
 
 
+def test_a_merged_draw_is_one_node_but_two_draws() -> None:
+    """p = (.2, .5, .3), q = (.6, .2, .2), x0 drawn twice: kept with 1/3, else never.
+
+    p1 = norm(max(p - q, 0)) = (0, .75, .25); the second draw leaves norm(max(p1 - q, 0)) = (0, .55, .05) / .6. A
+    verifier that forgot the duplicate would sample from p1.
+    """
+    p = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    q = torch.tensor([[0.6, 0.2, 0.2]], dtype=torch.float64)
+    tree = DraftTree([9, 0], TreeShape.chain(1), q, draws=[[(1, 0), (1, 0)], []])
+    result = torch.zeros(3, dtype=torch.float64)
+    for probability, verdict in every_verdict(tree, p.log().expand(2, 3), Sampling(1.0)):
+        result[0 if len(verdict.path) > 1 else verdict.next_token] += probability
+    wanted = torch.tensor([1 / 3, 2 / 3 * 0.55 / 0.6, 2 / 3 * 0.05 / 0.6], dtype=torch.float64)
+    torch.testing.assert_close(result, wanted, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_tree_keeps_the_distribution(sampling: Sampling) -> None:
-    """Sampled and deterministic: as `draftsmith prove` reports it."""
+    """Sampled, deterministic and merged from two drafters: as `draftsmith prove` reports it."""
     assert largest_error([sampling]) <= 1e-9
 
 
