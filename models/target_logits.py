@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -102,7 +101,7 @@ def _number(config: Any, key: str) -> float | None:
 
 def _has_values(target: PreTrainedModel) -> bool:
     weight = target.get_output_embeddings().weight
-    return not (weight.is_meta or isinstance(weight, FakeTensor))
+    return not weight.is_meta
 
 
 @torch.no_grad()

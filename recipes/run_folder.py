@@ -44,13 +44,6 @@ class RunFolder:
         self.eval = self.root / "eval"
         self._recipe = recipe
 
-    def read_from(self, other: RunFolder) -> None:
-        """Link another run's conversations, tokens and features, unless this run has its own."""
-        for link, folder in ((self.data, other.data), (self.features, other.features)):
-            if folder.exists() and not link.exists():
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(folder.resolve(), target_is_directory=True)
-
     def record(self, stage: str, inputs: dict[str, Path] | None = None) -> None:
         """Write the resolved recipe and add this stage to `provenance.json`, both without secrets.
 

@@ -24,7 +24,6 @@ import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
-from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
@@ -82,8 +81,8 @@ class TokenReport:
     copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
-    extra_rows: additional rows for answers that the template rewrites in later turns. numbered: rows have the number of
-    their conversation. fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
+    extra_rows: additional rows for answers that the template rewrites in later turns.
+    fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
 
     conversations: int = 0
@@ -98,7 +97,6 @@ class TokenReport:
     reasoning_tokens: int = 0
     thoughts_alone: int = 0
     extra_rows: int = 0
-    numbered: bool = False
     path: str = ""
     fingerprint: str = ""
     reused: bool = False
@@ -139,9 +137,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
     with FileLock(folder.data / "tokens.lock"):
         fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
-        # Without the column, rows of one conversation could be in both training and evaluation.
-        is_numbered = recorded is not None and (recorded.numbered or not recorded.extra_rows)
-        if recorded is not None and is_numbered and recorded.fingerprint == fingerprint:
+        if recorded is not None and recorded.fingerprint == fingerprint:
             return replace(recorded, path=str(final), reused=True)
         is_replaced = final.exists()
         if is_replaced:
@@ -218,7 +214,7 @@ def write_token_rows(
             bar.update(counted["conversations"])
         writer.finalize()
     totals: dict[str, Any] = dict(counts)
-    return TokenReport(**totals, numbered=True)
+    return TokenReport(**totals)
 
 
 def _tokenize_in_processes(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
@@ -336,10 +332,8 @@ def _fingerprint(view: LedgerView, work: Work) -> str:
 def recorded_report(tokens: Path) -> TokenReport | None:
     """Read the report of the dataset in this folder; None if it cannot be read."""
     try:
-        values = read_json(tokens / REPORT_NAME, dict[str, Any], "")
-        # In earlier versions `shortened` was called `cut`.
-        return TypeAdapter(TokenReport).validate_python({"shortened": values.get("cut", 0), **values})
-    except (UserError, ValidationError):
+        return read_json(tokens / REPORT_NAME, TokenReport, "")
+    except UserError:
         return None
 
 

@@ -42,7 +42,7 @@ def without_made(page: str) -> str:
 
 def formats() -> list[str]:
     """Return the table of export formats by kind: how a drafter is served, or why not."""
-    from draftsmith.models.base.registry import drafter_kinds
+    from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
     from draftsmith.models.formats.exporting import EXPORTERS, FORMATS, no_place
 
     columns = " | ".join(f"`--to {to}` ({what})" for to, what in FORMATS.items())
@@ -53,7 +53,7 @@ def formats() -> list[str]:
         for to in FORMATS:
             exporter = EXPORTERS.get((kind, to))
             if exporter is None:
-                cells.append(f"no: {no_place(kind, to)}")
+                cells.append(f"no: {no_place(load_drafter_class(kind).config_class, to)}")
                 continue
             served = f"as `{exporter.method}`" if exporter.method else "yes"
             served += " with `parallel_drafting`" if exporter.parallel else ""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sized
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class QuestionRecord:
     """Answers of all methods to one question in one run.
 
     answers: by `method@temperature`. weights_bytes, weights_read_s: see `WeightReading`. task: the task that the
-    question belongs to. The last three are None in records of earlier versions, whose tasks were always Spec-Bench's.
+    question belongs to; by default Spec-Bench's of its category.
     """
 
     run: int
@@ -104,20 +104,8 @@ class QuestionRecord:
         """Check and build a record from a line of the file.
 
         Raises:
-            UserError: An earlier version of draftsmith wrote the record without fields that this one needs.
             ValueError, TypeError, KeyError, AttributeError: The line is no record.
         """
-        missing: set[str] = set()
-        for answer in values["answers"].values():
-            missing |= _RESULT_KEYS - answer.keys()
-            for turn in answer.get("turns", []):
-                missing |= _ANSWER_KEYS - set(turn)
-        if missing:
-            raise UserError(
-                f"run {values['run']} of question {values['question_id']} in records.jsonl was measured by an earlier "
-                f"version of draftsmith (no {', '.join(sorted(missing))}): delete the eval folder and run `draftsmith "
-                "eval` again"
-            )
         record: QuestionRecord = _FORM.validate_python(values)
         for key, answer in record.answers.items():
             is_key = key == f"{answer.method}@{answer.temperature:g}"
@@ -131,9 +119,6 @@ class QuestionRecord:
 
 
 _FORM = TypeAdapter(QuestionRecord)
-_RESULT_KEYS = {each.name for each in fields(MethodResult)}
-# Earlier versions did not record the excluded fields, which the report does not need.
-_ANSWER_KEYS = {each.name for each in fields(AnswerRecord)} - {"outside_tokens", "ended_outside", "phases_s"}
 
 
 class RecordLog:

@@ -61,8 +61,8 @@ class Notes:
     questions: int
     left_out: int
     device: str
+    drafter_kinds: list[str]
     target_change: str | None = None
-    drafter_kinds: list[str] | None = None
     command: str | None = None
 
 
@@ -151,7 +151,6 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
     measured = {"eval": evaluation, "target": settings.target, "seed": settings.seed}
     recipe = recipe.model_copy(update=measured)
     notes = read_json(folder.eval / NOTES, Notes, EVAL_AGAIN)
-    notes.drafter_kinds = notes.drafter_kinds or [recipe.drafter.kind]  # which earlier versions did not note
     notes.command = notes.command or f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}"
     rows = summarize(records, recorded_divergences(recipe))
     summary = [row | {"target_change": notes.target_change} for row in rows]
@@ -164,7 +163,7 @@ def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
 
 
 def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
-    """Read the answers that were traced round by round; None for runs of versions that traced none."""
+    """Read the answers that were traced round by round; None if none were traced."""
     return _recorded(recipe, TRACED, list[TracedAnswer], key="answers")
 
 

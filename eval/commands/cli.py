@@ -541,23 +541,30 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of the device in GiB: also report whether training fits.")
+        float | None,
+        typer.Option(min=0.01, help="Memory of the device in GiB: also report whether training fits."),
     ] = None,
     peak_tflops: Annotated[
         float | None,
-        typer.Option(help="Peak TFLOP/s of GPU or CPU in the recipe's dtype; default: measured here."),
+        typer.Option(min=0.001, help="Peak TFLOP/s of GPU or CPU in the recipe's dtype; default: measured here."),
     ] = None,
     memory_gb_per_s: Annotated[
         float | None,
-        typer.Option(help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
+        typer.Option(min=0.001, help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
     ] = None,
-    utilisation: Annotated[float, typer.Option(help="Share of the peak TFLOP/s that a training step reaches.")] = 0.4,
+    utilisation: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the peak TFLOP/s that a training step reaches.")
+    ] = 0.4,
     labelled_share: Annotated[
         float | None,
-        typer.Option(help="Share of the tokens that carry loss, with full sequences; default: that of the run's data."),
+        typer.Option(
+            min=0.001,
+            max=1,
+            help="Share of the tokens that carry loss, with full sequences; default: that of the run's data.",
+        ),
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
+        int, typer.Option(min=1, help="Also show the memory per process for N processes (DDP, FSDP2, ZeRO).")
     ] = 1,
 ) -> None:
     """Compute a recipe's needs from configs alone: parameters, memory, disk, time."""
@@ -569,7 +576,7 @@ def plan(
         loaded, PlanOptions(memory_gib, peak_tflops, memory_gb_per_s, utilisation, labelled_share, processes)
     )
     tell(asdict(planned))
-    show_plan(planned, console, memory_gib)
+    show_plan(planned, console)
     _print_next_command("doctor", recipe, overrides)
 
 

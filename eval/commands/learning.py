@@ -415,8 +415,7 @@ class Learner:
         pack_linears(self.target)  # as in the server: a token's logits have the same bits alone and in a tree
         self.method = drafter_alone(recipe.eval.methods[0])
         self.drafter = recipe_of_drafter(learned.begun_with)
-        if "until_first_error" in load_drafter_class(self.drafter["kind"]).config_class.Options.model_fields:
-            self.drafter["options"] |= {"until_first_error": True}  # drafts after a first error are never accepted
+        self.drafter["options"] |= load_drafter_class(self.drafter["kind"]).config_class.Options.while_serving
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # size of `answers.jsonl` at the last cycle

@@ -146,8 +146,7 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     shown = yaml.safe_dump(public_recipe(recipe), sort_keys=False, allow_unicode=True)
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
-        if (run.eval / "result.json").is_file():  # earlier versions wrote none
-            _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
+        _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
         for file in sorted(run.eval.glob("*.png")):
             _add(file, folder / "eval" / file.name)
             card.pictures.append(f"eval/{file.name}")

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting
-from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
-from draftsmith.models.cuda_attention import use_split_sdpa
+from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.kv_cache import KVCache, open_mask, to_device
+from draftsmith.models.target.loading import use_own_attention
 from draftsmith.models.target.windows import tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.schema import Section
@@ -155,8 +155,7 @@ def _load(location: str, target: PreTrainedModel, tokenizer: Any) -> PreTrainedM
             "use a model of the same family"
         )
     model = model.to(target.device).eval().requires_grad_(False)
-    use_grouped_sdpa(model)
-    use_split_sdpa(model)
+    use_own_attention(model)
     pack_linears(model)
     return model
 

@@ -381,7 +381,7 @@ def seed_spread(summary: list[Row]) -> list[Row]:
 def baseline_speeds(records: list[QuestionRecord], timing: list[Row]) -> list[Row]:
     """Compare the baseline's step with a plain read of the weights, one row per temperature.
 
-    Empty if no read was recorded, as by earlier versions.
+    Empty if no read was recorded, as of a mixture of experts.
     """
     reads = [
         (each.weights_bytes, each.weights_read_s) for each in records if each.weights_bytes and each.weights_read_s

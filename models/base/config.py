@@ -39,6 +39,8 @@ class DrafterConfig(PreTrainedConfig):
     first_token = True
     # Kind in the name of a Hub repository, if other than `drafter.kind`: engines detect the method by that name.
     published_as: ClassVar[str | None] = None
+    # Why no engine can have it, and what to train instead; empty where some format has a place for it.
+    not_exported: ClassVar[str] = ""
 
     def __post_init__(self, **kwargs: Any) -> None:
         given = {key: kwargs.pop(key) for key in self.Options.model_fields if key in kwargs}

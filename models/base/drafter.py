@@ -41,6 +41,31 @@ class Attached:
     shape: LogitShape  # scale and cap from the LM head's product to logits
 
 
+@dataclass(frozen=True)
+class HeadRows:
+    """The M labelled rows that an LM head reads, and their losses through it.
+
+    Args:
+        hidden_nd: Of all rows, as `hidden_states` gives them.
+        place_m: Places of the labelled rows among the N.
+        normed_md: The head's inputs.
+        depth_m, before_m: The depth of each row, and the place of the token before its label, see `Groups.labels`.
+        rows_m: The labels' rows of the head, see `DraftHead.rows_of`.
+        features_pd: [P, D] that the target's head reads, if there is a teacher.
+    """
+
+    groups: Groups
+    hidden_nd: Tensor
+    place_m: Tensor
+    normed_md: Tensor
+    depth_m: Tensor
+    before_m: Tensor
+    rows_m: Tensor
+    head: DraftHead
+    result: HeadLoss
+    features_pd: Tensor | None
+
+
 class WithoutEmbeddings(PreTrainedModel):
     """Model that borrows its embeddings: transformers and accelerate find none to tie, split or resize."""
 
@@ -214,8 +239,8 @@ class Drafter(WithoutEmbeddings):
                 is_reduced=head.t2d is not None,
                 needs_acceptance=head.needs_acceptance,
             )
-            auxiliary = self.auxiliary_loss(groups, hidden_nd, normed_md, place_m, head, result, features_pd)
-            parts.append((place_m, rows_m, result, head.weight, weights_m, auxiliary))
+            rows = HeadRows(groups, hidden_nd, place_m, normed_md, depth_m, before_m, rows_m, head, result, features_pd)
+            parts.append((place_m, rows_m, result, head.weight, weights_m, self.auxiliary_loss(rows)))
         return sum_losses(groups, parts, shares_g, label_counts, credit)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
@@ -231,25 +256,13 @@ class Drafter(WithoutEmbeddings):
         """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
         raise NotImplementedError
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary | None:
-        """Return a loss that a kind adds to the loss through an LM head; by default none.
-
-        Args:
-            hidden_nd: Result of `hidden_states`.
-            normed_md: The head's inputs, of the rows at `place_m` among the N.
-            result: The losses through the head.
-            features_pd: [P, D] that the target's head reads, if there is a teacher.
-        """
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary | None:
+        """Return a loss that a kind adds to the loss through an LM head; by default none."""
         return None
+
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        """Return how many numbers a kind saves for the backward that no decoder layer or LM head does, for a plan."""
+        return 0
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """Make a decoder for sequences of at most this many tokens, prompt included."""

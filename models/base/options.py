@@ -4,7 +4,7 @@ pydantic checks them like the rest of the recipe. A kind's own are the `Options`
 target is compared with the target's config, which is pydantic's validation context here.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -153,6 +153,9 @@ class DrafterOptions(Section):
         except ValidationError as error:
             raise UserError(explain(cls, error, "drafter.options")) from None
 
+    # Options that `serve --learn` sets.
+    while_serving: ClassVar[dict[str, Any]] = {}
+
     @property
     def num_depths(self) -> int:
         """Return G, the number of depths that are trained."""
@@ -192,6 +195,8 @@ class DepthOptions(DrafterOptions):
         "probability of the labels before it, smoothed with this alpha (the paper's is 0.5); see "
         "`models/base/weights.py`",
     )
+    # Set by `serve --learn`: drafts after a first error are never accepted.
+    while_serving: ClassVar[dict[str, Any]] = {"until_first_error": True}
     until_first_error: bool = Field(
         False, description="no loss at the depths after the first wrong prediction of a group (2607.01893)"
     )

@@ -42,7 +42,7 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`, the record of a training. Earlier versions noted less.
+    """`training.json`, the record of a training.
 
     draft_vocabulary_coverage: share of the tokens with loss that a reduced draft vocabulary has. best_step: step whose
     weights were kept, if not the last one's.

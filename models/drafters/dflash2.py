@@ -41,13 +41,13 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import HeadRows
 from draftsmith.models.base.options import one_message
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
-from draftsmith.models.groups.layout import Groups, previous_features
-from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
+from draftsmith.models.groups.layout import previous_features
+from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -237,6 +237,9 @@ class CandidateDrafter(DFlashDrafter):
         scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten())
         return self.vocab.widen(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
 
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        return num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
+
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         return self.rows_of(self.norm(hidden), context)
 
@@ -254,35 +257,23 @@ class DFlash2Drafter(CandidateDrafter):
         shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
         self.candidate_selector = CandidateSelector(*shape)
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary:
-        """Return the selector's loss of the rows that the LM head's loss reads, and whether its choice is the label."""
-        linear, selector, (_, label_m, before_m) = head.linear, self.candidate_selector, groups.labels(place_m)
-        rows_m = head.rows_of(label_m)
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
+        """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
+        head, linear, selector, rows_m = rows.head, rows.head.linear, self.candidate_selector, rows.rows_m
         known_m = rows_m >= 0
         logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
-            normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
+            rows.normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
         )
         logits_mk = head.shape(logits_mk)  # scale and cap keep the order of logits
-        tokens_m = groups.input_ids.flatten()[before_m]
-        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(normed_md)), tokens_m)
+        tokens_m = rows.groups.input_ids.flatten()[rows.before_m]
+        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
         return self.config.selector_weight * losses_m, head.mask_of(rows_m, losses_m.dtype), correct_m
 
-    def further_run(self, normed: Tensor) -> Tensor:
-        """Compute the selector's scores of rows [1, N, D]: `draftsmith plan` counts the bytes that they save."""
-        before_n = torch.zeros(normed.shape[1], dtype=torch.int64)
-        candidates_nk = before_n[:, None].expand(-1, self.config.selector_top_k)
-        return self.candidate_selector.edges(self.candidate_selector.gates(normed[0]), before_n, candidates_nk)
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank
+        return super().saved_values(num_rows, num_labels) + num_labels * of_selector
 
     def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)

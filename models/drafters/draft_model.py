@@ -37,8 +37,6 @@ class DraftModel(GroupWiseDrafter):
     """The draft model q; see the module's docstring."""
 
     config_class = DraftModelConfig
-    # Older saved drafters have an empty parameter for masks.
-    _keys_to_ignore_on_load_unexpected = ["masks"]  # noqa: RUF012
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Copy, with `init: target`, evenly spread layers of the target, first to last, and its final norm."""

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import HeadRows
 from draftsmith.models.base.options import Loss
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import HeadLoss
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -103,24 +103,16 @@ class DSparkDrafter(DFlashDrafter):
         for head, place_m, normed_md in super().head_inputs(groups, hidden_nd):
             yield replace(head, needs_acceptance=self.config.confidence_weight > 0), place_m, normed_md
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary | None:
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary | None:
         """Return the confidence head's loss of the rows that the loss through the LM head reads."""
+        head, result = rows.head, rows.result
         if result.acceptance_n is None or head.markov is None:
             return None
-        _, label_m, before_m = groups.labels(place_m)
-        sure_m = self.confidence_head(normed_md, head.markov.markov_w1(groups.input_ids.flatten()[before_m]))
+        tokens_m = rows.groups.input_ids.flatten()[rows.before_m]
+        sure_m = self.confidence_head(rows.normed_md, head.markov.markov_w1(tokens_m))
         # Rounding may leave a sum of probabilities above 1.
         losses_m = F.binary_cross_entropy_with_logits(sure_m, result.acceptance_n.clamp(max=1), reduction="none")
-        mask_m = head.mask_of(head.rows_of(label_m), losses_m.dtype)
+        mask_m = head.mask_of(rows.rows_m, losses_m.dtype)
         return self.config.confidence_weight * losses_m, mask_m, None
 
 

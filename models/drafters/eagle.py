@@ -33,12 +33,13 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import HeadRows
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import HeadLoss, smooth_l1
+from draftsmith.models.loss import smooth_l1
 
 # Tokens of a sequence at which the noise is `feature_noise`.
 NOISE_LENGTH = 512
@@ -105,21 +106,11 @@ class EagleLayer(GroupWiseDrafter):
         for head, place_m, normed_md in super().head_inputs(groups, hidden_nd):
             yield replace(head, weight=self.config.class_weight), place_m, normed_md
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary:
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
         """Return the regression to the target's features, of all labelled rows."""
-        if features_pd is None:
+        if rows.features_pd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        _, _, before_m = groups.labels(place_m)
-        return smooth_l1(normed_md, features_pd.index_select(0, before_m)), None, None
+        return smooth_l1(rows.normed_md, rows.features_pd.index_select(0, rows.before_m)), None, None
 
     # ---- shared by training and decoding ----
 

@@ -34,6 +34,9 @@ from draftsmith.models.drafters.eagle import EagleLayer, EagleLayerOptions
 class EagleParallelConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle_parallel"
     published_as = "parallelspec-eagle"  # without the `eagle-` that vLLM takes for EAGLE
+    not_exported = (
+        "no engine has K distinct masks, and none has masks in EAGLE's first shape: train with drafter.kind=peagle"
+    )
 
     class Options(EagleLayerOptions, MaskOptions):
         """The keys of `drafter.options` in a recipe."""

@@ -47,13 +47,13 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
+from draftsmith.models.base.drafter import HeadRows
 from draftsmith.models.base.options import one_message
 from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
 from draftsmith.models.groups.layout import Groups
-from draftsmith.models.loss import HeadLoss, chunk_rows, softmax_dtype
+from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.models.target_logits import LogitShape
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS
 
@@ -272,27 +272,17 @@ class LiLiCorrDrafter(CandidateDrafter):
 
     # ---- training ----
 
-    def auxiliary_loss(
-        self,
-        groups: Groups,
-        hidden_nd: Tensor,
-        normed_md: Tensor,
-        place_m: Tensor,
-        head: DraftHead,
-        result: HeadLoss,
-        features_pd: Tensor | None,
-    ) -> Auxiliary:
-        """Return the lattice's loss of the rows that the LM head's loss reads, and whether its choice is the label."""
-        config, (depth_m, label_m, before_m) = self.config, groups.labels(place_m)
-        normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, place_m, depth_m)
-        rows_m = head.rows_of(label_m)
+    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
+        """Return the lattice's loss of the rows of the loss through the LM head, and whether its choice is right."""
+        config, head, groups, rows_m = self.config, rows.head, rows.groups, rows.rows_m
+        normed_agd, context_ad, slot_m = self._blocks(groups, rows.hidden_nd, rows.place_m, rows.depth_m)
         log_q_rk, columns_rk = _TopLogProbabilities.apply(
             normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k, head.shape
         )
         columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
-        rows = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
-        columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in rows]
-        scores_mk = self.scores_after(of_labels, groups.input_ids.flatten()[before_m])
+        scored = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
+        columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in scored]
+        scores_mk = self.scores_after(of_labels, groups.input_ids.flatten()[rows.before_m])
         is_label_mk = columns_mk == rows_m[:, None]
         is_inside_m, rank_m = is_label_mk.any(-1), is_label_mk.int().argmax(-1)
         correct_m = is_inside_m & (scores_mk.argmax(-1) == rank_m)
@@ -303,8 +293,8 @@ class LiLiCorrDrafter(CandidateDrafter):
             others_mk = scores_mk.scatter(1, rank_m[:, None], float("-inf"))
             ahead_m = scores_mk.gather(1, rank_m[:, None]).squeeze(1) - others_mk.amax(1)
             losses_m = losses_m + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_m)
-        if config.lattice_penalty_weight and features_pd is not None:
-            logits_mk = _logits_at(features_pd.index_select(0, before_m), head.teacher, columns_mk)
+        if config.lattice_penalty_weight and rows.features_pd is not None:
+            logits_mk = _logits_at(rows.features_pd.index_select(0, rows.before_m), head.teacher, columns_mk)
             logits_mk = head.teacher_shape(logits_mk)
             gaps_mk = F.relu(logits_mk.gather(1, rank_m[:, None]) - logits_mk)
             losses_m = losses_m + config.lattice_penalty_weight * (scores_mk.softmax(-1) * gaps_mk).sum(-1)
@@ -340,17 +330,14 @@ class LiLiCorrDrafter(CandidateDrafter):
         parts = zip(*(each.split(at_once) for each in inputs), strict=True)
         return torch.cat([checkpoint(scores, *part, use_reentrant=False) for part in parts])
 
-    def further_run(self, normed: Tensor) -> Tensor:
-        """Compute the lattice of rows [1, N, D] of whole blocks: `draftsmith plan` counts the bytes that it saves."""
-        normed_agd = normed[0].unflatten(0, (-1, self.config.num_depths))
-        log_q_agk = normed_agd[..., : self.config.lattice_top_k]
-        embedded_agkd = torch.zeros(*log_q_agk.shape, normed.shape[-1], dtype=normed.dtype)
-        return self.lilicorr(embedded_agkd, log_q_agk, normed_agd, normed_agd[:, 0])
-
-    @property
-    def further_rows_at_once(self) -> int:
-        """Return the number of rows whose lattice is in memory at the same time, see `_scores`."""
-        return ELEMENTS_AT_ONCE // (self.config.lattice_top_k * self.config.hidden_size)
+    def saved_values(self, num_rows: int, num_labels: int) -> int:
+        config = self.config
+        # Of a candidate: its embedding, what its layers read and give, and its attention to all nodes of its block.
+        attention = 5 * config.lattice_heads * config.num_depths * config.lattice_top_k
+        of_candidate = config.hidden_size + 18 * config.lattice_layers * config.lattice_hidden_size + attention
+        rows_at_once = ELEMENTS_AT_ONCE // (config.lattice_top_k * config.hidden_size)
+        lattice = min(num_labels, rows_at_once) * config.lattice_top_k * of_candidate
+        return super().saved_values(num_rows, num_labels) + lattice
 
     def _rows(
         self, columns_agk: Tensor, log_q_agk: Tensor, normed_agd: Tensor, context_ad: Tensor

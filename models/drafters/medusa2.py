@@ -82,6 +82,7 @@ class Medusa2Config(MedusaConfig):
         )
 
     lora_shapes: dict[str, list[int]] = field(default_factory=dict)
+    not_exported = "it changes the target itself, by a LoRA that no format carries: train with drafter.kind=medusa"
 
 
 class Medusa2Drafter(MedusaDrafter):

@@ -11,14 +11,15 @@ reads only `is_causal`. LiLiCorr's first checkpoints number the parts of the lat
 TensorRT-LLM load them by name only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.formats.layout import (
     Checkpoint,
@@ -53,6 +54,8 @@ DFLASH2_RULES = (
     only("sample_from_anchor", False, "engines draft from its masks, not the newest one's row"),
     only("draft_vocab_size", None, "its candidates are read off the target's whole head"),
 )
+# vllm-project/vllm, pull request 52816; LiLiCorr's is the first version in which we found it.
+FIRST_DFLASH2 = "0.28"
 # Config keys that our drafters do not implement, with the values at which they change nothing.
 PLAIN_LOGITS = {"output_multiplier": 1.0, "final_logit_softcapping": 0.0, "input_embedding_scale": 1.0}
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -121,17 +124,16 @@ def to_lilicorr(drafter: Drafter) -> Checkpoint:
     return Checkpoint(config, _tensors(drafter))
 
 
-def to_speculators(drafter: Drafter) -> Checkpoint:
+def to_speculators(drafter: Drafter, write: Callable[[Drafter], Checkpoint], architecture: str) -> Checkpoint:
     """Convert a drafter for the speculators library, with the same tensors; vLLM reads this config too."""
-    ours, kind = drafter.config, drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
-    written = EXPORTERS[kind, "vllm"].write(drafter)
+    ours, written = drafter.config, write(drafter)
     layers = dict(written.config)
     own = layers.pop("dflash_config")
     for key in ("is_causal", "block_size", "num_target_layers", "architectures"):
         del layers[key]
     config = {
-        "architectures": ["DFlashSpeculator" if kind == "dflash" else "DFlash2DraftModel"],
-        **speculators_keys(drafter, kind),
+        "architectures": [architecture],
+        **speculators_keys(drafter),
         "transformer_layer_config": layers,
         "draft_vocab_size": layers.pop("draft_vocab_size", layers["vocab_size"]),
         "block_size": ours.block_size,
@@ -289,10 +291,12 @@ EXPORTERS = {
         to_dflash, parameters, DFLASH_RULES, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
     ),
     ("dflash", "sglang"): Exporter(to_dflash, parameters, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
-    ("dflash2", "vllm"): Exporter(to_dflash2, parameters, DFLASH2_RULES, "dflash", in_blocks=True),
+    ("dflash2", "vllm"): Exporter(
+        to_dflash2, parameters, DFLASH2_RULES, "dflash", in_blocks=True, first_vllm=FIRST_DFLASH2
+    ),
     ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
     ("dflash", "speculators"): Exporter(
-        to_speculators,
+        partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator"),
         parameters,
         (*DFLASH_RULES, *SPECULATORS_RULES),
         "dflash",
@@ -300,9 +304,16 @@ EXPORTERS = {
         in_blocks=True,
     ),
     ("dflash2", "speculators"): Exporter(
-        to_speculators, parameters, (*DFLASH2_RULES, *SPECULATORS_RULES), "dflash", in_blocks=True
+        partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel"),
+        parameters,
+        (*DFLASH2_RULES, *SPECULATORS_RULES),
+        "dflash",
+        in_blocks=True,
+        first_vllm=FIRST_DFLASH2,
     ),
-    ("lilicorr", "vllm"): Exporter(to_lilicorr, parameters, LILICORR_RULES, "dflash", in_blocks=True),
+    ("lilicorr", "vllm"): Exporter(
+        to_lilicorr, parameters, LILICORR_RULES, "dflash", in_blocks=True, first_vllm="0.32"
+    ),
     ("lilicorr", "sglang"): Exporter(
         to_lilicorr, parameters, (*LILICORR_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True
     ),

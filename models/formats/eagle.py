@@ -15,10 +15,8 @@ layers' keys.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
@@ -53,6 +51,7 @@ from draftsmith.models.groups.layers import of_kind
 NAMES = {"layers.0.": "midlayer."}
 # Norms of EAGLE-3.1 and related drafters: the same keys in our options and in engines' configs.
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
+NO_FIRST_TOKEN = {"first_token": False}  # published checkpoints were trained without a row for it
 # Keys of the mask token in P-EAGLE and PARD configs: vLLM 0.32, v1/spec_decode/llm_base_proposer.py:361-373.
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
@@ -124,15 +123,15 @@ def to_authors(drafter: Drafter) -> Checkpoint:
 def to_speculators(drafter: Drafter) -> Checkpoint:
     """Convert a drafter for the speculators library, whose class needs an LM head: the target's by default."""
     written = to_vllm(drafter)
-    layers, kind = written.config, "peagle" if "mask_hidden" in written.tensors else "eagle3"
+    layers, has_masks = written.config, "mask_hidden" in written.tensors
     layers["architectures"] = ["LlamaForCausalLM" if layers["model_type"] == "llama" else "Qwen3ForCausalLM"]
     top = {key: layers.pop(key) for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
-    if kind == "peagle":
+    if has_masks:
         top["mask_token_id"] = layers.pop("mask_token_id")
         del layers["pard_token"]
     config: dict[str, Any] = {
-        "architectures": ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"],
-        **speculators_keys(drafter, kind),
+        "architectures": ["PEagleSpeculator" if has_masks else "Eagle3Speculator"],
+        **speculators_keys(drafter),
         "transformer_layer_config": layers,
         "norm_before_residual": layers.pop("norm_before_residual"),
         **{key: layers[key] for key in NORMS},
@@ -141,7 +140,7 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
         **top,
     }
     tensors = _with_head(renamed(written.tensors, NAMES, back=True), drafter)
-    if "mask_hidden" in tensors:
+    if has_masks:
         tensors["mask_hidden"] = tensors["mask_hidden"].unsqueeze(0)
     return Checkpoint(config, tensors)
 
@@ -197,7 +196,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layer_config)
     rope, rope_assumed = own_rope(checkpoint, layer_config)
     layers, layers_assumed = _feature_layers(config, target_config)
-    options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **rope}
+    options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **NO_FIRST_TOKEN, **rope}
     assumed = (*layers_assumed, *rope_assumed)
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
     nested = config.get("eagle_config") or {}
@@ -212,22 +211,12 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         borrowed = take_borrowed(state)
         state = {name: value for name, value in state.items() if name not in ("d2t", "t2d")}
     if "mask_hidden" not in state:
-        return Parameters("eagle3", options, state, borrowed, assumed=assumed)
+        return Parameters("eagle3", options, state, borrowed, can_own_head=True, assumed=assumed)
     options.pop("norm_output", None)  # nothing is fed back
     options["mask_token_id"] = next((config[key] for key in MASK_TOKEN_KEYS if config.get(key) is not None), None)
     options["num_layers"] = config["num_hidden_layers"]
     state["mask_hidden"] = state["mask_hidden"].reshape(1, -1)
-    return Parameters("peagle", options, state, borrowed, assumed=assumed)
-
-
-def with_own_head(params: Parameters) -> Parameters:
-    """Read an LM head that differs from the target's as an own head, with a draft vocabulary of all tokens."""
-    head = params.borrowed["lm_head"]
-    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
-    others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
-    options = {**params.options, "draft_vocab_size": len(head)}
-    state = {**params.state, **all_tokens, "lm_head.weight": head}
-    return replace(params, options=options, state=state, borrowed=others)
+    return Parameters("peagle", options, state, borrowed, can_own_head=True, assumed=assumed)
 
 
 def check_fused_layers(config: Mapping[str, Any]) -> None:
@@ -327,7 +316,8 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
         state.pop("fc.bias", None)
-    return Parameters("eagle", {"fc_bias": biased, "layers": kind, **rope}, state, borrowed, assumed=assumed)
+    options = {"fc_bias": biased, "layers": kind, **NO_FIRST_TOKEN, **rope}
+    return Parameters("eagle", options, state, borrowed, assumed=assumed)
 
 
 # A kind that a format does not support is advised to train the format's first kind here: EAGLE-3.

@@ -25,7 +25,14 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint
-from draftsmith.models.formats.layout import OTHER_LOGITS, Checkpoint, Exporter, config_differences, drafted_tokens
+from draftsmith.models.formats.layout import (
+    OTHER_LOGITS,
+    Checkpoint,
+    Exporter,
+    config_differences,
+    drafted_tokens,
+    with_own_head,
+)
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
@@ -43,25 +50,16 @@ FORMATS = {
 }
 # First vLLM version with a feature, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
 FIRST_VLLM = {"parallel_drafting": "0.16", "dflash": "0.20"}
-# And with a kind that is served by the method of another kind: vllm-project/vllm, pull request 52816; and the first
-# version in which we found it.
-FIRST_VLLM_OF_KIND = {"dflash2": "0.28", "lilicorr": "0.32"}
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # engines whose format has another name
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
 }  # fmt: skip
-# Why no format supports a kind, and the kind to train instead.
-NO_PLACE = {
-    "medusa2": ("it changes the target itself, by a LoRA that no format carries", "medusa"),
-    "eagle_parallel": ("no engine has K distinct masks, and none has masks in EAGLE's first shape", "peagle"),
-    "pass_embeddings": ("no engine drafts with the target's own layers and K distinct masks", "peagle"),
-}
 EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a later export may replace
 # With one of these in a folder's path vLLM ignores `method`: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
 # Options that do not affect the weights.
-UNCOMPARED = ("loss", "teacher_mass", "shared_mask")
+UNCOMPARED = ("loss", "teacher_mass", "shared_mask", "first_token")
 
 
 @dataclass
@@ -99,7 +97,7 @@ class Exported:
 # ---- where a drafter can go ----
 
 
-def get_kind(config: DrafterConfig) -> str:
+def get_kind(config: DrafterConfig | type[DrafterConfig]) -> str:
     """Return the recipe's `drafter.kind`."""
     return config.model_type.removeprefix(MODEL_TYPE_PREFIX)
 
@@ -119,16 +117,16 @@ def refusal(config: DrafterConfig, to: str) -> str | None:
     """Return why a format cannot express this drafter, and the recipe line that would help; None if it can."""
     exporter = EXPORTERS.get((get_kind(config), to))
     if exporter is None:
-        return no_place(get_kind(config), to)
+        return no_place(config, to)
     refusals = exporter.refusals if exporter.logits_fit(config) else (*exporter.refusals, OTHER_LOGITS)
     return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
 
-def no_place(kind: str, to: str) -> str:
+def no_place(config: DrafterConfig | type[DrafterConfig], to: str) -> str:
     """Return why a format does not support a kind, and which kind to train instead."""
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
-    why, other = NO_PLACE.get(kind, (f"it takes {', '.join(kinds)} and has no place for {kind}", kinds[0]))
-    return f"{why}: train with drafter.kind={other}"
+    here = f"it takes {', '.join(kinds)} and has no place for {get_kind(config)}: train with drafter.kind={kinds[0]}"
+    return config.not_exported or here
 
 
 def check_expressible(config: DrafterConfig, to: str) -> None:
@@ -158,9 +156,7 @@ def version_sentence(kind: str, to: str) -> str:
     """Return the engine version that a folder is for, and the oldest that supports it, if that is known."""
     exporter = EXPORTERS[kind, to]
     feature = "parallel_drafting" if exporter.parallel else exporter.method
-    named, first = feature, FIRST_VLLM.get(feature)
-    if kind in FIRST_VLLM_OF_KIND:
-        named, first = kind, FIRST_VLLM_OF_KIND[kind]
+    named, first = (kind, exporter.first_vllm) if exporter.first_vllm else (feature, FIRST_VLLM.get(feature))
     if first is None or to not in ("vllm", "speculators"):
         return f"for {FORMATS[to]}"
     return f"for {FORMATS[to]}; `{named}` needs vLLM {first} or later"
@@ -343,9 +339,8 @@ def export_drafter(
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in written.tensors.items()}
         if gguf is not None:
             whole = Checkpoint(written.config, tensors)
-            llamacpp.write_gguf(
-                partial / llamacpp.FILE, whole, get_kind(config), config.layers_of, tokenizer, gguf.dtype
-            )
+            architecture = llamacpp.architecture_of(exporter.method, config.layers_of)
+            llamacpp.write_gguf(partial / llamacpp.FILE, whole, architecture, config.layers_of, tokenizer, gguf.dtype)
         elif exporter.weights_file.endswith(".safetensors"):
             save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
         else:
@@ -376,7 +371,8 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         read = read_checkpoint(folder)
     else:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, get_kind(config), config.layers_of)
+        architecture = llamacpp.architecture_of(exporter.method, config.layers_of)
+        tensors = llamacpp.read_gguf(folder / llamacpp.FILE, values, architecture)
         read = Checkpoint(values, tensors)
     wrong = []
     if "num_attention_heads" in read.config:
@@ -384,8 +380,8 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         wrong = [f"config: {sentence}" for sentence in differences]
     if not wrong:
         back, state = exporter.read(read, config.target_config), drafter.state_dict()
-        if config.draft_vocab_size == config.target_config["vocab_size"]:
-            back = eagle.with_own_head(back)
+        if back.can_own_head and config.draft_vocab_size == config.target_config["vocab_size"]:
+            back = with_own_head(back)
         wrong += [] if back.kind == get_kind(config) else [f"it would be read as {back.kind}"]
         wrong += [
             f"option {key} would be read as {value!r}"

@@ -26,7 +26,7 @@ from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
-from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids
+from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids, with_own_head
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import describe_differences, some_of, weights_sha256
@@ -37,8 +37,6 @@ IMPORT_FILE = "import.json"
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # A drafter's own tensors, where a trainer saved them under its model's name.
 INSIDE_A_MODEL = re.compile(r"model\.(fc|midlayer|medusa_heads?|hydra_mlp|hidden_norm|mask_hidden)\b")
-# Kinds whose published checkpoints were trained without a row for the first token.
-WITHOUT_FIRST_TOKEN = ("eagle", "eagle3", "peagle")
 
 
 @dataclass
@@ -121,12 +119,10 @@ def _as_drafter(checkpoint: Checkpoint, target: PreTrainedModel) -> tuple[Drafte
     layout, read = _layout_of(checkpoint)
     found = read(checkpoint, target_values(target.config))
     head = found.borrowed.get("lm_head")
-    if found.kind in ("eagle3", "peagle") and head is not None and not _is(head, target.get_output_embeddings().weight):
-        found = eagle.with_own_head(found)
+    if found.can_own_head and head is not None and not _is(head, target.get_output_embeddings().weight):
+        found = with_own_head(found)
     _check_borrowed(found, target)
     options = dict(found.options)
-    if found.kind in WITHOUT_FIRST_TOKEN:
-        options["first_token"] = False
     if "init" in load_drafter_class(found.kind).config_class.Options.model_fields:
         options["init"] = "random"
     drafter = load_drafter_class(found.kind).from_target(target, options)

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.config import DrafterConfig
+from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 
@@ -47,6 +47,7 @@ class Parameters:
     Args:
         borrowed: Tensors by name (`embed_tokens`, `lm_head`) that our drafters take from the target, and must equal.
             The head has only the rows of `d2t` if the state has one.
+        can_own_head: The layout has room for an LM head of the drafter's own, of all tokens.
         other_row: Row of the embedding that is the drafter's own mask, and may differ.
         assumed: Assumptions about facts that the checkpoint does not state; sentences without a full stop.
     """
@@ -56,6 +57,7 @@ class Parameters:
     state: dict[str, Tensor]
     borrowed: dict[str, Tensor] = field(default_factory=dict)
     other_row: int | None = None
+    can_own_head: bool = False
     assumed: tuple[str, ...] = ()
 
 
@@ -116,6 +118,7 @@ class Exporter:
         weights_file: Name of the file with the tensors.
         logits_fit: Returns whether the reader computes the same logits as this config's target, see
             `models/target_logits.py`.
+        first_vllm: First version of vLLM with this kind, where it is served by the method of another kind.
     """
 
     write: Callable[[Drafter], Checkpoint]
@@ -127,6 +130,7 @@ class Exporter:
     in_blocks: bool = False
     weights_file: str = "model.safetensors"
     logits_fit: Callable[[DrafterConfig], bool] = has_plain_logits
+    first_vllm: str = ""
 
 
 def drafted_tokens(config: DrafterConfig) -> int:
@@ -134,8 +138,19 @@ def drafted_tokens(config: DrafterConfig) -> int:
     return getattr(config, "draft_depth", None) or config.num_depths
 
 
-def speculators_keys(drafter: Drafter, kind: str) -> dict[str, Any]:
+def with_own_head(params: Parameters) -> Parameters:
+    """Treat an LM head that is not the target's as that of a draft vocabulary of all tokens."""
+    head = params.borrowed["lm_head"]
+    all_tokens = {"d2t": torch.zeros(len(head), dtype=torch.int64), "t2d": torch.ones(len(head), dtype=torch.bool)}
+    others = {name: value for name, value in params.borrowed.items() if name != "lm_head"}
+    options = {**params.options, "draft_vocab_size": len(head)}
+    state = {**params.state, **all_tokens, "lm_head.weight": head}
+    return replace(params, options=options, state=state, borrowed=others)
+
+
+def speculators_keys(drafter: Drafter) -> dict[str, Any]:
     """Return the keys of every config of the speculators library: its kind, and the target."""
+    kind = drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
     return {
         "speculators_model_type": kind,
         "speculators_config": {

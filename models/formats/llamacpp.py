@@ -70,7 +70,8 @@ WHOLE_NAMES = {
 }  # fmt: skip
 OF_A_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 OF_A_LAYER_WHOLE = re.compile(r"layers\.(\d+)\.(\w+\.base_kernel)")
-# Architectures of draft models by the target's model_type; and those whose RoPE rotates neighbouring dimensions.
+# Architectures by method; of draft models by the target's model_type; those whose RoPE rotates neighbouring dimensions.
+OF_METHODS = {"draft-eagle3": "eagle3", "draft-dflash": "dflash", "draft-dspark": "dflash"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TURNS_NEIGHBOURS = ("llama", "eagle3")
 
@@ -142,7 +143,7 @@ Key = tuple[str, Any, list[Any]]
 def write_gguf(
     file: Path,
     written: Checkpoint,
-    kind: str,
+    architecture: str,
     layers_of: Mapping[str, Any],
     tokenizer: Sequence[Key],
     dtype: str,
@@ -150,7 +151,7 @@ def write_gguf(
     """Write a checkpoint in an engine's layout as a GGUF file.
 
     Args:
-        kind: Kind of the drafter.
+        architecture: Result of `architecture_of`.
         layers_of: Config of its layers, `DrafterConfig.layers_of`.
         tokenizer: Keys of the target's tokenizer, from `tokenizer_of`.
         dtype: One of `DTYPES`.
@@ -159,11 +160,10 @@ def write_gguf(
         UserError: The package gguf is not installed.
     """
     gguf = _package()
-    architecture = architecture_of(kind, layers_of)
     writer = gguf.GGUFWriter(file, architecture)
     for name, value, kinds in tokenizer:
         writer.add_key_value(name, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
-    for key, value in _keys(written.config, kind).items():
+    for key, value in _keys(written.config).items():
         name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](name, value)
@@ -185,14 +185,12 @@ def write_gguf(
     writer.close()
 
 
-def architecture_of(kind: str, layers_of: Mapping[str, Any]) -> str:
-    """Return `general.architecture` of a drafter's file."""
-    return {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}.get(kind) or ARCHITECTURES[
-        layers_of["model_type"]
-    ]
+def architecture_of(method: str, layers_of: Mapping[str, Any]) -> str:
+    """Return `general.architecture` of a drafter's file, by the exporter's method and the drafter's layers."""
+    return OF_METHODS.get(method) or ARCHITECTURES[layers_of["model_type"]]
 
 
-def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file's metadata by key, without the architecture as prefix."""
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
@@ -210,15 +208,14 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "rope.dimension_count": head_size,
         "rope.freq_base": float(config.get("rope_theta") or rope["rope_theta"]),
     }
-    if kind == "eagle3":
+    if "eagle_aux_hidden_state_layer_ids" in config:
         values |= {
             "target_layers": list(config["eagle_aux_hidden_state_layer_ids"]),
             "target_hidden_size": config["hidden_size"],
             "norm_before_residual": bool(config["norm_before_residual"]),
             "norm_before_fc": bool(config.get("norm_before_fc")),
         }
-    elif kind in ("dflash", "dflash2", "dspark"):
-        of_block = config["dflash_config"]
+    if of_block := config.get("dflash_config"):
         values |= {
             "target_layers": [layer + 1 for layer in of_block["target_layer_ids"]],
             "block_size": config["block_size"],
@@ -228,9 +225,8 @@ def _keys(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         if window := config["sliding_window"]:
             sliding = [True] * config["num_hidden_layers"]
             values |= {"attention.sliding_window": window, "attention.sliding_window_pattern": sliding}
-    if kind == "dflash2":
-        values |= {key: config["dflash_config"][key] for key in dflash.DFLASH2_KEYS}
-    if kind == "dspark":
+        values |= {key: of_block[key] for key in dflash.DFLASH2_KEYS if key in of_block}
+    if "enable_confidence_head" in config:
         values |= {"sample_from_anchor": True, "has_confidence_head": bool(config["enable_confidence_head"])}
     return values
 
@@ -321,19 +317,20 @@ def _package() -> Any:
 # ---- theirs to ours ----
 
 
-def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_gguf(file: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Tensor]:
     """Read the tensors back, in fp32, under the names of the engine's layout that they were written from.
 
     Args:
         config: Config in that layout.
+        architecture: Result of `architecture_of`.
     """
     gguf = _package()
     tensors = {}
-    turned = architecture_of(kind, layers_of) in TURNS_NEIGHBOURS
-    prefix = "model." if kind == "draft_model" else ""
+    turned, is_eagle3 = architecture in TURNS_NEIGHBOURS, architecture == "eagle3"
+    prefix = "model." if architecture in ARCHITECTURES.values() else ""
     ours = {value: key for key, value in LAYER_NAMES.items()}
     wholes = {value: key for key, value in WHOLE_NAMES.items()}
-    foreign = "hidden_norm" if kind == "eagle3" else "input_norm"  # both are called enc.output_norm
+    foreign = "hidden_norm" if is_eagle3 else "input_norm"  # both are called enc.output_norm
     others = {value: key for key, value in NAMES.items() if key != foreign}
     for tensor in gguf.GGUFReader(file).tensors:
         if tensor.name == "rope_freqs.weight":
@@ -355,4 +352,4 @@ def read_gguf(file: Path, config: Mapping[str, Any], kind: str, layers_of: Mappi
             name = f"{others.get(stem, stem)}.{what}"
             name = name if name.startswith("lm_head") else prefix + name
         tensors[name] = _turned(name, value, config, back=True) if turned else value
-    return renamed(tensors, eagle.NAMES) if kind == "eagle3" else tensors
+    return renamed(tensors, eagle.NAMES) if is_eagle3 else tensors

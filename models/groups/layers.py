@@ -89,11 +89,8 @@ def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if kind == "target":
         return dict(target_config)
-    source = dict(target_config) if "num_attention_heads" in target_config else _with_present_names(target_config)
+    source = dict(target_config)
     rope = dict(source.get("rope_parameters") or {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        # Of each type of layer, as earlier versions recorded it: their drafters were trained with RoPE's usual base.
-        rope = {}
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.get("rope_type", "default") == "longrope":
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
     width, heads = source["hidden_size"], source["num_attention_heads"]
@@ -113,13 +110,6 @@ def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "hidden_act": "silu",
     }
-
-
-def _with_present_names(target_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate names of old architectures (`n_head`), which earlier versions recorded as they are."""
-    source = as_config(target_config)
-    names = ("hidden_size", "num_attention_heads", "max_position_embeddings")
-    return {**target_config, **{name: getattr(source, name, None) for name in names}}
 
 
 def build_target_layers(config: PreTrainedConfig) -> TargetLayers:

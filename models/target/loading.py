@@ -65,9 +65,14 @@ def load_target(recipe: TargetRecipe) -> tuple[PreTrainedModel, PreTrainedTokeni
         options["device_map"] = {"": device}  # load tensor by tensor: the host never holds the whole model
     target = load_weights("target.model", location, auto_class(config), **options, **where)
     target = _frozen(recipe, text_alone(target, recipe.model)).to(device)
-    use_grouped_sdpa(target)
-    use_split_sdpa(target)
+    use_own_attention(target)
     return target, tokenizer
+
+
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Make a model attend by our kernels: of grouped heads on a CPU, over split keys on a GPU."""
+    use_grouped_sdpa(model)
+    use_split_sdpa(model)
 
 
 def load_tokenizer(recipe: TargetRecipe) -> PreTrainedTokenizerBase:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
@@ -119,7 +118,7 @@ def get_windows(target: Any) -> Windows:
 def _has_values(target: Any) -> bool:
     """Return False for a target on the meta device, whose weights have no values."""
     weight = target.get_input_embeddings().weight
-    return not (weight.is_meta or isinstance(weight, FakeTensor))
+    return not weight.is_meta
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import gguf
 from transformers import PreTrainedModel
 
 from draftsmith.models.formats.layout import Checkpoint
-from draftsmith.models.formats.llamacpp import Key, write_gguf
+from draftsmith.models.formats.llamacpp import Key, architecture_of, write_gguf
 
 
 def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:
@@ -40,5 +40,5 @@ def embedded_gguf(folder: Path, target: PreTrainedModel, tokenizer: Any, templat
     keys = tokenizer_keys(tokenizer, config["vocab_size"])
     if template is not None:
         keys[-1] = (keys[-1][0], template, keys[-1][2])
-    write_gguf(file, Checkpoint(config, tensors), "draft_model", config, keys, "f32")
+    write_gguf(file, Checkpoint(config, tensors), architecture_of("draft-simple", config), config, keys, "f32")
     return file

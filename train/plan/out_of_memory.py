@@ -1,4 +1,4 @@
-"""Out of memory in training: what the step needs, by `draftsmith plan`, and which lines of the recipe make it less."""
+"""Out of memory in training: what the step needs, by `draftsmith plan`, and lines of the recipe that make it less."""
 
 import gc
 import sys
@@ -14,9 +14,7 @@ from draftsmith.models.target.loading import target_device
 from draftsmith.models.weights import is_out_of_memory
 from draftsmith.provenance import Machine
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.plan.plan import PlanOptions, make_plan, ways_out
-
-SHOWN_WAYS = 4
+from draftsmith.train.plan.plan import PlanOptions, make_plan
 
 
 @contextmanager
@@ -42,10 +40,9 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     for line in plan.memory:
         print(f"  {line.what:16} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
     need = f"a step needs {bytes_text(plan.peak_bytes)}{_device_memory(recipe)}"
-    ways = [way for way, _ in ways_out(recipe, plan.peak_bytes)]
-    advice = f"change {', or '.join(ways[:SHOWN_WAYS])}" if ways else "take a smaller target"
     raise UserError(
-        f"out of memory ({message}): {need}: {advice}; then run the same command again, under another `name` if it asks"
+        f"out of memory ({message}): {need}: {plan.ways_out}; then run the same command again, under another `name` "
+        "if it asks"
     )
 
 

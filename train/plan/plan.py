@@ -1,13 +1,10 @@
 """`draftsmith plan`: what training a recipe will need, from configs alone, before any weights are downloaded.
 
 Memory and FLOPs are those of `estimate.py`; disk follows from the number of tokens, time from FLOPs and a rate, given
-or measured. Where a step does not fit, lines of the recipe are proposed that make it smaller.
+or measured. Where a step does not fit, the recipe's lines for its largest parts are named.
 """
 
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,42 +13,41 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.engines.engine import engine_class
-from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
-from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import PackedRows, split_rows
 from draftsmith.train.drafter.trainer import collate_right_padded
-from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTrainingArguments, training_arguments
-from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, training_arguments
+from draftsmith.train.plan.estimate import StepCost, half_dtype, step_cost, tensor_bytes, trained_parameters
 
-# Left free: the device's own context, the kernels' workspaces, fragmentation.
-USABLE_FRAC, WORTH_FRAC = 0.9, 0.98  # a change of the recipe that saves less than 2 % is not proposed
-GROUPS = ("parameters", "memory", "disk", "time")
+USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
+GROUPS = ("parameters", "memory", "processes", "disk", "time")
+# Parts of a step's memory: what each is, and lines of a recipe that make it smaller.
+FEWER_ROWS = "halve train.per_device_train_batch_size (train.gradient_accumulation_steps doubled trains the same)"
 PARTS = {
-    "target": "target weights, frozen",
-    "drafter": "drafter weights",
-    "gradients": "gradients",
-    "optimiser": "optimiser state",
-    "features": "target features of the batch",
-    "activations": "activations saved for the backward",
-    "loss": "loss: a chunk of logits, own heads' gradients",
+    "target": (
+        "target weights, frozen",
+        "target.dtype=bfloat16, target.quantization=nf4 or data.features.source=offline",
+    ),
+    "drafter": ("drafter weights", "drafter.options.draft_vocab_size=32000 or drafter.options.lm_heads=shared"),
+    "gradients": ("gradients", "train.gradient_accumulation_steps=1"),
+    "optimiser": ("optimiser state", "train.optim=adafactor"),
+    "features": ("target features of the batch", FEWER_ROWS),
+    "activations": ("activations saved for the backward", f"{FEWER_ROWS}, data.max_length_tokens, or train.bf16=true"),
+    "loss": ("loss: a chunk of logits, own heads' gradients", "drafter.options.draft_vocab_size=32000"),
 }
 ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "concurrency_per_server"}  # options
-PLACEMENTS = ("replicated", "sharded", "int8", "nf4", "offline")
-LAUNCHES = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-ASSUMED_ANSWERS = 1000  # where neither the recipe nor a local file says how many are distilled
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `draftsmith plan`. `memory` adds up to `peak_bytes`; `set_ups`: bytes of a process by launch."""
+    """Answers of the command; `memory` adds up to `peak_bytes`, `processes` has the bytes of one by launch."""
 
     name: str
     parameters: list[Line]
@@ -74,7 +70,8 @@ class Plan:
     peak_bytes: int
     disk: list[Line]
     time: list[Line]
-    set_ups: dict[str, dict[str, int]]
+    processes: list[Line]
+    ways_out: str
     verdict: str | None
     fits: bool | None
     notes: list[str]
@@ -82,16 +79,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command line.
-
-    Args:
-        memory_gib: Memory of the device, for a verdict.
-        peak_tflops: Peak rate of the device; default: measured here.
-        memory_gb_per_s: Read bandwidth of the device's memory, in 10^9 bytes per second; default: measured here.
-        utilisation: Share of the peak rate that a training step reaches.
-        labelled_share: Plan for rows of `data.max_length_tokens` with this share of labelled tokens.
-        processes: Number of processes, to compute the bytes of each under every set-up, and the times of all together.
-    """
+    """Options of the command line, with its defaults."""
 
     memory_gib: float | None = None
     peak_tflops: float | None = None
@@ -100,80 +88,50 @@ class PlanOptions:
     labelled_share: float | None = None
     processes: int = 1
 
-    def __post_init__(self) -> None:
-        if self.processes < 1:
-            raise UserError(f"option --processes must be at least 1, not {self.processes}")
-        for key in ("memory_gib", "peak_tflops", "memory_gb_per_s", "utilisation", "labelled_share"):
-            value, is_share = getattr(self, key), key in ("utilisation", "labelled_share")
-            if value is not None and not (value > 0 and (value <= 1 or not is_share)):
-                limit = " and at most 1" if is_share else ""
-                raise UserError(f"option --{key.replace('_', '-')} must be above 0{limit}, not {value:g}")
-
 
 def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
-    """Plan the recipe's training; read the target's config, local conversations and, if they exist, distilled tokens.
+    """Plan the recipe's training; read the target's config and, if they exist, the distilled tokens.
 
     Raises:
-        UserError: The target's config cannot be read, or a key or option is wrong.
+        UserError: The target's config cannot be read, or a key is wrong.
     """
     options, device, args = options or PlanOptions(), target_device(recipe.target), get_arguments(recipe)
     batch, num_tokens, how = training_batch(recipe, args.per_device_train_batch_size, options.labelled_share)
-    counted, is_distilled = count_conversations(recipe), (RunFolder(recipe).data / "tokens").is_dir()
-    if counted is not None and not is_distilled:
-        num_tokens = counted.conversations * recipe.data.max_length_tokens
     cost = step_cost(recipe, args, batch)
-    trained, target = trained_parameters(cost.drafter), cost.target
-    num_trained, num_target = (sum(p.numel() for p in each) for each in (trained, target.parameters()))
     parameters = [
-        Line("trainable", num_trained, "parameters", f"drafter.kind {recipe.drafter.kind}"),
-        Line("target", num_target, "parameters", f"{recipe.target.model}, from its config"),
+        Line(what, sum(p.numel() for p in weights), "parameters", how)
+        for what, weights, how in (
+            ("trainable", trained_parameters(cost.drafter), f"drafter.kind {recipe.drafter.kind}"),
+            ("target", cost.target.parameters(), f"{recipe.target.model}, from its config"),
+        )
     ]
-    memory = [Line(part, amount, "bytes", PARTS[part]) for part, amount in cost.bytes.items()]
+    memory = [Line(part, amount, "bytes", PARTS[part][0]) for part, amount in cost.bytes.items()]
     rows = f"{batch['input_ids'].shape[0]} x {batch['input_ids'].shape[1]} tokens, {how}"
     memory.append(Line("memory of a step", cost.peak_bytes, "bytes", f"sum, in the {cost.peak}; batch of {rows}"))
-    notes = [f"the target is run with {running_sentence(target)}"]
-    if device.type == "cpu" and (packable := packable_bytes(target)):
+    notes = [f"the target is run with {running_sentence(cost.target)}"]
+    if device.type == "cpu" and (packable := packable_bytes(cost.target)):
         notes.append(f"distilling and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}")
-    more = "" if options.processes > 1 else "; `--processes N` plans several"
-    notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
-    if num_tokens is None:
-        notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
-    verdict, fits = _verdict(recipe, cost.peak_bytes, options)
-    set_ups = _set_ups(recipe, args, batch, cost, options.processes) if options.processes > 1 else {}
-    disk = [_feature_cache(recipe, cost, num_tokens)]
-    times = _times(recipe, args, cost, options, device, num_tokens, counted)
-    return Plan(recipe.name, parameters, memory, cost.peak_bytes, disk, times, set_ups, verdict, fits, notes)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Numbers of conversations in local files, and of their turns that the target will answer."""
-
-    conversations: int
-    answers: int
-
-
-def count_conversations(recipe: Recipe) -> Counted | None:
-    """Count the conversations that training would read; None if a source is no local file, or cannot be read."""
-    chosen = recipe.data.conversations
-    if not all(Path(source.source).expanduser().is_file() for source in chosen.sources):
-        return None
-    lenient = chosen.model_copy(update={"skip_invalid": True, "decontaminate": []})
-    data = recipe.data.model_copy(update={"conversations": lenient})
-    conversations = answers = 0
-    try:
-        for each in load_conversations(recipe.model_copy(update={"data": data})):
-            conversations += 1
-            answers += sum(turn.role == "user" for turn in each.turns)
-    except UserError:  # reported by doctor and distill
-        return None
-    return Counted(conversations, answers)
+    notes.append("a CUDA context, the kernels' workspaces and fragmentation come on top; `--processes N` plans several")
+    less, verdict, fits = ways_out(cost), None, None
+    if options.memory_gib is not None:
+        fits = cost.peak_bytes <= USABLE_FRAC * options.memory_gib * 2**30
+        need = f"{cost.peak_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
+        verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; {less}"
+    processes = process_lines(recipe, cost, options.processes) if options.processes > 1 else []
+    disk, times = [_feature_cache(recipe, cost, num_tokens)], _times(recipe, args, cost, options, device, num_tokens)
+    return Plan(recipe.name, parameters, memory, cost.peak_bytes, disk, times, processes, less, verdict, fits, notes)
 
 
 def get_arguments(recipe: Recipe) -> DrafterTrainingArguments:
     """Return the arguments of the recipe's training on the target's device."""
     use_cpu = target_device(recipe.target).type == "cpu"
     return training_arguments(recipe.train, RunFolder(recipe).drafter / "checkpoints", recipe.seed, use_cpu=use_cpu)
+
+
+def ways_out(cost: StepCost) -> str:
+    """Name the two largest parts of a step's memory, each with the recipe's lines that make it smaller."""
+    largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
+    return "less with " + "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
 
 
 def training_batch(
@@ -207,7 +165,6 @@ def training_batch(
 
 
 def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Line:
-    """Return the size of the offline feature cache."""
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
@@ -224,6 +181,32 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Li
     return Line(what, token_bytes * num_tokens, "bytes", how)
 
 
+def process_lines(recipe: Recipe, cost: StepCost, processes: int) -> list[Line]:
+    """Return the bytes of each of N processes by launch; without launches that cannot be done."""
+    weights, state, held = (cost.bytes[part] for part in ("drafter", "optimiser", "gradients"))
+    gradients, part = tensor_bytes(trained_parameters(cost.drafter)), 1 / processes
+    rest, of_target = cost.peak_bytes - weights - held - state, "the target whole (or data.features.sharded=true)"
+    if recipe.data.features.sharded and "split_target" not in cost.drafter.unsupported:
+        rest -= round(sum(tensor_bytes(each.parameters()) for each in decoder_layers(cost.target)) * (1 - part))
+        of_target = f"1/{processes} of the target's layers"
+    launches = {
+        "DDP": (weights + held + gradients + state, "whole, and a copy of the gradients"),
+        "FSDP2": (
+            weights + gradients + (weights + gradients + state) * part,
+            "1/N; weights and gradients whole in use",
+        ),
+        "ZeRO-1": (weights + held + (gradients + state) * part, "1/N of the optimiser's state and of fp32 copies"),
+        "ZeRO-2": (weights + (2 * gradients + state) * part, "1/N of the gradients too"),
+        "ZeRO-3": (weights + (weights + 2 * gradients + state) * part, "1/N of the weights too, whole in use"),
+    }
+    if "split_weights" in cost.drafter.unsupported:
+        del launches["FSDP2"], launches["ZeRO-3"]
+    return [
+        Line(launch, rest + round(own), "bytes", f"the drafter {how}; {of_target}")
+        for launch, (own, how) in launches.items()
+    ]
+
+
 # ---- time ----
 
 
@@ -234,39 +217,32 @@ def _times(
     options: PlanOptions,
     device: torch.device,
     num_tokens: int | None,
-    counted: Counted | None,
 ) -> list[Line]:
-    """Return tokens/s of training in one process, and the time of each stage whose length is known.
+    """Return tokens/s of training and the time of each stage whose length is known.
 
     In distilling and measuring every answer is as long as it may be. A step of decoding reads the target's weights once
-    for all its rows, or computes the rows' products, whichever takes longer; prompts and caches are not counted. Of N
-    processes each does 1/N of the work: what they tell each other is not counted.
+    for all its rows, or computes the rows' products, whichever takes longer; prompts and caches are not counted.
     """
-    num, together = options.processes, f"{options.processes} processes" if options.processes > 1 else "one process"
-    target, seconds, rates = cost.target, 0.0, dict[torch.dtype, float]()
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    for part, flops in cost.flops.items():
-        is_target = part == "target forward" or (part == "LM head" and half is None)
-        dtype = target.dtype if is_target else half or cost.drafter.dtype
-        if dtype not in rates:
-            peak = matmul_flops_per_s(device, dtype) if options.peak_tflops is None else options.peak_tflops * 1e12
-            rates[dtype] = peak * options.utilisation
-        seconds += flops / rates[dtype]
-    source = (
-        f"measured on this {device.type}" if options.peak_tflops is None else f"--peak-tflops {options.peak_tflops:g}"
-    )
-    rate = cost.tokens / seconds
-    how = f"of one process: {source}, x utilisation {options.utilisation:g} (--utilisation)"
-    lines = [Line("training", rate, "tokens/s", how)]
+    target, half, given = cost.target, half_dtype(args), options.peak_tflops
+
+    def flops_per_s(dtype: torch.dtype) -> float:
+        return options.utilisation * (matmul_flops_per_s(device, dtype) if given is None else given * 1e12)
+
+    target_rate = flops_per_s(target.dtype)
+    drafter_rate = flops_per_s(half or cost.drafter.dtype)
+    target_flops = cost.flops.get("target forward", 0.0)
+    rate = cost.tokens / (target_flops / target_rate + (sum(cost.flops.values()) - target_flops) / drafter_rate)
+    source = f"measured on this {device.type}" if given is None else f"--peak-tflops {given:g}"
+    lines = [Line("training", rate, "tokens/s", f"{source}, x utilisation {options.utilisation:g} (--utilisation)")]
     trained_tokens, what = args.num_train_epochs * (num_tokens or 0), f"{args.num_train_epochs:g} epochs"
     if args.max_steps > 0:
         trained_tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens
         what = f"{args.max_steps} steps"
     if trained_tokens:
-        how = f"{what}, {trained_tokens:,.0f} tokens, {together}"
-        lines.append(Line("training", trained_tokens / rate / num, "seconds", how))
-    head, target_flops = target.get_output_embeddings(), cost.flops.get("target forward")
-    if target_flops is None or head is None:
+        how = f"{what}, {trained_tokens:,.0f} tokens, one process"
+        lines.append(Line("training", trained_tokens / rate, "seconds", how))
+    head = target.get_output_embeddings()
+    if not target_flops or head is None:
         return lines  # offline: the target's layers are not there
     read_rate = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
     row_flops = target_flops / cost.tokens + 2 * head.weight.numel()
@@ -276,24 +252,14 @@ def _times(
 
     def step_s(rows: int) -> float:
         read_bytes = min(held_bytes, rows * row_flops / 2 * head.weight.element_size())
-        return max(read_bytes / read_rate, rows * row_flops / rates[target.dtype])
+        return max(read_bytes / read_rate, rows * row_flops / target_rate)
 
-    chosen, limit, eval_ = recipe.data.distill, recipe.data.conversations.limit, recipe.eval
+    chosen, limit, eval_ = recipe.data.distill, recipe.data.conversations.limit or 1000, recipe.eval
     if chosen.engine in ROWS_AT_ONCE:
         option = ROWS_AT_ONCE[chosen.engine]
         at_once = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
-        answers = limit or ASSUMED_ANSWERS if counted is None else counted.answers
-        copies = 1
-        if chosen.engine == "vllm":  # which starts as many copies as fit on the GPUs, unless the recipe says
-            fitting = num // int(chosen.options.get("tensor_parallel_size", 1))
-            copies = int(chosen.options.get("data_parallel_size") or max(1, fitting))
-        how = (
-            f"{answers:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
-        )
-        how += f", {copies} copies of the target" if copies > 1 else ""
-        how += "; assumed, as data.conversations.limit is not set" if limit is None and counted is None else ""
-        seconds = answers * chosen.max_new_tokens / at_once * step_s(at_once) / copies
-        lines.append(Line("distilling", seconds, "seconds", how))
+        how = f"{limit:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
+        lines.append(Line("distilling", limit * chosen.max_new_tokens / at_once * step_s(at_once), "seconds", how))
     try:
         questions = load_questions(eval_.questions, eval_.limit_per_category, eval_.limit_per_task)
     except UserError:  # reported by doctor and eval
@@ -301,168 +267,44 @@ def _times(
     turns = sum(len(question.turns) for question in questions)
     times = eval_.runs * len(eval_.temperatures) * (1 + len(eval_.methods))
     how = f"{turns} turns of {eval_.max_new_tokens} tokens x {times} (runs, temperatures, methods) at most"
-    how += f", {together} (eval --processes {num})" if num > 1 else ""
-    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1) / num, "seconds", how)]
+    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1), "seconds", how)]
 
 
 def read_bytes_per_s(device: torch.device, num_bytes: int = 1 << 30) -> float:
     """Measure how fast this device reads memory, in about a second."""
     values = torch.ones(num_bytes // 4, device=device)
-    return num_bytes / _shortest_s(lambda: values.sum().item())
+    return num_bytes / _median_s("values.sum()", values=values)
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the rate of products of large square matrices on this device, in about a second."""
     size = 8192 if device.type == "cuda" else 512
-    left = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _shortest_s(lambda: (left @ left)[0, 0].item())  # `item` waits until it is done
+    return 2 * size**3 / _median_s("left @ left", left=torch.randn(size, size, device=device).to(dtype))
 
 
-def _shortest_s(work: Callable[[], object], measuring_s: float = 0.5) -> float:
-    """Return the shortest time of several: other work on this machine is not the device's fault."""
-    work()  # prepares the device
-    times, end_s = list[float](), time.perf_counter() + measuring_s
-    while not times or time.perf_counter() < end_s:
-        begin_s = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin_s)
-    return min(times)
-
-
-# ---- what fits ----
-
-
-def _verdict(recipe: Recipe, need_bytes: int, options: PlanOptions) -> tuple[str | None, bool | None]:
-    """Return whether the step fits, in words and as a bool, with the first change that makes it fit with a margin."""
-    if options.memory_gib is None:
-        return None, None
-    memory_bytes = options.memory_gib * 2**30
-    need = f"{need_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
-    if need_bytes <= USABLE_FRAC * memory_bytes:
-        return f"fits: {need}", True
-    ways = ways_out(recipe, need_bytes, options.labelled_share)
-    way = next((text for text, size in ways if size <= USABLE_FRAC * memory_bytes), None)
-    fits = need_bytes <= memory_bytes
-    advice = f"less with {way}" if way else "no single change of the recipe is enough: make several, split the target "
-    advice += "" if way else "(data.features.sharded=true; --processes), or take a smaller target"
-    return f"{'tight' if fits else 'does not fit'}: {need}; {advice}", fits
-
-
-def ways_out(recipe: Recipe, need_bytes: int, labelled_share: float | None = None) -> Iterator[tuple[str, int]]:
-    """Yield lines of the recipe by which a step needs less than `need_bytes`, with their bytes.
-
-    Smaller batches come first: with them the training stays the same.
-    """
-    args, options = get_arguments(recipe), recipe.drafter.options
-    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    changes: list[dict[str, Any]] = []
-    for fewer in sorted({max(1, rows // 2), max(1, rows // 4), 1} - {rows}, reverse=True):
-        more = (
-            {} if GLOBAL_BATCH in recipe.train else {"train.gradient_accumulation_steps": accumulation * rows // fewer}
-        )
-        changes += [{"train.per_device_train_batch_size": fewer, **more}] if rows % fewer == 0 else []
-    for key, value, helps in (
-        ("data.max_length_tokens", recipe.data.max_length_tokens // 2, True),
-        ("target.dtype", "bfloat16", recipe.target.dtype not in ("bfloat16", "float16")),
-        ("train.bf16", True, not (args.bf16 or args.fp16)),
-        ("data.features.source", "offline", recipe.data.features.source == "online"),
-        ("drafter.options.lm_heads", "shared", options.get("lm_heads") in (None, "separate")),
-        ("drafter.options.draft_vocab_size", 32_000, options.get("draft_vocab_size") is None),
-        ("train.optim", "adafactor", args.optim.value.startswith("adamw_torch")),
-    ):
-        changes += [{key: value}] if helps else []
-    for change in changes:
-        values = recipe.model_dump()
-        for key, value in change.items():
-            section: Any = values
-            *sections, name = key.split(".")
-            for part in sections:
-                section = section[part]
-            section[name] = value
-        try:
-            changed = Recipe.model_validate(values)
-            args = get_arguments(changed)
-            batch, *_ = training_batch(changed, args.per_device_train_batch_size, labelled_share)
-            # Rows on disk may be those of the recipe as it was.
-            batch = {name: rows[:, : changed.data.max_length_tokens] for name, rows in batch.items()}
-            size = step_cost(changed, args, batch).peak_bytes
-        except (ValueError, UserError):  # no recipe, or not for this kind or this target
-            continue
-        if size < WORTH_FRAC * need_bytes:
-            lines = " ".join(f"{key}={'true' if value is True else value}" for key, value in change.items())
-            yield f"{lines} ({bytes_text(size)})", size
-
-
-def _set_ups(
-    recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, Tensor], cost: StepCost, processes: int
-) -> dict[str, dict[str, int]]:
-    """Return the bytes of one of N processes by launch and by place of the target; without those that cannot be done.
-
-    The drafter: DDP holds it whole, and a copy of the gradients (buckets). FSDP2: 1/N of all, weights and gradients
-    also whole in the backward. ZeRO-1: 1/N of the optimizer's state and an fp32 copy of 1/N of the weights; ZeRO-2: 1/N
-    of the gradients; ZeRO-3: 1/N of the weights, whole in use. The target: whole; 1/N of its layers (FSDP2), of which
-    none is whole in the backward; in 8 or 4 bits; or, offline, without layers.
-    """
-    kind, gradients = load_drafter_class(recipe.drafter.kind), tensor_bytes(trained_parameters(cost.drafter))
-    plain = recipe.model_copy(deep=True)
-    plain.target.quantization, plain.data.features.source = None, "online"
-    whole = step_cost(plain, args, batch)
-    layers = [tensor_bytes(layer.parameters()) for layer in decoder_layers(whole.target)]
-    rest = {"replicated": whole.peak_bytes}
-    if "split_target" not in kind.unsupported:
-        rest["sharded"] = whole.peak_bytes - sum(layers) + sum(layers) // processes
-        for bits in ("int8", "nf4"):
-            quantized = plain.target.model_copy(update={"quantization": bits})
-            rest[bits] = whole.peak_bytes - saved_bytes(quantized, whole.target)
-    if "offline" not in kind.unsupported:
-        plain.data.features.source = "offline"
-        rest["offline"] = step_cost(plain, args, batch).peak_bytes
-    weights, state, held, part = (
-        whole.bytes["drafter"],
-        whole.bytes["optimiser"],
-        whole.bytes["gradients"],
-        1 / processes,
-    )
-    drafter = {
-        "DDP": weights + held + gradients + state,
-        "FSDP2": weights * (1 + part) + gradients * (1 + part) + state * part,
-        "ZeRO-1": weights + held + (gradients + state) * part,
-        "ZeRO-2": weights + (2 * gradients + state) * part,
-        "ZeRO-3": weights * (1 + part) + (2 * gradients + state) * part,
-    }
-    split = ("FSDP2", "ZeRO-3") if "split_weights" in kind.unsupported else ()
-    alone = weights + held + state
-    return {
-        launch: {place: round(size - alone + drafter[launch]) for place, size in rest.items()}
-        for launch in LAUNCHES
-        if launch not in split
-    }
+def _median_s(statement: str, **values: Tensor) -> float:
+    timer = Timer(statement, globals=values, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=0.5).median)
 
 
 # ---- for people ----
 
 
-def show_plan(plan: Plan, console: Console, memory_gib: float | None = None) -> None:
-    """Print the plan; with `memory_gib`, of the device, mark the set-ups that do not fit."""
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print the plan."""
     table = Table("", "amount", "how it was computed", box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.columns[1].justify, table.columns[2].overflow = "right", "fold"
     for group in GROUPS:
-        table.add_row(f"[bold]{group.capitalize()}[/bold]")
-        for line in getattr(plan, group):
+        lines = getattr(plan, group)
+        if lines:
+            table.add_row(f"[bold]{group.capitalize()}[/bold]")
+        for line in lines:
             table.add_row(f"  {line.what}", format_amount(line), escape(line.how))
     console.print(table, soft_wrap=False)  # folded at the terminal's width
-    if plan.set_ups:
-        room_bytes = float("inf") if memory_gib is None else USABLE_FRAC * memory_gib * 2**30
-        per_process = Table("bytes of each process", *PLACEMENTS, box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for launch, sizes in plan.set_ups.items():
-            cells = {place: bytes_text(size) + " ✗" * (size > room_bytes) for place, size in sizes.items()}
-            per_process.add_row(launch, *(cells.get(place, "-") for place in PLACEMENTS))
-        console.print(per_process)
     for note in plan.notes:
         console.print(f"Note: {escape(note)}.")
     if plan.verdict is not None:
-        colour = "green" if plan.verdict.startswith("fits") else "yellow" if plan.fits else "red"
-        console.print(f"[bold {colour}]{plan.verdict}[/bold {colour}]")
+        console.print(f"[bold {'green' if plan.fits else 'red'}]{plan.verdict}[/]")
 
 
 def format_amount(line: Line) -> str:

@@ -120,7 +120,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
         "overall": overall,
         "seed_spread": seed_spread(summary),
-        # Rows of methods with a reduced draft vocabulary; earlier versions did not record it.
+        # Rows of methods with a reduced draft vocabulary.
         "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
         "served": facts.get("served", []),
         "baseline_sentences": report.baseline_sentences(facts.get("baseline", [])),

@@ -377,7 +377,7 @@ def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))
     assert not file.exists()
-    write_settings(file, distill_settings(first, None, tokenizer))  # as earlier versions did immediately
+    write_settings(file, distill_settings(first, None, tokenizer))
     with pytest.raises(KeyboardInterrupt):
         run(second, out, HashEngine(tokenizer, concurrency=1, fail_at_call=1))
     with pytest.raises(UserError, match=r"started with data\.distill\.temperature = 0\.5, now it is 0\.0"):

@@ -10,7 +10,7 @@ from support import tiny_tokenizers as templates
 from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, FinishedConversation, Ledger, LedgerView
-from draftsmith.data.distill.token_dataset import REPORT_NAME, build_token_dataset
+from draftsmith.data.distill.token_dataset import build_token_dataset
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.errors import UserError
 from draftsmith.recipes.run_folder import RunFolder, run_lock
@@ -107,15 +107,6 @@ def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     assert "1 shortened by whole turns, 0 cut in their first answer, 1 too long" in report.sentence()
     rows = load(tmp_path)["input_ids"]
     assert rows[0] == rows[1]
-    file = tmp_path / "tokens" / REPORT_NAME  # as earlier versions wrote it
-    file.write_text(file.read_text().replace('"shortened"', '"cut"'))
-    again = build(tmp_path, max_length_tokens=length)
-    assert (again.reused, again.shortened) == (True, 1)
-    # One whose rows did not say which are of one conversation serves only where each has one row.
-    file.write_text(file.read_text().replace('"numbered": true', '"numbered": false'))
-    assert build(tmp_path, max_length_tokens=length).reused
-    file.write_text(file.read_text().replace('"extra_rows": 0', '"extra_rows": 1'))
-    assert not build(tmp_path, max_length_tokens=length).reused
 
 
 def test_nothing_left(tmp_path: Path) -> None:

@@ -53,28 +53,6 @@ def test_appended_records_are_read_back(tmp_path: Path) -> None:
     assert len(log.file.read_text().splitlines()) == 2
 
 
-def test_records_of_an_earlier_version() -> None:
-    """Without what a report can do without they load; else they are refused, and so are those of the oldest form."""
-    record = two_turns()
-    values = asdict(record)
-    for answer in values["answers"].values():
-        for turn in answer["turns"]:
-            del turn["outside_tokens"], turn["ended_outside"], turn["phases_s"]
-    del values["weights_bytes"], values["weights_read_s"]
-    assert QuestionRecord.from_json(values) == record
-    for key in ("settings", "round_s"):
-        values = asdict(record)
-        answer = values["answers"]["chain@0"]
-        for place in [answer] if key in answer else answer["turns"]:
-            del place[key]
-        message = rf"run 3 of question 1 .* earlier version of draftsmith \(no {key}\): delete"
-        with pytest.raises(UserError, match=message):
-            QuestionRecord.from_json(values)
-    values["answers"]["chain@0"]["turns"] = ["an answer", "another"]
-    with pytest.raises(UserError, match="earlier version of draftsmith"):
-        QuestionRecord.from_json(values)
-
-
 # A method's name must not lead out of the folder: files of answers are called by it.
 OUTSIDE = json.dumps(asdict(made_up(0, 2.0, 4.0))).replace('"method": "chain"', '"method": "../../chain"')
 

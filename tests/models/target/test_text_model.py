@@ -126,13 +126,6 @@ def test_rope_of_layer_types(model_type: str, values: dict[str, Any], theta: flo
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_drafter_of_nested_rope_that_was_recorded_as_it_was() -> None:
-    """Earlier versions trained such drafters with RoPE's usual base, and these keep the base they were trained with."""
-    config = AutoConfig.for_model("olmo3", **TEXT).to_dict()
-    assert isinstance(config["rope_parameters"]["full_attention"], dict)
-    assert layers_config(of_kind("llama", config), 1).rope_parameters["rope_theta"] == 10_000
-
-
 OLD_NAMES = {
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "gptj": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "rotary_dim": 4},

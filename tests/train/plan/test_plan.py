@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from support.benchmark_scripts import benchmark
 from support.places import ROOT
 from support.tiny_runs import make_recipe, recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
@@ -35,7 +34,7 @@ from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
 from draftsmith.train.plan.out_of_memory import out_of_memory_explained
-from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, training_batch, ways_out
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, training_batch
 from draftsmith.train.processes.frozen_target import sync_models
 
 script = benchmark("plan_estimate")
@@ -255,6 +254,16 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
     assert amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
 
 
+def test_a_target_whose_config_names_no_width_of_its_mlp(tmp_path: Path) -> None:
+    """GPT-2's is four times the hidden size: 12 D^2 weights a layer, and attention's products."""
+    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
+    recipe = recipe_of(tmp_path, config, drafter={"kind": "medusa", "options": {"num_heads": 2}})
+    cost = predicted_step(recipe, training_row(32, 16))
+    # Its table of positions is an embedding; norms and biases are no matrices.
+    assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * 12 * 64**2 + 2 * 32 * 32 * 64)
+    assert cost.peak_bytes > 4 * sum(parameter.numel() for parameter in cost.drafter.parameters())
+
+
 def test_the_feature_cache(tmp_path: Path) -> None:
     """2 bytes x 64 hidden x layers x tokens."""
     recipe = recipe_of(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
@@ -363,20 +372,18 @@ def test_out_of_memory_is_explained(
         run_train(recipe)
     sentence = str(error.value)
     assert sentence.startswith("out of memory (")
-    assert "train.per_device_train_batch_size=2 train.gradient_accumulation_steps=2 (" in sentence
+    assert "less with halve train.per_device_train_batch_size" in sentence
     printed = capsys.readouterr().err
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
     assert all(line.what in printed for line in plan.memory)
     gc.collect()
     assert OutOfMemory.held() is None  # the failed step's tensors are freed before the plan is made
-    (first, _), *others = ways_out(recipe, plan.peak_bytes)
-    assert first.startswith("train.per_device_train_batch_size=2 train.gradient_accumulation_steps=2 (")
-    assert all(size < plan.peak_bytes for _, size in others)
-    assert any(way.startswith("train.optim=") for way, _ in others)
-    for share, text in ((0.95, "does not fit: .* less with train.per_device"), (1e-3, "no single change of")):
+    for share, fits in ((0.95, False), (1.2, True)):
         found = make_plan(recipe, PlanOptions(memory_gib=share * plan.peak_bytes / 2**30, peak_tflops=1.0))
-        assert found.fits is False
-        assert re.search(text, found.verdict or "")
+        assert found.fits is fits
+        assert (found.ways_out in str(found.verdict)) is not fits
+    activations, *_ = sorted(plan.memory[:-1], key=lambda line: -line.amount)
+    assert f"({activations.what}: " in plan.ways_out  # the largest part comes first
 
 
 def test_out_of_memory_errors_are_recognised(target_folder: Path) -> None:
@@ -401,16 +408,14 @@ def test_bytes_per_process_by_hand(tmp_path: Path) -> None:
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4))
     cost = predicted_step(recipe, training_row(32, 32))
     trained, layer = map(tensor_bytes, (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
-    size = plan.set_ups
-    assert size["DDP"]["replicated"] == plan.peak_bytes + trained  # the buckets
-    assert size["DDP"]["replicated"] - size["DDP"]["sharded"] == 3 * layer  # of four one stays
+    ddp, zero = (amount(plan.processes, launch) for launch in ("DDP", "ZeRO-1"))
+    assert ddp == plan.peak_bytes + trained  # the buckets
     # ZeRO-1 keeps a quarter of AdamW's state and of fp32 copies, in place of the whole state and buckets.
-    adamw = cost.bytes["optimiser"]
-    saved = size["DDP"]["replicated"] - size["ZeRO-1"]["replicated"]
-    assert saved == pytest.approx(trained + adamw * 3 / 4 - trained / 4, abs=1)
-    assert size["ZeRO-1"]["sharded"] == size["ZeRO-1"]["replicated"] - 3 * layer
-    assert size["DDP"]["offline"] < size["DDP"]["sharded"]
-    assert size["DDP"]["nf4"] < size["DDP"]["int8"] < size["DDP"]["replicated"]
+    assert ddp - zero == pytest.approx(trained + cost.bytes["optimiser"] * 3 / 4 - trained / 4, abs=1)
+    recipe.data.features.sharded = True
+    sharded = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4)).processes
+    assert ddp - amount(sharded, "DDP") == 3 * layer  # of four one stays
+    assert zero - amount(sharded, "ZeRO-1") == 3 * layer
 
 
 def _first_layer(cost: StepCost) -> torch.nn.Module:
@@ -418,13 +423,11 @@ def _first_layer(cost: StepCost) -> torch.nn.Module:
     return layer
 
 
-def test_impossible_set_ups_are_left_out(tmp_path: Path) -> None:
-    """A LoRA inside the target cannot be split, and its target neither split nor quantised nor read from disk."""
+def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
+    """A LoRA inside the target cannot be split."""
     recipe = recipe_of(tmp_path, drafter={"kind": "medusa2", "options": {}})
-    set_ups = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=2)).set_ups
-    assert {launch: [*sizes] for launch, sizes in set_ups.items()} == {
-        launch: ["replicated"] for launch in ("DDP", "ZeRO-1", "ZeRO-2")
-    }
+    lines = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=2)).processes
+    assert [line.what for line in lines] == ["DDP", "ZeRO-1", "ZeRO-2"]
 
 
 # ---- the command ----
@@ -435,7 +438,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["plan", recipe_file(recipe_of(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
-    assert "bytes of each process" in result.stdout
+    assert "1/N of the weights too" in " ".join(result.stdout.split())
     written = json.loads((tmp_path / "p.json").read_text())
     assert written["peak_bytes"] == sum(line["amount"] for line in written["memory"][:-1])
     assert written["time"][0]["amount"] > 0
@@ -446,8 +449,6 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory-gib", "0"], "option --memory-gib must be above 0, not 0"),
-        (["--labelled-share", "1.5"], "option --labelled-share must be above 0 and at most 1, not 1.5"),
         (["drafter.options.num_mask=3"], "did you mean `num_masks`?"),
         (["train.optim=apollo_adamw"], "key `train.optim`: "),
         (["train.gradient_checkpointing=true"], "train.gradient_checkpointing"),
