@@ -581,7 +581,7 @@ class _HeadLoss(torch.autograd.Function):
             weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(factors[0].dtype))
         rows = _Rows(terms, bias_v, labels_n, weights_n, *given)
         keeps = [
-            needs and ctx.summed and not _adds_to_a_large_one(weight)
+            needs and ctx.summed and not _would_hold_two_large_gradients(weight)
             for needs, weight in zip(needed[1::2], factors[1::2], strict=True)
         ]
         (losses_n, *others), row_grads, ctx.weight_grads = rows.take(list(zip(needed[::2], keeps, strict=True)))
@@ -619,8 +619,8 @@ class _HeadLoss(torch.autograd.Function):
         return None, None, None, None, *grads
 
 
-def _adds_to_a_large_one(weight: Tensor) -> bool:
-    """Return True if this would hold two large gradients of the weight: its own and an earlier micro-batch's."""
+def _would_hold_two_large_gradients(weight: Tensor) -> bool:
+    """Return True if the weight is large and already holds the gradient of an earlier micro-batch."""
     is_large = weight.numel() * softmax_dtype(weight.dtype).itemsize >= LARGE_GRADIENT_BYTES
     return is_large and weight.is_leaf and weight.grad is not None
 

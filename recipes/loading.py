@@ -58,7 +58,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     _check_adapter("target.model", recipe.target.model)
     _check_adapter("data.distill.model", recipe.data.distill.model)
     if unwritable := _unwritable(recipe.model_dump()):
-        raise UserError(f"{file}: key `{unwritable}` contains a character that cannot be written to a file: remove it")
+        raise UserError(
+            f"{file}: the value of key `{unwritable}` contains a character that no text file can hold: remove it"
+        )
     return recipe
 
 

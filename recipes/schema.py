@@ -416,7 +416,9 @@ class MethodConfig(Section):
         description="`drafter`, or a method that needs no training, a file of `eval/methods/`: prompt_lookup, "
         "ngram, ...",
     )
-    options: dict[str, Any] = Field({}, description="options of that kind; for `drafter` none")
+    options: dict[str, Any] = Field(
+        {}, description="options of the method that `kind` names; a trained drafter takes none"
+    )
     tree: Literal["chain", "static", "best_first", "adaptive", "tuned"] = Field(
         "chain",
         description="shape of the draft trees. `chain`: one path; `static`: the fixed `paths`; `best_first`: the "

@@ -347,7 +347,7 @@ class _Distillation:
             self._add_answer(rewriting, text, token_ids)
 
     def _text_of(self, completion: Completion, source: Conversation) -> str:
-        """Return the text of an answer without the lead that the chat template writes before it."""
+        """Return the text of an answer without the opening, such as `<think>`, that the chat template writes."""
         text = completion.text
         if text is None:
             ids = completion.token_ids or []

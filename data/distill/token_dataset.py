@@ -386,7 +386,7 @@ def tokens_hash(tokens: datasets.Dataset) -> str:
 
 
 def first_rows_of_conversations(tokens: datasets.Dataset) -> list[int]:
-    """Return for each row the first row of its conversation: itself where the dataset does not say."""
+    """Return for each row the number of its conversation's first row; the row's own without a conversation column."""
     numbers = tokens[CONVERSATION] if CONVERSATION in tokens.column_names else range(len(tokens))
     first: dict[int, int] = {}
     return [first.setdefault(number, row) for row, number in enumerate(numbers)]

@@ -553,7 +553,8 @@ def plan(
         typer.Option(min=0.001, help="Memory bandwidth of GPU or CPU in GB/s; default: measured here."),
     ] = None,
     utilisation: Annotated[
-        float, typer.Option(min=0.001, max=1, help="Share of the peak TFLOP/s that a training step reaches.")
+        float,
+        typer.Option(min=0.001, max=1, help="Assumed share of the peak TFLOP/s that training reaches, for its hours."),
     ] = 0.4,
     labelled_share: Annotated[
         float | None,

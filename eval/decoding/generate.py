@@ -170,7 +170,7 @@ class Generation:
         return self.method.propose().cut_to_depth(self.max_new_tokens - len(self.record.ids) - 1)
 
     def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
-        """Choose the accepted path, and show the logits to a method that reads them."""
+        """Choose the accepted path of a draft tree; pass the target's logits to a method that learns from them."""
         p_logits = step.logits  # at every node; tree.q has q of its children
         verification = verify(tree, p_logits, self.sampling, self.generator, self.lenience)
         if self._reads_logits:

@@ -49,7 +49,7 @@ class Lookahead:
         guesses: int = Field(
             7,
             ge=1,
-            description="G, the most n-grams with the same first token that the pool holds and a round verifies",
+            description="G: most n-grams that the pool keeps for each first token, and that a round verifies",
         )
         from_prompt: bool = Field(False, description="put the prompt's n-grams into the pool first; not in the paper")
         accept_window: bool = Field(

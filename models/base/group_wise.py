@@ -102,7 +102,7 @@ MaskTokenId = Annotated[
     int | None,
     AfterValidator(_mask_token),
     Field(
-        description="id of the token whose embedding every [MASK] reads, best one that no text contains; by "
+        description="id of the token whose embedding every [MASK] reads, preferably one that never occurs in text; by "
         "default the target's padding token, or the last one of its vocabulary"
     ),
 ]
@@ -221,7 +221,7 @@ class GroupWiseDrafter(Drafter):
         return getattr(self.config, "mask_residual", False)
 
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """Compute inputs [W, E] from drafted tokens [W] and, in place of h, the outputs that predicted them [W, D]."""
+        """Compute the layers' next inputs [W, E], from draft tokens [W] and the outputs [W, D] that predicted them."""
         return self.real_inputs(input_ids, feedback)
 
     def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:

@@ -229,9 +229,11 @@ class DFlashDrafter(GroupWiseDrafter):
         return self.embedded(mask_id).expand(self.config.block_size - 1, -1)
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """Compute a draft's tensors, here fp32 logits [G, V'], from the predicting rows [G, D] and the newest c [D].
+        """Compute the outputs of a draft: here the fp32 logits [G, V'] of its G tokens; a subclass may add tensors.
 
-        Without context tokens the newest c is zeros.
+        Args:
+            hidden: Outputs [G, D] of the layers at the block's masks.
+            context: Features c [D] of the newest token, as the layers read them; zeros if there are none.
         """
         return (self.logits_of(hidden).float(),)
 

@@ -220,7 +220,8 @@ def target_location(recipe: TargetRecipe) -> str:
     if recipe.model == "embedded":
         if not (EMBEDDED_TARGET / "config.json").is_file():
             raise UserError(
-                f"target.model embedded: {EMBEDDED_TARGET} holds no checkpoint; `make target` trains it again (hours)"
+                f"target.model=embedded is the small target that ships with draftsmith, but {EMBEDDED_TARGET} holds no "
+                "checkpoint: install draftsmith again, or train one by `make target` (hours)"
             )
         return str(EMBEDDED_TARGET)
     if _looks_like_a_path(recipe.model) and not Path(recipe.model).expanduser().is_dir():

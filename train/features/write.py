@@ -136,6 +136,9 @@ def project_features(recipe: Recipe) -> Projection:
 def write_features(recipe: Recipe, projection: Projection, progress: bool = True) -> FeatureReport:
     """Write the missing shards of features; several processes share the work.
 
+    Args:
+        projection: The shards of all tokens, those that are missing, and their size on disk, as told to the user.
+
     Raises:
         UserError: The target cannot be loaded, or is not the target of the existing shards.
         OSError: The disk is full; finished shards stay.

@@ -91,7 +91,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
 
 
 def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts together with all values that the templates of both forms need."""
+    """Return the facts together with all values that the templates of report.md and report.html need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
     records, trained, proof = facts.get("records") or [], facts.get("trained") or {}, facts.get("proof")
     overall = [row for row in summary if row["category"] == OVERALL]
