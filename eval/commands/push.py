@@ -250,9 +250,7 @@ def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
         text = file.read_text(encoding="utf-8", errors="replace")
         leak = next((what for needle, what in private.items() if needle in text), None)
         if leak is not None:
-            raise UserError(
-                f"nothing was pushed: {name} contains {leak}: remove it from {file}, or its recipe"
-            )
+            raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file}, or its recipe")
 
 
 def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:

@@ -5,6 +5,7 @@ or measured. Where a step does not fit, the recipe's lines for its largest parts
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.benchmark import Timer
 
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, row_lengths
 from draftsmith.data.engines.engine import engine_class
+from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
@@ -47,6 +49,7 @@ PARTS = {
     "activations": ("activations saved for the backward", f"{FEWER_ROWS}, data.max_length_tokens, or train.bf16=true"),
     "loss": ("loss: a chunk of logits, own heads' gradients", "drafter.options.draft_vocab_size=32000"),
 }
+ASSUMED_ANSWERS = 1000  # where neither the recipe nor a local file says how many are distilled
 ROWS_AT_ONCE = {"transformers": "batch_size", "vllm": "concurrency", "openai": "concurrency_per_server"}  # options
 
 
@@ -90,13 +93,16 @@ class PlanOptions:
 
 
 def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
-    """Plan the recipe's training; read the target's config and, if they exist, the distilled tokens.
+    """Plan the recipe's training; read the target's config, local conversations and, if they exist, distilled tokens.
 
     Raises:
         UserError: The target's config cannot be read, or a key is wrong.
     """
     options, device, args = options or PlanOptions(), target_device(recipe.target), get_arguments(recipe)
     batch, num_tokens, how = training_batch(recipe, args.per_device_train_batch_size, options.labelled_share)
+    counted, is_distilled = count_conversations(recipe), (RunFolder(recipe).data / "tokens").is_dir()
+    if counted is not None and not is_distilled:
+        num_tokens = counted.conversations * recipe.data.max_length_tokens
     cost = step_cost(recipe, args, batch)
     parameters = [
         Line(what, sum(p.numel() for p in weights), "parameters", how)
@@ -111,15 +117,44 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     notes = [f"the target is run with {running_sentence(cost.target)}"]
     if device.type == "cpu" and (packable := packable_bytes(cost.target)):
         notes.append(f"distilling and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}")
-    notes.append("a CUDA context, the kernels' workspaces and fragmentation come on top; `--processes N` plans several")
+    more = "" if options.processes > 1 else "; `--processes N` plans several"
+    notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
+    if num_tokens is None:
+        notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
     less, verdict, fits = ways_out(cost), None, None
     if options.memory_gib is not None:
         fits = cost.peak_bytes <= USABLE_FRAC * options.memory_gib * 2**30
         need = f"{cost.peak_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
         verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; {less}"
     processes = process_lines(recipe, cost, options.processes) if options.processes > 1 else []
-    disk, times = [_feature_cache(recipe, cost, num_tokens)], _times(recipe, args, cost, options, device, num_tokens)
+    disk = [_feature_cache(recipe, cost, num_tokens)]
+    times = _times(recipe, args, cost, options, device, num_tokens, counted)
     return Plan(recipe.name, parameters, memory, cost.peak_bytes, disk, times, processes, less, verdict, fits, notes)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Numbers of conversations in local files, and of their turns that the target will answer."""
+
+    conversations: int
+    answers: int
+
+
+def count_conversations(recipe: Recipe) -> Counted | None:
+    """Count the conversations that training would read; None if a source is no local file, or cannot be read."""
+    chosen = recipe.data.conversations
+    if not all(Path(source.source).expanduser().is_file() for source in chosen.sources):
+        return None
+    lenient = chosen.model_copy(update={"skip_invalid": True, "decontaminate": []})
+    data = recipe.data.model_copy(update={"conversations": lenient})
+    conversations = answers = 0
+    try:
+        for each in load_conversations(recipe.model_copy(update={"data": data})):
+            conversations += 1
+            answers += sum(turn.role == "user" for turn in each.turns)
+    except UserError:  # reported by doctor and distill
+        return None
+    return Counted(conversations, answers)
 
 
 def get_arguments(recipe: Recipe) -> DrafterTrainingArguments:
@@ -217,12 +252,15 @@ def _times(
     options: PlanOptions,
     device: torch.device,
     num_tokens: int | None,
+    counted: Counted | None,
 ) -> list[Line]:
-    """Return tokens/s of training and the time of each stage whose length is known.
+    """Return tokens/s of training in one process, and the time of each stage whose length is known.
 
     In distilling and measuring every answer is as long as it may be. A step of decoding reads the target's weights once
-    for all its rows, or computes the rows' products, whichever takes longer; prompts and caches are not counted.
+    for all its rows, or computes the rows' products, whichever takes longer; prompts and caches are not counted. Of N
+    processes each does 1/N of the work: what they tell each other is not counted.
     """
+    num, together = options.processes, f"{options.processes} processes" if options.processes > 1 else "one process"
     target, half, given = cost.target, half_dtype(args), options.peak_tflops
 
     def flops_per_s(dtype: torch.dtype) -> float:
@@ -233,14 +271,15 @@ def _times(
     target_flops = cost.flops.get("target forward", 0.0)
     rate = cost.tokens / (target_flops / target_rate + (sum(cost.flops.values()) - target_flops) / drafter_rate)
     source = f"measured on this {device.type}" if given is None else f"--peak-tflops {given:g}"
-    lines = [Line("training", rate, "tokens/s", f"{source}, x utilisation {options.utilisation:g} (--utilisation)")]
+    how = f"of one process: {source}, x utilisation {options.utilisation:g} (--utilisation)"
+    lines = [Line("training", rate, "tokens/s", how)]
     trained_tokens, what = args.num_train_epochs * (num_tokens or 0), f"{args.num_train_epochs:g} epochs"
     if args.max_steps > 0:
         trained_tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens
         what = f"{args.max_steps} steps"
     if trained_tokens:
-        how = f"{what}, {trained_tokens:,.0f} tokens, one process"
-        lines.append(Line("training", trained_tokens / rate, "seconds", how))
+        how = f"{what}, {trained_tokens:,.0f} tokens, {together}"
+        lines.append(Line("training", trained_tokens / rate / num, "seconds", how))
     head = target.get_output_embeddings()
     if not target_flops or head is None:
         return lines  # offline: the target's layers are not there
@@ -254,12 +293,22 @@ def _times(
         read_bytes = min(held_bytes, rows * row_flops / 2 * head.weight.element_size())
         return max(read_bytes / read_rate, rows * row_flops / target_rate)
 
-    chosen, limit, eval_ = recipe.data.distill, recipe.data.conversations.limit or 1000, recipe.eval
+    chosen, limit, eval_ = recipe.data.distill, recipe.data.conversations.limit, recipe.eval
     if chosen.engine in ROWS_AT_ONCE:
         option = ROWS_AT_ONCE[chosen.engine]
         at_once = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
-        how = f"{limit:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
-        lines.append(Line("distilling", limit * chosen.max_new_tokens / at_once * step_s(at_once), "seconds", how))
+        answers = limit or ASSUMED_ANSWERS if counted is None else counted.answers
+        copies = 1
+        if chosen.engine == "vllm":  # which starts as many copies as fit on the GPUs, unless the recipe says
+            fitting = num // int(chosen.options.get("tensor_parallel_size", 1))
+            copies = int(chosen.options.get("data_parallel_size") or max(1, fitting))
+        how = (
+            f"{answers:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
+        )
+        how += f", {copies} copies of the target" if copies > 1 else ""
+        how += "; assumed, as data.conversations.limit is not set" if limit is None and counted is None else ""
+        seconds = answers * chosen.max_new_tokens / at_once * step_s(at_once) / copies
+        lines.append(Line("distilling", seconds, "seconds", how))
     try:
         questions = load_questions(eval_.questions, eval_.limit_per_category, eval_.limit_per_task)
     except UserError:  # reported by doctor and eval
@@ -267,7 +316,8 @@ def _times(
     turns = sum(len(question.turns) for question in questions)
     times = eval_.runs * len(eval_.temperatures) * (1 + len(eval_.methods))
     how = f"{turns} turns of {eval_.max_new_tokens} tokens x {times} (runs, temperatures, methods) at most"
-    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1), "seconds", how)]
+    how += f", {together} (eval --processes {num})" if num > 1 else ""
+    return [*lines, Line("measuring", turns * eval_.max_new_tokens * times * step_s(1) / num, "seconds", how)]
 
 
 def read_bytes_per_s(device: torch.device, num_bytes: int = 1 << 30) -> float:
