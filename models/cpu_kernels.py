@@ -184,7 +184,7 @@ def grouped_sdpa(
     reads shared heads as they are.
     """
     plain = options.get("position_bias") is None and options.get("cache") is None
-    scale, lengths = options.get("scaling"), _lengths.get()
+    scale, lengths = options.get("scaling"), _document_lengths()
     if lengths is not None:
         parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
         outs = [
@@ -207,7 +207,11 @@ def grouped_sdpa(
 
 def grouped_mask(*args: Any, **options: Any) -> Tensor | None:
     """Return the mask of `sdpa`; none where documents are attended to apart."""
-    return None if _lengths.get() is not None else sdpa_mask(*args, **options)
+    return None if _document_lengths() is not None else sdpa_mask(*args, **options)
+
+
+def _document_lengths() -> list[int] | None:
+    return None if torch.compiler.is_compiling() else _lengths.get()  # which compiled code, for decoding, cannot read
 
 
 AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
