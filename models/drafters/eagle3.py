@@ -272,7 +272,7 @@ class Eagle3Drafter(Eagle3Shape):
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
 
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:
-        """Return the layer's next inputs [..., E], of draft tokens [...] and the outputs [..., D] that predicted them."""
+        """Return the layer's next inputs [..., E], of draft tokens [...] and outputs [..., D] that predicted them."""
         return self.token_inputs(input_ids, self.norm(feedback) if self.config.norm_output else feedback)
 
 
