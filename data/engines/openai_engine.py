@@ -245,7 +245,7 @@ class OpenAIEngine:
         if all(problems):
             raise UserError(
                 f"no server answers ({self._problems()}): start one, as with `python -m "
-                "vllm.entrypoints.openai.api_server --model ...`, or correct {self.option('base_urls')}"
+                f"vllm.entrypoints.openai.api_server --model ...`, or correct {self.option('base_urls')}"
             )
         for server in self._servers:
             if server.problem:

@@ -119,7 +119,7 @@ def test_changed_source_is_refused(tmp_path: Path) -> None:
         ("nobody/has-this", "drafter.init nobody/has-this cannot be loaded"),
         ("embedded-eagel", "`drafter.init`: recipe file embedded-eagel does not exist: did you mean `embedded-eagle`"),
         ("embedded-eagle", "of embedded-eagle is not trained yet .*`draftsmith run` with this recipe trains it first"),
-        ("TMP", "TMP holds no trained drafter"),
+        ("TMP", "TMP is not the folder of a trained drafter"),
     ],
 )
 def test_missing_source(tmp_path: Path, init: str, sentence: str) -> None:
@@ -260,5 +260,5 @@ def test_first_stage_uses_the_second_ones_data() -> None:
 def test_a_circle_of_recipes(tmp_path: Path) -> None:
     one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
     recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
-    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one another"):
+    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one of them another start"):
         first_stage(one)
