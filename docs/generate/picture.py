@@ -20,7 +20,7 @@ NAMES = {
     "autoregressive@0": "no draft",
     "prompt-lookup@0": "prompt lookup, no training",
     "chain@0": "our drafter, chain",
-    "tree-12@0": "our drafter, tree",
+    "tree-7@0": "our drafter, tree",
     "tree-7-lookup@0": "our drafter, tree with lookups",
 }
 COLOURS = {
