@@ -260,5 +260,5 @@ def test_first_stage_uses_the_second_ones_data() -> None:
 def test_a_circle_of_recipes(tmp_path: Path) -> None:
     one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
     recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
-    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one of them another"):
+    with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one of them"):
         first_stage(one)
