@@ -63,7 +63,7 @@ def main(step: Step) -> None:
 
 
 def compiled_prices(step: Step, target: Any, key: str, rows: tuple[int, ...]) -> None:
-    """Measure compiled forwards, each of its own size: in 16 bits a session for answers pads all to one."""
+    """Measure compiled forwards without padding: in 16 bits a session for answers pads all to one size."""
     if step.has_time(key, step.size(25, 2)):
         with step.part(key), open_session(target, session_tokens(step), step.on_gpu, same_size=False) as session:
             step.add(key, prices(step, session, target, rows))
