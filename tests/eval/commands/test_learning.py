@@ -261,7 +261,7 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     assert (first.number, learned.state.current, learned.state.previous) == (1, 1, 0)
     assert learner.cycle() is None  # nothing is new
     worker = Worker(again, 4, get_newer=Learned(again).newer)
-    worker._newer = iter([learned.serving(), *[None] * 99]).__next__
+    worker._get_newer = iter([learned.serving(), *[None] * 99]).__next__
     assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:8]]) == served[2][:8]
     assert worker.drafters._value.get() == 1
     assert learned.roll_back() == "drafter 0 serves again, in place of 1"
