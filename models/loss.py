@@ -600,10 +600,8 @@ class _HeadLoss(torch.autograd.Function):
             weights_n, scale = grad_outputs[1], torch.ones_like(scale)
             if ctx.rows is not None:
                 ctx.rows.weights_n = weights_n
-        weight_grads, ctx.weight_grads = (
-            ctx.weight_grads,
-            [None] * len(row_grads),
-        )  # a second backward computes them again
+        weight_grads = ctx.weight_grads
+        ctx.weight_grads = [None] * len(row_grads)  # a second backward computes them again
         missing = [needs and grad is None for needs, grad in zip(ctx.needed[1::2], weight_grads, strict=True)]
         if any(missing):
             _, _, computed = ctx.rows.take([(False, needs) for needs in missing])

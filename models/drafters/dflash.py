@@ -302,13 +302,8 @@ class BlockDecoder(CachedDecoder):
 
     def _static_forward(self) -> Callable[[Tensor, Tensor, Tensor], Any]:
         """Return the forward of a round that is compiled; its results are `block_outputs`."""
-        drafter, cache, causal, window, masks_kd = (
-            self._drafter,
-            self._cache,
-            self._causal,
-            self._window,
-            self._masks_kd,
-        )
+        drafter, cache, masks_kd = self._drafter, self._cache, self._masks_kd
+        causal, window = self._causal, self._window
         first_row, to_keys_values, run_rows = self._first_row, self._to_keys_values, self._static_rows_of
         columns, table = torch.arange(cache.capacity, device=self._device), self._rotary_table
         assert table is not None
