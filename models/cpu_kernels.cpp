@@ -34,8 +34,8 @@ void attend_all(
       values.stride(1), keys.stride(2), values.stride(2), seen.data(), counts.data(), static_cast<float>(scale)};
   const auto common = attention.count_common();
   at::parallel_for(0, attention.readers(), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch(attention.scratch_size());
-    attention.run(begin, end, common.data(), scratch.data());
+    typename Attention<Dtype>::Scratch scratch(attention);
+    attention.run(begin, end, common.data(), scratch);
   });
 }
 

@@ -3,8 +3,8 @@
 //   for each layer:  q, k, v = rope(norm(W_qkv n(x)));  x += W_o attention(q, K, V);  x += W_down(silu(W_gate n(x)) * W_up n(x))
 //   then:            logits = W_head n(x)
 //
-// All of it is one parallel region: between two phases the threads wait for each other, and nothing else happens. A
-// thread has the same outputs of a weight in every step.
+// All of it is one parallel region: between two phases the threads wait for each other, and nothing else happens. Blocks
+// of a weight are taken one by one, as the memory does not serve all threads alike.
 //
 // Shapes as in cpu_math.h, and: L layers, E width of the rows that come in, D hidden, I intermediate, A angles of RoPE,
 // V vocabulary.
@@ -16,6 +16,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 
+#include <atomic>
 #include <numeric>
 #include <optional>
 #include <tuple>
@@ -34,6 +35,14 @@ constexpr int64_t padded(int64_t count) { return (count + BLOCK - 1) / BLOCK * B
 inline void wait_for_all() {
 #ifdef _OPENMP
 #pragma omp barrier
+#endif
+}
+
+inline int64_t most_threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
 #endif
 }
 
@@ -158,6 +167,8 @@ struct Projection {
 };
 
 enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, NUM_PROJECTIONS };
+constexpr int64_t STOLEN = int64_t{1} << 32;
+constexpr int64_t PRODUCTS_OF_LAYER = 4;  // that threads share: q, k and v; output; gate and up; down
 enum { INPUT_NORM, MLP_NORM, QUERY_NORM, KEY_NORM, NUM_NORMS };
 
 struct Layer {
@@ -196,12 +207,32 @@ struct Forward {
   int64_t num_read;
   Weight<Dtype> fusion;
   bool adds_last;  // of those to the rows that follow
+  std::atomic<int64_t>* taken;  // [threads, products] how many of a thread's blocks of a product have been taken
+  int64_t products;
+
+  // Calls `run(i)` for each i of `count`, by one of the threads: a thread begins with its own part and goes on with what
+  // others have left of theirs.
+  template <class Run>
+  void share(int64_t product, int64_t count, int64_t thread, int64_t threads, Run run) const {
+    for (int64_t next = 0; next < threads; ++next) {
+      const int64_t owner = (thread + next) % threads;
+      const auto [begin, end] = part_of(count, owner, threads);
+      std::atomic<int64_t>& of_owner = taken[owner * products + product];
+      while (true) {
+        const int64_t before = of_owner.fetch_add(next == 0 ? 1 : STOLEN, std::memory_order_relaxed);
+        const int64_t own = before % STOLEN, stolen = before / STOLEN;
+        if (own + stolen >= end - begin) break;
+        run(next == 0 ? begin + own : end - 1 - stolen);
+      }
+    }
+  }
 
   int64_t place(int64_t row) const { return places ? places[row] : start + row; }
 
   void run(int64_t thread, int64_t threads) {
     std::vector<Element> normed(rows * padded(std::max(hidden_size, input_width)));
-    std::vector<float> scratch(attention(0).scratch_size()), gates(rows * BLOCK);
+    typename Attention<Dtype>::Scratch scratch(attention(0));
+    std::vector<float> gates(rows * BLOCK);
     std::vector<int64_t> common;
     const auto [first_row, end_row] = part_of(rows, thread, threads);
     for (int64_t row = first_row; row < end_row; ++row) see(row);
@@ -212,20 +243,21 @@ struct Forward {
     for (size_t index = 0; index < layers.size(); ++index) {
       const Layer& layer = layers[index];
       copy_tap(static_cast<int64_t>(index), stream, first_row, end_row);
+      const int64_t product = static_cast<int64_t>(index) * PRODUCTS_OF_LAYER;
       const bool given = index == 0 && first_input;
       if (!given) norm_all(layer.norms[INPUT_NORM], normed.data());
-      project_heads(layer, index, given ? first_input : normed.data(), given ? input_width : width, thread, threads);
+      project_heads(layer, index, given ? first_input : normed.data(), given ? input_width : width, product, thread, threads);
       wait_for_all();
       if (index == 0) common = attention(0).count_common();
       const auto [first_reader, end_reader] = part_of(rows * heads, thread, threads);
-      attention(index).run(first_reader, end_reader, common.data(), scratch.data());
+      attention(index).run(first_reader, end_reader, common.data(), scratch);
       wait_for_all();
-      add_product(layer.projections[OUTPUT], attended, padded(heads * head_size), thread, threads);
+      add_product(layer.projections[OUTPUT], attended, padded(heads * head_size), product + 1, thread, threads);
       wait_for_all();
       norm_all(layer.norms[MLP_NORM], normed.data());
-      activate(layer, normed.data(), gates.data(), thread, threads);
+      activate(layer, normed.data(), gates.data(), product + 2, thread, threads);
       wait_for_all();
-      add_product(layer.projections[DOWN], activated, padded(mlp_size), thread, threads);
+      add_product(layer.projections[DOWN], activated, padded(mlp_size), product + 3, thread, threads);
       wait_for_all();
     }
     copy_tap(static_cast<int64_t>(layers.size()), stream, first_row, end_row);
@@ -239,8 +271,7 @@ struct Forward {
     copy_tap(-1, finals, first_row, end_row);
     if (!head.packed) return;
     wait_for_all();
-    const auto [begin, end] = part_of(head.blocks(), thread, threads);
-    for (int64_t block = begin; block < end; ++block)
+    share(products - 1, head.blocks(), thread, threads, [&](int64_t block) {
       multiply_block(
           finals + first_kept * width, rows - first_kept, width, head, block, [&](int64_t row, int v, Floats values) {
             const int64_t n = block * BLOCK + v * LANES, to = row * head.outputs + n;
@@ -249,11 +280,11 @@ struct Forward {
             else
               store_first<Dtype>(logits + to, values, head.outputs - n);
           });
+    });
   }
 
   void fuse(int64_t thread, int64_t threads) const {
-    const auto [begin, end] = part_of(fusion.blocks(), thread, threads);
-    for (int64_t block = begin; block < end; ++block)
+    share(products - 2, fusion.blocks(), thread, threads, [&](int64_t block) {
       multiply_block(read, num_read, fusion.inputs, fusion, block, [&](int64_t row, int v, Floats values) {
         Element* to = stream + row * width + block * BLOCK + v * LANES;
         Dtype::store(to, values);
@@ -261,6 +292,7 @@ struct Forward {
         for (int64_t next = 1; next < rows - row; ++next)
           Dtype::store(to + next * width, Dtype::load(to + next * width) + Dtype::load(to));
       });
+    });
   }
 
   void see(int64_t row) {
@@ -288,34 +320,29 @@ struct Forward {
       rms_norm<Dtype>(stream + row * width, weights_of(norm), hidden_size, eps, to + row * width);
   }
 
-  // Queries, keys and values of whole heads; keys and values go into the cache. Threads share heads by rows: there are
-  // few heads.
+  // Queries, keys and values of whole heads; keys and values go into the cache.
   void project_heads(
-      const Layer& layer, size_t index, const Element* input, int64_t stride, int64_t thread, int64_t threads) {
+      const Layer& layer, size_t index, const Element* input, int64_t stride, int64_t product, int64_t thread,
+      int64_t threads) {
     // As many heads as end where a block does.
     const int64_t unit = std::lcm(head_size, BLOCK);
     int64_t units[3], total = 0;
     for (int kind : {QUERY, KEY, VALUE}) total += units[kind] = (layer.projections[kind].outputs + unit - 1) / unit;
-    auto [begin, end] = part_of(total * rows, thread, threads);
-    for (int kind : {QUERY, KEY, VALUE}) {
+    share(product, total, thread, threads, [&](int64_t number) {
+      int kind = QUERY;
+      for (; number >= units[kind]; ++kind) number -= units[kind];
       const Weight<Dtype> weight = layer.projections[kind].template weight<Dtype>();
-      const int64_t padded_outputs = padded(weight.outputs);
+      const int64_t padded_outputs = padded(weight.outputs), first_block = number * unit / BLOCK;
       Element* to = kind == QUERY ? queries : fresh + (kind == VALUE ? rows * padded_outputs : 0);
-      const int64_t before = kind == QUERY ? 0 : kind == KEY ? units[QUERY] : units[QUERY] + units[KEY];
-      while (begin < end && begin / rows < before + units[kind]) {
-        const int64_t number = begin / rows - before, from = begin % rows, last = std::min(rows, from + end - begin);
-        const int64_t first_block = number * unit / BLOCK;
-        for (int64_t block = first_block; block < std::min(weight.blocks(), first_block + unit / BLOCK); ++block)
-          multiply_block(input + from * stride, last - from, stride, weight, block, [&](int64_t row, int v, Floats values) {
-            Dtype::store(to + (from + row) * padded_outputs + block * BLOCK + v * LANES, values);
-          });
-        const int64_t first_head = number * unit / head_size;
-        for (int64_t head = first_head; head < std::min(weight.outputs, (number + 1) * unit) / head_size; ++head)
-          for (int64_t row = from; row < last; ++row)
-            finish_head(layer, kind, index, head, row, to + row * padded_outputs + head * head_size);
-        begin += last - from;
-      }
-    }
+      for (int64_t block = first_block; block < std::min(weight.blocks(), first_block + unit / BLOCK); ++block)
+        multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
+          Dtype::store(to + row * padded_outputs + block * BLOCK + v * LANES, values);
+        });
+      const int64_t first_head = number * unit / head_size;
+      for (int64_t head = first_head; head < std::min(weight.outputs, (number + 1) * unit) / head_size; ++head)
+        for (int64_t row = 0; row < rows; ++row)
+          finish_head(layer, kind, index, head, row, to + row * padded_outputs + head * head_size);
+    });
   }
 
   void finish_head(const Layer& layer, int kind, size_t index, int64_t head, int64_t row, Element* from) const {
@@ -338,20 +365,21 @@ struct Forward {
         columns, of_heads, head_size, of_heads, key_head, value_head, key_stride, value_stride, seen, counts, scale};
   }
 
-  void add_product(const Projection& projection, const Element* input, int64_t stride, int64_t thread, int64_t threads) {
+  void add_product(
+      const Projection& projection, const Element* input, int64_t stride, int64_t product, int64_t thread, int64_t threads) {
     const Weight<Dtype> weight = projection.weight<Dtype>();
-    const auto [begin, end] = part_of(weight.blocks(), thread, threads);
-    for (int64_t block = begin; block < end; ++block)
+    share(product, weight.blocks(), thread, threads, [&](int64_t block) {
       multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
         Element* to = stream + row * width + block * BLOCK + v * LANES;
         Dtype::store(to, Dtype::load(to) + values);
       });
+    });
   }
 
-  void activate(const Layer& layer, const Element* input, float* gates, int64_t thread, int64_t threads) {
+  void activate(
+      const Layer& layer, const Element* input, float* gates, int64_t product, int64_t thread, int64_t threads) {
     const Weight<Dtype> gate = layer.projections[GATE].weight<Dtype>(), up = layer.projections[UP].weight<Dtype>();
-    const auto [begin, end] = part_of(gate.blocks(), thread, threads);
-    for (int64_t block = begin; block < end; ++block) {
+    share(product, gate.blocks(), thread, threads, [&](int64_t block) {
       multiply_block(input, rows, width, gate, block, [&](int64_t row, int v, Floats values) {
         Float32::store(gates + row * BLOCK + v * LANES, silu(values));
       });
@@ -359,7 +387,7 @@ struct Forward {
         const Floats gated = Float32::load(gates + row * BLOCK + v * LANES) * values;
         Dtype::store(activated + row * padded(mlp_size) + block * BLOCK + v * LANES, gated);
       });
-    }
+    });
   }
 
   // Copies rows into the features [R, taps * D]: the residual stream before a layer, or after the final norm (-1).
@@ -593,6 +621,8 @@ struct DecoderLayers : torch::CustomClassHolder {
         std::fill(stream + row * width + hidden_size, stream + (row + 1) * width, Element{});
       }
       std::vector<int32_t> seen(rows * columns);
+      const int64_t products = PRODUCTS_OF_LAYER * static_cast<int64_t>(layers.size()) + 2;  // and the fusion, the head
+      std::vector<std::atomic<int64_t>> taken(most_threads() * products);
       Forward<Dtype> forward{
           layers, rows, heads, kv_heads, head_size, width, hidden_size, mlp_size, cos.size(1), columns, first_kept,
           static_cast<float>(eps), static_cast<float>(scale), at_of(cos), at_of(sin), angle_rows,
@@ -603,7 +633,7 @@ struct DecoderLayers : torch::CustomClassHolder {
           with_logits ? head.weight<Dtype>() : Weight<Dtype>{}, wide ? nullptr : into(logits),
           wide && with_logits ? logits.mutable_data_ptr<float>() : nullptr, stream, queries, fresh, attended, activated,
           finals, seen.data(), counts.data(), read ? at_of(*read) : nullptr, read ? read->size(0) : 0,
-          read ? fusion.weight<Dtype>() : Weight<Dtype>{}, fusion_adds_last};
+          read ? fusion.weight<Dtype>() : Weight<Dtype>{}, fusion_adds_last, taken.data(), products};
 #ifdef _OPENMP
 #pragma omp parallel
       forward.run(omp_get_thread_num(), omp_get_num_threads());

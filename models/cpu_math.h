@@ -35,7 +35,6 @@ constexpr int64_t LANES = 8, MOST_ROWS = 5;
 constexpr int64_t LANES = 4, MOST_ROWS = 5;
 #endif
 constexpr int64_t LINE = 64, AHEAD = 4096;  // bytes: of a cache line, and how far ahead weights are asked for
-constexpr int64_t KEYS_AHEAD = 16;          // columns that keys are asked for ahead
 constexpr int64_t VECTORS = 2, BLOCK = VECTORS * LANES;
 constexpr int MOST_PARTS = 16, MOST_READERS = 24;  // vectors of a head; (row, head) pairs that read keys and values together
 constexpr int MOST_SUMS = LANES == 8 ? 12 : 24;    // vectors of sums that fit into the registers beside the values
@@ -231,20 +230,32 @@ inline Floats power_of_two(Floats x) {
   return value * (Floats)bits;
 }
 
-// The sums of four vectors, each in the same order wherever it stands.
-inline void sum_four(const Floats (&of)[4], float* to) {
-#ifdef __AVX512F__
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)of[0], (__m512)of[1]), _mm512_unpackhi_ps((__m512)of[0], (__m512)of[1]));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)of[2], (__m512)of[3]), _mm512_unpackhi_ps((__m512)of[2], (__m512)of[3]));
-  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-  const __m512 quarters = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-  const __m256 halves = _mm256_add_ps(
-      _mm512_castps512_ps256(quarters), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(quarters), 1)));
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+// The first halves of two vectors, their lanes taking turns, or the second halves.
+template <bool SECOND>
+inline Words interleave(Words a, Words b) {
+  constexpr int64_t first = SECOND ? LANES / 2 : 0;
+  return [&]<size_t... lane>(std::index_sequence<lane...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, static_cast<int>(first + lane / 2 + lane % 2 * LANES)...);
 #else
-  for (int i = 0; i < 4; ++i) to[i] = sum(of[i]);
+    return __builtin_shuffle(a, b, Words{static_cast<uint32_t>(first + lane / 2 + lane % 2 * LANES)...});
 #endif
+  }(std::make_index_sequence<LANES>());
+}
+
+// Lane i of vector k becomes lane k of vector i.
+inline void transpose(Words (&of)[LANES]) {
+#pragma GCC unroll 4
+  for (int64_t step = 1; step < LANES; step *= 2) {
+    Words next[LANES];
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < LANES / 2; ++i) {
+      next[2 * i] = interleave<false>(of[i], of[i + LANES / 2]);
+      next[2 * i + 1] = interleave<true>(of[i], of[i + LANES / 2]);
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LANES; ++i) of[i] = next[i];
+  }
 }
 
 // Attention of rows. A reader is a row's head; readers [G, R, H / G] of a key-value head read keys and values together
@@ -262,8 +273,17 @@ struct Attention {
   float scale;
 
   int64_t readers() const { return rows * heads; }
-  int64_t score_stride() const { return columns + LANES; }
-  int64_t scratch_size() const { return MOST_READERS * (score_stride() + head_size + 1); }
+  int64_t score_stride() const { return columns + BLOCK; }
+
+  // What a thread works on.
+  struct Scratch {
+    std::vector<float> scores, sums;          // [readers, S + BLOCK], [readers, D]
+    std::vector<Element> queries, key_block;  // [readers, D], [D / PACK, BLOCK, PACK]
+
+    explicit Scratch(const Attention& of)
+        : scores(MOST_READERS * of.score_stride()), sums(MOST_READERS * of.head_size),
+          queries(MOST_READERS * of.head_size), key_block(BLOCK * of.head_size) {}
+  };
 
   // How many columns each row sees as the row before it does, from the first on: [R].
   std::vector<int64_t> count_common() const {
@@ -276,7 +296,7 @@ struct Attention {
   }
 
   // Of the readers [begin, end).
-  void run(int64_t begin, int64_t end, const int64_t* common, float* scratch) const {
+  void run(int64_t begin, int64_t end, const int64_t* common, Scratch& scratch) const {
     const int64_t shared = heads / kv_heads, of_head = rows * shared;
     while (begin < end) {
       const int64_t number = begin / of_head, first = begin % of_head, row = first / shared;
@@ -292,7 +312,7 @@ struct Attention {
 
  private:
   template <int PARTS>
-  void attend_parts(int64_t number, int64_t first, int64_t last, int64_t together, float* scratch) const {
+  void attend_parts(int64_t number, int64_t first, int64_t last, int64_t together, Scratch& scratch) const {
     if (head_size == PARTS * LANES)
       attend<PARTS>(number, first, last, together, scratch);
     else if constexpr (PARTS > 1)
@@ -301,11 +321,11 @@ struct Attention {
 
   // Readers [first, last) of one key-value head, whose rows all see the first row's first `together` columns.
   template <int PARTS>
-  void attend(int64_t number, int64_t first, int64_t last, int64_t together, float* scratch) const {
+  void attend(int64_t number, int64_t first, int64_t last, int64_t together, Scratch& scratch) const {
     const int64_t shared = heads / kv_heads, count = last - first;
     const Element *key = keys + number * key_head, *value = values + number * value_head;
-    float* work = scratch + MOST_READERS * score_stride();  // [readers, D] queries, then sums of values
-    float* totals = work + MOST_READERS * head_size;
+    float *scores = scratch.scores.data(), *sums = scratch.sums.data(), totals[MOST_READERS];
+    Element *queries = scratch.queries.data(), *key_block = scratch.key_block.data();
     // What `run` does for the columns that all rows see, and then for each row's others.
     const auto for_columns = [&](auto run) {
       run(int64_t{0}, count, seen + first / shared * columns, int64_t{0}, together);
@@ -319,37 +339,36 @@ struct Attention {
     for (int64_t reader = 0; reader < count; ++reader) {
       const auto [row, head] = at(reader);
       const Element* of = query + row * query_row + head * query_head;
-      for (int p = 0; p < PARTS; ++p)
-        Float32::store(work + (reader * PARTS + p) * LANES, Dtype::load(of + p * LANES) * (scale * LOG2_E));
+      std::copy(of, of + head_size, queries + reader * head_size);
     }
+    constexpr int64_t SUMMED = Dtype::PACK == 1 ? 16 : 64;  // inputs at a time: sums of sums, which round less
     for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
-      for (; n < end; n += 4) {
-        // Since the step before, weights took the place of keys and values in the caches.
-        for (int i = 0; i < 4; ++i)
-          for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element))) {
-            __builtin_prefetch(key + of[std::min(n + i + KEYS_AHEAD, end - 1)] * key_stride + line);
-            __builtin_prefetch(value + of[std::min(n + i, end - 1)] * value_stride + line);
+      for (; n < end; n += BLOCK) {
+        const int64_t width = std::min(BLOCK, end - n);
+        pack_keys<PARTS>(key, of + n, width, end - n, key_block);
+        for (int64_t i = 0; i < width; ++i)
+          for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
+            __builtin_prefetch(value + of[n + i] * value_stride + line);
+        for (int64_t reader = from, some; reader < to; reader += some) {
+          some = std::min(MOST_ROWS, to - reader);
+          for (int64_t k = 0; k < head_size; k += SUMMED) {
+            Floats products[MOST_ROWS][VECTORS];
+            sum_products_of<Dtype, MOST_ROWS>(
+                some, queries + reader * head_size + k, head_size, key_block + k * BLOCK, std::min(SUMMED, head_size - k),
+                products);
+            for (int64_t i = 0; i < some; ++i)
+              for (int v = 0; v < VECTORS; ++v) {
+                float* to = scores + (reader + i) * score_stride() + n + v * LANES;
+                const Floats more = products[i][v] * (scale * LOG2_E);
+                Float32::store(to, k == 0 ? more : Float32::load(to) + more);
+              }
           }
-        Floats parts[4][PARTS];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i)
-#pragma GCC unroll 16
-          for (int p = 0; p < PARTS; ++p) parts[i][p] = Dtype::load(key + of[std::min(n + i, end - 1)] * key_stride + p * LANES);
-        for (int64_t reader = from; reader < to; ++reader) {
-          Floats sums[4] = {};
-#pragma GCC unroll 16
-          for (int p = 0; p < PARTS; ++p) {
-            const Floats part = Float32::load(work + (reader * PARTS + p) * LANES);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sums[i] += part * parts[i][p];
-          }
-          sum_four(sums, scratch + reader * score_stride() + n);
         }
       }
     });
     for (int64_t reader = 0; reader < count; ++reader)
-      totals[reader] = to_shares(scratch + reader * score_stride(), counts[at(reader).first]);
-    std::fill(work, work + count * head_size, 0.0f);
+      totals[reader] = to_shares(scores + reader * score_stride(), counts[at(reader).first]);
+    std::fill(sums, sums + count * head_size, 0.0f);
     for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
       // As many vectors of a head at a time as leave registers for several readers.
       constexpr int WIDTH = PARTS <= 6 ? PARTS : PARTS % 4 == 0 ? 4 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
@@ -359,7 +378,7 @@ struct Attention {
           some = readers();
           for (int64_t part = 0; part < PARTS; part += WIDTH)
             mix_values<WIDTH, readers()>(
-                work + (reader * PARTS + part) * LANES, scratch + reader * score_stride(), value + part * LANES, of, n, end);
+                sums + (reader * PARTS + part) * LANES, scores + reader * score_stride(), value + part * LANES, of, n, end);
         };
         if (to - reader >= MOST)
           mix(std::integral_constant<int, MOST>{});
@@ -373,8 +392,29 @@ struct Attention {
       const auto [row, head] = at(reader);
       Element* to = out + row * out_row + head * head_size;
       for (int p = 0; p < PARTS; ++p)
-        Dtype::store(to + p * LANES, Float32::load(work + (reader * PARTS + p) * LANES) / totals[reader]);
+        Dtype::store(to + p * LANES, Float32::load(sums + (reader * PARTS + p) * LANES) / totals[reader]);
     }
+  }
+
+  // Packs the keys of columns of[0] to of[count - 1] as the block of a weight: [D / PACK, BLOCK, PACK]. Of the `coming`
+  // columns the next are asked for: since the step before, weights took the place of keys in the caches.
+  template <int PARTS>
+  void pack_keys(const Element* key, const int32_t* of, int64_t count, int64_t coming, Element* to) const {
+    constexpr int64_t PACK = Dtype::PACK, WORDS = PARTS * LANES / PACK, TAKEN = std::min(LANES, WORDS);
+    for (int64_t i = BLOCK; i < std::min(2 * BLOCK, coming); ++i)
+      for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
+        __builtin_prefetch(key + of[i] * key_stride + line);
+    for (int64_t v = 0; v * LANES < count; ++v)
+      for (int64_t word = 0; word < WORDS; word += TAKEN) {
+        const int64_t start = std::min(word, WORDS - TAKEN);
+        Words words[LANES] = {};
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < LANES; ++i)
+          std::memcpy(&words[i], key + of[std::min(v * LANES + i, count - 1)] * key_stride + start * PACK, 4 * TAKEN);
+        transpose(words);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < TAKEN; ++i) std::memcpy(to + ((start + i) * BLOCK + v * LANES) * PACK, &words[i], 4 * LANES);
+      }
   }
 
   // Adds WIDTH vectors of the values of the columns [n, end), each times its share, to the sums of READERS readers.
