@@ -210,9 +210,9 @@ def use_split_sdpa(model: PreTrainedModel) -> None:
 
 @functools.cache
 def has_split_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernels compile on this device and agree with torch's attention there.
+    """Return True if the kernels of split attention compile on this device and agree with torch's attention there.
 
-    They are compared once a process; where they fail, one sentence says why, and torch's own attention stays.
+    They are compared once a process; if they fail, a warning says why, and torch's own attention is used.
     """
     if importlib.util.find_spec("triton") is None:
         return False

@@ -227,7 +227,7 @@ class _Selection:
         self._filters = Filters(conversations.filters, tokenizer)
 
     def usable(self, source: MixedSourceRecipe) -> Iterator[Conversation]:
-        """Yield the conversations of one source that are left, up to its own limit."""
+        """Yield the conversations of one source that pass the filters, at most as many as its own limit."""
         conversations = self._recipe.data.conversations
         tally = self._counts.by_source.setdefault(source.label, Tally())
         for where, record in open_records(source, conversations.split):

@@ -175,7 +175,8 @@ def evaluate_command(
     draft_tokens: Annotated[
         str | None,
         typer.Option(
-            help="With llamacpp: most draft tokens per round, as 1,2,5, each measured in turn; default: as trained."
+            help="With llamacpp: maximum number of draft tokens per round; of a list such as 1,2,5 each is measured in "
+            "turn; default: as trained."
         ),
     ] = None,
 ) -> None:

@@ -469,10 +469,10 @@ Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the
 
 
 def own_decoder_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[LoadTestRow], list[str]]:
-    """Return our own decoder's table rows for the same prompts and drafter, and the reasons why rows are missing.
+    """Return our own decoder's table rows for the engine's prompts and drafter, and the reasons why rows are missing.
 
     Args:
-        depth: Draft tokens per round of the engine.
+        depth: Draft tokens per round, as in the engine.
     """
     file = RunFolder(recipe).eval / RECORDS
     if not file.is_file():

@@ -191,8 +191,8 @@ class DepthOptions(DrafterOptions):
         None,
         gt=0,
         le=1,
-        description="D-PACE's loss weights in place of `depth_weights`: the weight of a depth is the drafter's "
-        "probability of the labels before it, smoothed with this alpha (the paper's is 0.5); see "
+        description="alpha of D-PACE's loss weights, which replace `depth_weights`: a depth is weighted by the "
+        "drafter's probability of the labels before it, smoothed with alpha (0.5 in the paper); see "
         "`models/base/weights.py`",
     )
     # Set by `serve --learn`: drafts after a first error are never accepted.

@@ -139,7 +139,7 @@ class CachedAttention(KVCache):
         is_open: bool = False,
         parents: list[int] | None = None,
     ) -> None:
-        """Set all that the layers of a step share; its rows are written at the columns from `begin` to `end`."""
+        """Set what all layers of a step share; its keys and values go to the cache's columns `begin` to `end`."""
         self.write_at(begin, end)
         self._mask, self._first = mask, first
         self._causal, self._open, self._parents = is_causal, is_open, parents

@@ -129,7 +129,7 @@ class GroupedConvolution(nn.Module):
         return self._convolved(hidden, deltas[..., 0, :, :], 0), deltas[..., 1, :, :]
 
     def after(self, hidden: Tensor, deltas: Tensor) -> Tensor:
-        """Convolve the sublayer's output [1, N, D]."""
+        """Convolve `hidden`, a sublayer's output [1, N, D], along N, with the kernel changed by `deltas`."""
         return self._convolved(hidden, deltas, 1)
 
     def _convolved(self, hidden: Tensor, deltas: Tensor, side: int) -> Tensor:

@@ -88,7 +88,7 @@ class EagleLayer(GroupWiseDrafter):
         return True
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Start at random: the target's last layer, used to larger inputs, is no better."""
+        """Keep the random weights: the target's last layer, whose inputs have a larger norm, is no better a start."""
 
     # ---- training ----
 

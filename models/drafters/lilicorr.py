@@ -115,7 +115,9 @@ class LiLiCorrConfig(DFlashConfig):
         lattice_vector_eps: float = Field(
             1e-4, gt=0, lt=0.5, description="smallest length by which a factor is divided when it is normalised"
         )
-        lattice_ce_weight: float = Field(0.25, ge=0, description="weight of the cross entropy over the candidates")
+        lattice_ce_weight: float = Field(
+            0.25, ge=0, description="weight of the cross entropy over a position's candidate tokens"
+        )
         lattice_margin_weight: float = Field(
             0.0, ge=0, description="weight of the hinge loss between the label and the best other candidate"
         )

@@ -216,7 +216,7 @@ def _check_borrowed(found: Parameters, target: PreTrainedModel) -> None:
 
 
 def _is(theirs: Tensor, ours: Tensor) -> bool:
-    """Return whether a tensor is the target's, up to the dtype that one of them was rounded to."""
+    """Return True if a checkpoint's tensor is the target's, apart from rounding to the coarser of both dtypes."""
     if theirs.shape != ours.shape:
         return False
     return torch.equal(theirs.to(ours.dtype), ours) or torch.equal(theirs, ours.to(theirs.dtype))

@@ -411,7 +411,7 @@ class _Past:
 
     @property
     def _windows(self) -> list[int]:
-        """Return for each depth with queries the number of real tokens that it sees, up to its group's newest."""
+        """Return, for each depth that has queries, how many real tokens they see, back from the group's newest."""
         assert self.window is not None
         first = 1 + self.num_masks - self.query_depths
         return [self.window - depth for depth in range(first, first + self.query_depths)]

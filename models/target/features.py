@@ -243,6 +243,6 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
         if isinstance(blocks, nn.ModuleList) and len(blocks) == num_layers:
             return blocks
     raise UserError(
-        f"the decoder layers of {type(target).__name__} cannot be found, which features of inner layers need: use a "
-        "drafter that reads the final features only (parallel, medusa, hydra, eagle)"
+        f"the decoder layers of {type(target).__name__} cannot be found, and this drafter reads features of inner "
+        "layers: use one that reads the final features only (parallel, medusa, hydra, eagle)"
     )
