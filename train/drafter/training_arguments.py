@@ -164,9 +164,7 @@ def _check_no_repeated_rows(args: TrainingArguments) -> None:
     config = args.accelerator_config
     for key in ("split_batches", "dispatch_batches"):
         if getattr(config, key) and args.world_size > 1:
-            raise UserError(
-                f"key `train.accelerator_config`: {key} trains on some rows twice to fill an epoch's last step: leave it out"
-            )
+            raise UserError(f"key `train.accelerator_config`: {key} trains on an epoch's last rows twice: leave it out")
     if args.train_sampling_strategy == "batch_rebalance" and args.world_size * args.gradient_accumulation_steps > 1:
         raise UserError(
             "key `train.train_sampling_strategy`: batch_rebalance trains on some rows twice: use group_by_length"

@@ -122,7 +122,7 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"remove_unused_columns": True}, "cannot be true"),
         (
             {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
-            "`train.train_sampling_strategy`: batch_rebalance repeats an epoch's last rows: use group_by_length",
+            "`train.train_sampling_strategy`: batch_rebalance trains on some rows twice: use group_by_length",
         ),
         ({"global_batch_size": 4, "per_device_train_batch_size": 8}, "from 1 to 4, which is train.global_batch_size"),
         ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),
