@@ -1,9 +1,10 @@
-"""Tokens per second of `draftsmith serve` over HTTP with one and several clients, and of the bare decoding loop.
+"""Tokens per second, tau and latency of `draftsmith serve` by number of clients, with and without the drafter.
 
-    python benchmarks/serving.py [--recipe R] [--clients 1 2 4] [--questions 8] [--new-tokens 96] [--json FILE]
+    python benchmarks/serving.py [--recipe R] [--clients 1 2 4 8] [--questions 8] [--new-tokens 96] [--json FILE]
 
-The server is started as a separate process and idles while the loop runs in this one; they take turns. All get the same
-questions, greedily; the clients share them. Every answer must equal the loop's, whatever the other clients.
+Two servers run, each in a separate process, and take turns: one drafts, one has the target alone. Their first turns are
+to warm up. All get the same questions, greedily; the clients share them. Every answer must equal the target's to one
+client, whatever the other clients. Latency is from a request to its first and to its last token.
 """
 
 import json
@@ -13,119 +14,148 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 from parts.timing import benchmark_parser, write_figures
 
-from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import MeasuredCosts
-from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
-from draftsmith.eval.commands.artifacts import with_tuned_trees
-from draftsmith.eval.commands.demo import shipped_recipe
-from draftsmith.eval.decoding.generate import generate
-from draftsmith.eval.decoding.session import open_session
-from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.loading import load_recipe
+from draftsmith.eval.commands.cli import app
+from draftsmith.eval.serving.load_test import DRAFTING, PLAIN
+from draftsmith.eval.serving.worker import Worker
 
-PORT = 8791
-LENGTH = 1024
+PORTS = {PLAIN: 8791, DRAFTING: 8792}
+
+
+@dataclass
+class Answer:
+    text: str
+    tokens: int
+    rounds: int
+    first_token_s: float
+    last_token_s: float
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--recipe")
-    parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
-    recipe = with_tuned_trees(shipped_recipe() if options.recipe is None else load_recipe(options.recipe))
-    command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", "--port", str(PORT)]
-    command += [] if options.recipe is None else [options.recipe]
-    command += ["--at-once", str(max(options.clients))]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        figures = measured(recipe, options)
-    finally:
-        server.terminate()
-        server.wait()
+    programs = {PLAIN: [__file__], DRAFTING: ["-m", "draftsmith.eval.commands.cli"]}
+    with ExitStack() as stack:
+        for arm, program in programs.items():
+            words = ["serve", *([] if options.recipe is None else [options.recipe]), "--port", str(PORTS[arm])]
+            words += ["--at-once", str(max(options.clients))]
+            server = subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.DEVNULL)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+        figures = measured(options)
     write_figures(options, figures)
 
 
-def measured(recipe: Any, options: Any) -> dict[str, Any]:
-    target, tokenizer, drafters = load_models(recipe)
-    ((_, drafter),) = drafters.items()
+def serve_without_drafter() -> None:
+    """Run `draftsmith serve` as on this command line, with a worker that never drafts."""
+    set_method = Worker._set_method
+    with patch.object(Worker, "_set_method", lambda worker, running, is_alone: set_method(worker, running, False)):
+        app()
+
+
+def measured(options: Any) -> dict[str, Any]:
     questions = [question.turns[0] for question in load_questions("embedded")][: options.questions]
-    prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in questions]
-    end_ids = answer_end_ids(target.generation_config, tokenizer)
-    with open_session(target, LENGTH, recipe.eval.compile) as session:
-        session.read_layers(drafter.feature_layers)
-        decoder = compile_decoder(recipe, drafter.decoder(LENGTH))
-        method = build_tree_drafter(recipe.eval.methods[0], decoder, Sampling())
-        MeasuredCosts(session, prompts[0]).set_costs(method)
+    arms = [(arm, clients) for clients in options.clients for arm in PORTS]
+    turns: dict[tuple[str, int], list[list[Answer]]] = {arm: [] for arm in arms}
+    rates: dict[tuple[str, int], list[float]] = {arm: [] for arm in arms}
 
-        def loop() -> list[str]:
-            answers = [generate(session, method, ids, Sampling(), options.new_tokens, end_ids).ids for ids in prompts]
-            lengths["loop"] = sum(map(len, answers))
-            return [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    def answers_of(arm: str, clients: int) -> list[Answer]:
+        with ThreadPoolExecutor(clients) as pool:
+            return list(pool.map(lambda text: ask(PORTS[arm], text, options.new_tokens), questions))
 
-        def one(text: str) -> tuple[str, int]:
-            body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": options.new_tokens}
-            response = posted(body)
-            return response["choices"][0]["message"]["content"], response["usage"]["completion_tokens"]
+    for port in PORTS.values():
+        wait_for_server(port)
+    expected = [answer.text for answer in answers_of(PLAIN, 1)]
+    for run in range(options.runs + 1):
+        for arm in arms:
+            began_s = time.perf_counter()
+            answers = answers_of(*arm)
+            wall_time_s = time.perf_counter() - began_s
+            assert [answer.text for answer in answers] == expected, arm
+            if run:  # the first is to warm up
+                turns[arm].append(answers)
+                rates[arm].append(sum(answer.tokens for answer in answers) / wall_time_s)
+    rows = [row_of(arm, turns[arm], rates[arm], rates[PLAIN, arm[1]]) for arm in arms]
+    return {"rows": rows, "questions": len(questions), "new_tokens": options.new_tokens}
 
-        def clients(count: int) -> list[str]:
-            with ThreadPoolExecutor(count) as pool:
-                answers = list(pool.map(one, questions))
-            lengths[f"clients_{count}"] = sum(tokens for _, tokens in answers)
-            return [text for text, _ in answers]
 
-        lengths, rates = dict[str, int](), dict[str, list[float]]()
-        wait_for_server()
-        ways: dict[str, Any] = {"loop": loop}
-        ways |= {f"clients_{count}": lambda count=count: clients(count) for count in options.clients}
-        expected = loop()
-        for run in range(options.runs + 1):
-            for name, way in ways.items():
-                began = time.perf_counter()
-                assert way() == expected, name
-                if run:  # the first is to warm up
-                    rates.setdefault(name, []).append(lengths[name] / (time.perf_counter() - began))
-    medians = {name: statistics.median(each) for name, each in rates.items()}
-    loop_ratios = {}
-    for name, each in rates.items():
-        ratios = [rate / loops for rate, loops in zip(each, rates["loop"], strict=True)]
-        loop_ratios[name] = statistics.median(ratios)
-        spread = f"{loop_ratios[name]:.2f} of the loop ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"{name}: {medians[name]:.1f} tokens/s, {spread}")
-    return {
-        "tokens_per_s": rates,
-        "median": medians,
-        "of_the_loop": loop_ratios,
-        "questions": len(questions),
-        "new_tokens": options.new_tokens,
+def row_of(
+    arm: tuple[str, int], turns: list[list[Answer]], rates: list[float], plain_rates: list[float]
+) -> dict[str, Any]:
+    """Return the figures of an arm, and print them. tau: tokens per round, over all answers."""
+    answers = [answer for turn in turns for answer in turn]
+    ratios = [rate / plain for rate, plain in zip(rates, plain_rates, strict=True)]
+    rounds = sum(answer.rounds for answer in answers)
+    latencies = {
+        name: {"median": float(np.median(times_s)), "p95": float(np.percentile(times_s, 95))}
+        for name in ("first_token_s", "last_token_s")
+        if (times_s := [getattr(answer, name) for answer in answers])
     }
-
-
-def posted(body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    row = {
+        "arm": arm[0],
+        "clients": arm[1],
+        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s_by_run": rates,
+        "speedup": statistics.median(ratios),
+        "speedup_lowest": min(ratios),
+        "speedup_highest": max(ratios),
+        "tau": sum(answer.tokens - 1 for answer in answers) / rounds,
+        **latencies,
+    }
+    times = ", ".join(f"{1000 * value:.0f}" for each in latencies.values() for value in each.values())
+    print(
+        f"{arm[1]} clients {arm[0]}: {row['tokens_per_s']:.1f} tokens/s, {row['speedup']:.2f}x, tau {row['tau']:.2f}, "
+        f"ms to the first token (median, p95) and to the last: {times}"
     )
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return json.loads(response.read())
+    return row
 
 
-def wait_for_server() -> None:
+def ask(port: int, text: str, new_tokens: int) -> Answer:
+    """Stream an answer; its tokens but the prefill's come in rounds, a piece each."""
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": new_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
+    texts, times_s, tokens, began_s = [], [], 0, time.perf_counter()
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=600) as lines:
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
+            piece = json.loads(line.removeprefix(b"data: "))
+            texts += [choice["delta"].get("content", "") for choice in piece["choices"]]
+            if piece.get("draftsmith", {}).get("tokens"):
+                times_s.append(time.perf_counter() - began_s)
+            tokens = piece.get("usage", {}).get("completion_tokens", tokens)
+    return Answer("".join(texts), tokens, len(times_s), times_s[0], times_s[-1])
+
+
+def wait_for_server(port: int) -> None:
     for _ in range(600):
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5):
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return
         time.sleep(0.5)
     raise SystemExit("the server did not start")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["serve"]:
+        serve_without_drafter()
+    else:
+        main()

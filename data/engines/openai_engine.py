@@ -128,6 +128,7 @@ class OpenAIEngine:
     Options = OpenAIOptions
     retries = 2  # by the client, within each attempt
     asks_trial = True  # send a request of one token first, so that wrong settings show early
+    start_command = "python -m vllm.entrypoints.openai.api_server --model"  # of a server, for messages
 
     @classmethod
     def make(cls, options: OpenAIOptions, setting: EngineSetting) -> "OpenAIEngine":
@@ -244,8 +245,8 @@ class OpenAIEngine:
             server.usable.set()
         if all(problems):
             raise UserError(
-                f"no server answers ({self._problems()}): start one, as with `python -m "
-                f"vllm.entrypoints.openai.api_server --model ...`, or correct {self.option('base_urls')}"
+                f"no server answers ({self._problems()}): start one, as with `{self.start_command} ...`, or correct "
+                f"{self.option('base_urls')}"
             )
         for server in self._servers:
             if server.problem:

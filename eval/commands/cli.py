@@ -27,7 +27,7 @@ from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folde
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
-LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
+LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
 ]
@@ -130,7 +130,7 @@ def evaluate_command(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Measure in vllm or llamacpp, with and without the drafter, instead of in draftsmith's own decoder."
+            help="Measure in vllm, sglang or llamacpp, with and without the drafter, not in draftsmith's own decoder."
         ),
     ] = None,
     concurrency: Annotated[
@@ -143,7 +143,8 @@ def evaluate_command(
         str, typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'.")
     ] = NO_OPTIONS,
     server: Annotated[
-        str | None, typer.Option(help="URL of a running vLLM server with the drafter; default: start one.")
+        str | None,
+        typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
     ] = None,
     plain_server: Annotated[
         str | None, typer.Option(help="URL of a running server of the target without the drafter.")
@@ -186,7 +187,7 @@ def evaluate_command(
     llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
     if engine is None:
         if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(llamacpp_options):
-            raise UserError("an option for an engine needs --engine: add `--engine vllm` or `--engine llamacpp`")
+            raise UserError("an option for an engine needs --engine: add `--engine vllm`, `sglang` or `llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
         _print_next_steps(loaded, source=recipe, overrides=overrides)
@@ -197,9 +198,8 @@ def evaluate_command(
             "--engine-options"
         )
     if engine not in LEVELS:
-        raise UserError(
-            f"option --engine: {engine!r} is unknown: {did_you_mean(engine, list(LEVELS), 'use vllm or llamacpp')}"
-        )
+        advice = did_you_mean(engine, list(LEVELS), "use vllm, sglang or llamacpp")
+        raise UserError(f"option --engine: {engine!r} is unknown: {advice}")
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
     heading("measure", f"{loaded.name} in {engine}")

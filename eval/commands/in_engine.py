@@ -1,4 +1,4 @@
-"""`draftsmith eval --engine vllm` (or `llamacpp`): the same questions in that engine, with and without the drafter."""
+"""`draftsmith eval --engine vllm|sglang|llamacpp`: the same questions in that engine, with and without the drafter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, TimedAnswer
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, SglangEndpoint, TimedAnswer
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.serving.load_test import (
     DEFINITIONS,
@@ -60,6 +60,7 @@ from draftsmith.results import write_result
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
 ENGINE_FORMAT = "vllm"
+ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
 LARGEST_CPU_CACHE_BYTES = 4 << 30
 CACHE_BLOCK_TOKENS = 128  # vLLM's on a CPU
@@ -72,7 +73,7 @@ UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 class ServingOptions:
     """Options of a measurement in an engine.
 
-    engine: vllm or llamacpp.
+    engine: vllm, llamacpp, or sglang, which is not started.
     concurrency: numbers of concurrent questions, one measurement each, as `1,4,16`.
     server: URL of a running server that drafts; None: start one. plain_server: URL of a server of the same target
     without a drafter. server_model: the target's name there; api_key_env: environment variable with the API key.
@@ -98,14 +99,15 @@ class ServingOptions:
     draft_tokens: str | None = None
 
     def __post_init__(self) -> None:
-        llamacpp_options = {
+        llamacpp_options: dict[str, Any] = {
             "--llama-server": self.llama_server, "--target-gguf": self.target_gguf, "--dtype": self.dtype,
             "--draft-tokens": self.draft_tokens,
         }  # fmt: skip
-        vllm_options = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
-        foreign = llamacpp_options if self.engine == "vllm" else vllm_options
-        for name, value in foreign.items():
-            if value:
+        vllm_options: dict[str, Any] = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
+        started_server_options = {**vllm_options, **llamacpp_options}
+        own_options: dict[str, Any] = {"vllm": vllm_options, "llamacpp": llamacpp_options}.get(self.engine, {})
+        for name, value in started_server_options.items():
+            if value and name not in own_options:
                 raise UserError(f"option {name} does not apply to --engine {self.engine}: leave it out")
         for name, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens or "1"}.items():
             if not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
@@ -115,12 +117,16 @@ class ServingOptions:
             "--server-model": self.server_model,
             "--api-key-env": self.api_key_env,
         }
-        started_server_options = {**vllm_options, **llamacpp_options}
         for name, value in (given_server_options if self.server is None else started_server_options).items():
             if value and self.server is None:
                 raise UserError(f"option {name} needs --server, the URL of a running server that drafts: add that")
             if value:
                 raise UserError(f"option {name} is for a server that is started here: leave out {name} or --server")
+        if self.engine == "sglang" and self.server is None:
+            raise UserError(
+                "--engine sglang needs --server, the URL of a running server: start one with the command that "
+                "`draftsmith export --to sglang` prints and --enable-metrics"
+            )
 
     @property
     def name(self) -> str:
@@ -351,7 +357,7 @@ def _connect_servers(
     for side, url in ((PLAIN, options.plain_server), (DRAFTING, options.server)):
         if url is not None:
             arguments = (url, setting.engine, options.server_model, options.api_key_env)
-            endpoint = (Endpoint if options.engine == "vllm" else LlamaEndpoint)(*arguments)
+            endpoint = ENDPOINTS[options.engine](*arguments)
             opened[side] = nullcontext(stack.enter_context(closing(endpoint)))
     if options.plain_server is None:
         notes.append("Without --plain-server there is no speedup, and greedy answers are not compared.")

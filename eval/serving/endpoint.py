@@ -2,11 +2,13 @@
 
 Answers are streamed over OpenAI's completions API, to measure the time of the first token, by the client that also
 distils. Counters are read from `/metrics` in Prometheus' text format; another engine's names go into `COUNTERS`. The
-field `token_ids` of an answer is vLLM's extension of OpenAI's API.
+field `token_ids` of an answer is an extension of OpenAI's API, of vLLM and SGLang.
 
 vLLM's tau is 1 + accepted / drafts over all drafts together. Its accepted tokens include those of an answer's last
 draft that exceed the answer's length, so `LoadTestRow` has the committed tau too. Sources of the names: vLLM 0.32,
-`v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`.
+`v1/spec_decode/metrics.py`; llama.cpp of llama-cpp-python 0.3.36, `tools/server/server-task.cpp`; SGLang 0.5.23,
+`srt/observability/metrics_collector.py`, and `SpecTokensDetails` in `srt/entrypoints/openai/protocol.py`, which
+`srt/managers/tokenizer_manager.py` fills.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -33,19 +35,17 @@ COUNTED_WITHIN_S = 5.0  # vLLM counts a step after its tokens were sent
 # Names of the engine's options on the command line.
 OPTIONS = {"base_urls": "--server", "model": "--server-model", "api_key_env": "--api-key-env"}
 
-# The fields of `DraftCounts`, by the name of an engine's counter, without Prometheus' `_total`.
+# The fields of `DraftCounts`, by the name of an engine's counter, without the engine and Prometheus' `_total`.
 COUNTERS = {
-    "vllm:spec_decode_num_drafts": "drafts",
-    "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
-    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
-    "vllm:generation_tokens": "generated_tokens",
-    "llamacpp:spec_decode_num_drafts": "drafts",
-    "llamacpp:spec_decode_num_draft_tokens": "drafted_tokens",
-    "llamacpp:spec_decode_num_accepted_tokens": "accepted_tokens",
-    "llamacpp:tokens_predicted": "generated_tokens",
+    "spec_decode_num_drafts": "drafts",
+    "spec_decode_num_draft_tokens": "drafted_tokens",
+    "spec_decode_num_accepted_tokens": "accepted_tokens",
+    "generation_tokens": "generated_tokens",
+    "tokens_predicted": "generated_tokens",  # llama.cpp
+    "spec_verify_calls": "drafts",  # SGLang
 }
-ACCEPTED_BY_DEPTH = tuple(f"{engine}:spec_decode_num_accepted_tokens_per_pos" for engine in ("vllm", "llamacpp"))
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+ACCEPTED_BY_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
+_SAMPLE = re.compile(r"^(\w+):([\w:]+)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 
@@ -85,20 +85,19 @@ class DraftCounts:
         )
 
     @staticmethod
-    def of_page(text: str) -> DraftCounts | None:
-        """Parse a server's `/metrics`, summed over its engines; None if it has none of the counters."""
+    def of_page(text: str, prefix: str) -> DraftCounts | None:
+        """Parse a server's `/metrics`, summed over its engines; None if no name there begins with `prefix`."""
         values = dict.fromkeys(COUNTERS.values(), 0)
         by_depth: dict[int, int] = {}
-        is_known = False
-        for sample in filter(None, map(_SAMPLE.match, text.splitlines())):
-            name, labels, value = sample[1].removesuffix("_total"), sample[2] or "", sample[3]
-            if name in ACCEPTED_BY_DEPTH and (position := _POSITION.search(labels)):
+        samples = [found for found in map(_SAMPLE.match, text.splitlines()) if found and found[1] == prefix]
+        for sample in samples:
+            name, labels, value = sample[2].removesuffix("_total"), sample[3] or "", sample[4]
+            if name == ACCEPTED_BY_DEPTH and (position := _POSITION.search(labels)):
                 by_depth[int(position[1])] = by_depth.get(int(position[1]), 0) + int(float(value))
             elif name in COUNTERS:
                 values[COUNTERS[name]] += int(float(value))
-                is_known = True
         accepted_by_depth = tuple(by_depth.get(place, 0) for place in range(max(by_depth, default=-1) + 1))
-        return DraftCounts(accepted_by_depth=accepted_by_depth, **values) if is_known else None
+        return DraftCounts(accepted_by_depth=accepted_by_depth, **values) if samples else None
 
     @property
     def tau(self) -> float | None:
@@ -138,7 +137,8 @@ class Endpoint(OpenAIEngine):
         UserError: The server does not answer, has no counters of drafts, or serves another model.
     """
 
-    engine, counting, ids_option = "vLLM", "without --disable-log-stats", "return_token_ids"
+    engine, prefix, counting = "vLLM", "vllm", "without --disable-log-stats"
+    ids_option = "return_token_ids"
     retries = 0
     asks_trial = False  # its tokens would be counted
 
@@ -179,12 +179,10 @@ class Endpoint(OpenAIEngine):
         """
         start_s = time.monotonic()
         while True:
-            counts = DraftCounts.of_page(self._call("get", "/metrics"))
+            counts = DraftCounts.of_page(self._call("get", "/metrics"), self.prefix)
             if counts is None:
-                raise UserError(
-                    f"{masked(self._root)}/metrics has no counters of {self.engine}: give a {self.engine} server "
-                    f"that runs {self.counting}"
-                )
+                name = self.engine
+                raise UserError(f"{masked(self._root)}/metrics has no counters of {name}: start {name} {self.counting}")
             if counts.generated_tokens >= generated_tokens or time.monotonic() - start_s > COUNTED_WITHIN_S:
                 return counts
             time.sleep(0.02)
@@ -224,7 +222,7 @@ class Endpoint(OpenAIEngine):
             return Failure("answer broken off" if reason is None else f"finish reason {reason[:40]}")
         if not ids:
             raise UserError(
-                f"{server.url} returns no token ids: give a {self.engine} server that supports {self.ids_option}"
+                f"{server.url} returns no token ids: give a server of {self.engine} that supports {self.ids_option}"
             )
         return TimedAnswer(ids, first - started, last - first)
 
@@ -233,11 +231,15 @@ class Endpoint(OpenAIEngine):
         (server,) = self._servers
         stream = await server.client.completions.create(**self.arguments(request), stream=True)
         async for piece in stream:
+            self._read_extension(getattr(piece, "sglext", None) or {})
             if piece.choices:
                 for part in (piece, piece.choices[0]):
                     if getattr(part, "prompt_token_ids", None) not in (None, request.prompt_ids):
                         raise ServerFailure(OTHER_ANSWER)
                 yield getattr(piece.choices[0], "token_ids", None), piece.choices[0].finish_reason
+
+    def _read_extension(self, extension: dict[str, Any]) -> None:
+        """Read SGLang's extension of an answer, which other servers do not send."""
 
     def _call(self, method: str, path: str) -> str:
         """Return the text of a page of the server, by its path without `/v1`; empty if it does not exist."""
@@ -258,7 +260,8 @@ class Endpoint(OpenAIEngine):
 class LlamaEndpoint(Endpoint):
     """A client of one `llama-server`, which returns token ids only by its own API, `/completion`."""
 
-    engine, counting, ids_option = "llama.cpp", "with --metrics", "return_tokens"
+    engine, prefix, counting, ids_option = "llama.cpp", "llamacpp", "with --metrics", "return_tokens"
+    start_command = "llama-server --metrics --model"
 
     def forget_prompts(self) -> None:
         """Do nothing: every request disables the prompt cache."""
@@ -283,3 +286,48 @@ class LlamaEndpoint(Endpoint):
                     piece = json.loads(line.removeprefix("data: "))
                     # The last piece repeats the tokens of the whole answer.
                     yield (None, "stop") if piece.get("stop") else (piece.get("tokens"), None)
+
+
+class SglangEndpoint(Endpoint):
+    """A client of one SGLang server that counts drafts by what each answer says of itself.
+
+    SGLang counts rounds and generated tokens in `/metrics`, and no accepted tokens: `sglang:spec_accept_length` is a
+    gauge of the last log interval. Answers carry exact counts of all three, which other clients do not change.
+    """
+
+    engine, prefix, counting = "SGLang", "sglang", "with --enable-metrics"
+    start_command = "python -m sglang.launch_server --enable-metrics --model-path"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._draft_lengths: list[int] = []
+        self._draft_depths: list[int] = []
+        super().__init__(*arguments, **options)
+        self._rounds_before = super().counts().drafts
+
+    def arguments(self, request: Request) -> dict[str, Any]:
+        arguments = super().arguments(request)
+        arguments["extra_body"]["return_spec_tokens_details"] = True
+        return arguments
+
+    def counts(self, generated_tokens: int = 0) -> DraftCounts:
+        """Return the counts of all answers' drafts, with the server's counter of generated tokens.
+
+        Raises:
+            UserError: The server has no known counters, or its answers lack their counts.
+        """
+        page = super().counts(generated_tokens)
+        if generated_tokens and page.drafts > self._rounds_before and not self._draft_lengths:
+            raise UserError(
+                f"{masked(self._root)} drafts, and its answers do not say how many tokens it accepts: give a server of "
+                "SGLang 0.5.20 or later, which supports return_spec_tokens_details"
+            )
+        answered = DraftCounts.of_rounds(self._draft_lengths, self._draft_depths)
+        return replace(answered, generated_tokens=page.generated_tokens)
+
+    def _read_extension(self, extension: dict[str, Any]) -> None:
+        """Add an answer's rounds: how many accepted 0, 1, 2, ... draft tokens, and how many each drafted."""
+        if details := extension.get("spec_tokens_details"):
+            rounds = details["spec_verify_ct"]
+            for accepted, count in enumerate(details["spec_correct_drafts_histogram"]):
+                self._draft_lengths += [accepted] * count
+            self._draft_depths += [details["spec_num_proposed_drafts"] // rounds] * rounds

@@ -38,7 +38,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 PLAIN, DRAFTING = "without drafter", "with drafter"
-ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}  # name on the command line: name in texts
 DEFINITIONS = (
     "tau = 1 + accepted / drafts as the engine counts them, over all drafts together; by question: the mean of the "
     "questions' tau, at concurrency 1; committed: without tokens accepted past an answer's end, which is draftsmith's "

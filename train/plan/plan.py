@@ -22,6 +22,7 @@ from draftsmith.data.sources.mixture import load_conversations
 from draftsmith.data.sources.questions import load_questions
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, scaled
+from draftsmith.models.base.draft_vocab import supervised_token_counts
 from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
@@ -34,7 +35,8 @@ from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.plan.estimate import StepCost, half_dtype, step_cost, tensor_bytes, trained_parameters
 
 USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
-GROUPS = ("parameters", "memory", "processes", "disk", "time")
+GROUPS = ("parameters", "vocabulary", "memory", "processes", "disk", "time")
+DRAFT_VOCABULARIES = (8192, 16384, 32768)
 # Parts of a step's memory: what each is, and lines of a recipe that make it smaller.
 FEWER_ROWS = "halve train.per_device_train_batch_size (train.gradient_accumulation_steps doubled trains the same)"
 PARTS = {
@@ -69,6 +71,7 @@ class Plan:
 
     name: str
     parameters: list[Line]
+    vocabulary: list[Line]
     memory: list[Line]
     peak_bytes: int
     disk: list[Line]
@@ -129,7 +132,30 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     processes = process_lines(recipe, cost, options.processes) if options.processes > 1 else []
     disk = [_feature_cache(recipe, cost, num_tokens)]
     times = _times(recipe, args, cost, options, device, num_tokens, counted)
-    return Plan(recipe.name, parameters, memory, cost.peak_bytes, disk, times, processes, less, verdict, fits, notes)
+    vocabulary = vocabulary_lines(recipe, cost) if is_distilled else []
+    peak_bytes = cost.peak_bytes
+    return Plan(
+        recipe.name, parameters, vocabulary, memory, peak_bytes, disk, times, processes, less, verdict, fits, notes
+    )
+
+
+def vocabulary_lines(recipe: Recipe, cost: StepCost) -> list[Line]:
+    """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
+    output, own_heads = cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
+    if output is None:
+        return []  # offline: the target's layers are not there
+    rows, _ = split_rows(
+        load_tokens(RunFolder(recipe), recipe.name), recipe.data.eval_rows_frac, recipe.data.train_answer_tokens
+    )
+    counts_v = supervised_token_counts(rows, output.weight.shape[0])
+    sums_v = counts_v.sort(descending=True).values.cumsum(0)
+    row_bytes = sum(head.weight.shape[1] * head.weight.element_size() for head in own_heads or [output])
+    lines = []
+    for size in (*(size for size in DRAFT_VOCABULARIES if size < len(counts_v)), len(counts_v)):
+        option, share = size if size < len(counts_v) else "null", sums_v[size - 1] / sums_v[-1].clamp(min=1)
+        how = f"{share:.2%} of the answers' tokens: drafter.options.draft_vocab_size={option}"
+        lines.append(Line(f"LM head of {size:,} tokens", size * row_bytes, "bytes", how))
+    return lines
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`draftsmith eval --engine vllm` against servers whose answers are known, and what it says of wrong input."""
+"""`draftsmith eval --engine vllm|sglang` against servers whose answers are known, and what it says of wrong input."""
 
 import importlib.util
 import json
@@ -40,30 +40,37 @@ def recipe(tmp_path: Path) -> str:
     return recipe_file(recipe_in(tmp_path, eval=values))
 
 
-@pytest.fixture
-def servers() -> Iterator[list[StreamingServer]]:
+@pytest.fixture(params=["vllm", "sglang"])
+def servers(request: pytest.FixtureRequest) -> Iterator[list[StreamingServer]]:
     """With and without a drafter."""
-    both = [StreamingServer(), StreamingServer(drafts=False)]
+    both = [StreamingServer(engine=request.param), StreamingServer(drafts=False, engine=request.param)]
     yield both
     for server in both:
         server.stop()
 
 
-def call(recipe: str, *arguments: str) -> Result:
+def call(recipe: str, *arguments: str, engine: str = "vllm") -> Result:
     console._buffer.clear()
-    return CliRunner().invoke(app, ["eval", recipe, "--engine", "vllm", *arguments])
+    return CliRunner().invoke(app, ["eval", recipe, "--engine", engine, *arguments])
 
 
-def figures(recipe: str) -> dict[str, Any]:
-    text = (Path(recipe).parent / "runs" / "run" / "eval" / "vllm-server.json").read_text()
+def measure(recipe: str, concurrency: str, server: StreamingServer, plain: StreamingServer | None = None) -> Result:
+    """Measure in these servers; returns the result of the command."""
+    urls = ["--server", server.url, *([] if plain is None else ["--plain-server", plain.url])]
+    return call(recipe, *urls, "--concurrency", concurrency, engine=server.engine)
+
+
+def figures(recipe: str, server: StreamingServer) -> dict[str, Any]:
+    text = (Path(recipe).parent / "runs" / "run" / "eval" / f"{server.engine}-server.json").read_text()
     return json.loads(text)["figures"]
 
 
 def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
-    result = call(recipe, "--server", drafting.url, "--plain-server", plain.url, "--concurrency", "2,1")
+    result = measure(recipe, "2,1", drafting, plain)
     assert result.exit_code == 0, (result.output, result.exception)
-    found = figures(recipe)
+    found = figures(recipe, drafting)
+    assert found["engine"] == {"vllm": "vLLM", "sglang": "SGLang"}[drafting.engine]
     places = [(row["arm"], row["concurrency"]) for row in found["rows"]]
     assert places == [(arm, level) for arm in ("without drafter", "with drafter") for level in (1, 2)]
     for row in found["rows"]:
@@ -84,9 +91,9 @@ def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
 def test_greedy_answers_that_differ_are_told_apart_from_ties(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     plain.answer = OTHER_ANSWER
-    result = call(recipe, "--server", drafting.url, "--plain-server", plain.url, "--concurrency", "1")
+    result = measure(recipe, "1", drafting, plain)
     assert result.exit_code == 0, (result.output, result.exception)
-    (proof,) = figures(recipe)["greedy"]
+    (proof,) = figures(recipe, drafting)["greedy"]
     # The second turn of question 2 had another prompt, after another answer.
     assert proof["prompts"] == 2
     keys = ("question_id", "position", "expected", "found")
@@ -97,12 +104,13 @@ def test_greedy_answers_that_differ_are_told_apart_from_ties(recipe: str, server
 
 def test_one_server_that_others_use_too(recipe: str, servers: list[StreamingServer]) -> None:
     servers[0].others = 5
-    assert call(recipe, "--server", servers[0].url, "--concurrency", "1").exit_code == 0
-    text = (Path(recipe).parent / "runs" / "run" / "eval" / "vllm-server-answers.jsonl").read_text()
+    assert measure(recipe, "1", servers[0]).exit_code == 0
+    name = f"{servers[0].engine}-server-answers.jsonl"
+    text = (Path(recipe).parent / "runs" / "run" / "eval" / name).read_text()
     answers = [json.loads(line) for line in text.splitlines()]
     assert [answer["ids"] for answer in answers] == [ANSWERED] * 3
     assert [(answer["question_id"], answer["turn"]) for answer in answers] == [(1, 0), (2, 0), (2, 1)]
-    notes = figures(recipe)["notes"]
+    notes = figures(recipe, servers[0])["notes"]
     assert notes[:2] == [
         "Without --plain-server there is no speedup, and greedy answers are not compared.",
         "Our own decoder has not been measured: run `draftsmith eval` without --engine.",
@@ -126,6 +134,8 @@ WRONG = [
         "data_parallel_size=2 is for distillation; one copy of the target is measured: leave it out",
     ),
     ([], "holds no trained drafter: run `draftsmith train run` first"),
+    (["--engine", "sglang"], "--engine sglang needs --server, the URL of a running server: start one with the command"),
+    (["--engine", "sglang", "--dtype", "f32"], "option --dtype does not apply to --engine sglang: leave it out"),
     (["--engine", "vlm"], "option --engine: 'vlm' is unknown: did you mean `vllm`?"),
 ]
 
@@ -146,7 +156,7 @@ def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) 
         ((plain, plain), "does not draft: start it with the command that `draftsmith export` prints"),
         ((drafting, drafting), "drafts: give a server of the target without a drafter"),
     ):
-        result = call(recipe, "--server", given[0].url, "--plain-server", given[1].url)
+        result = measure(recipe, "1", *given)
         assert result.exit_code == 2
         assert sentence in result.stderr
 

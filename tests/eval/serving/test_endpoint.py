@@ -12,14 +12,15 @@ from support.streaming_server import StreamingServer
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.cpu_sampling import expanded
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, TimedAnswer
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, SglangEndpoint, TimedAnswer
 
 
 @contextmanager
 def endpoint(**options: Any) -> Iterator[Any]:
     server = StreamingServer(**options)
+    client = SglangEndpoint if server.engine == "sglang" else Endpoint
     try:
-        with closing(Endpoint(server.url + "/v1/", setting(), api_key_env="MY_KEY")) as engine:
+        with closing(client(server.url + "/v1/", setting(), api_key_env="MY_KEY")) as engine:
             yield server, engine
     finally:
         server.stop()
@@ -63,7 +64,11 @@ def test_an_answer_that_breaks_off() -> None:
     [
         (
             {"metrics": False},
-            "/metrics has no counters of vLLM: give a vLLM server that runs without --disable-log-stats",
+            "/metrics has no counters of vLLM: start vLLM without --disable-log-stats",
+        ),
+        (
+            {"metrics": False, "engine": "sglang"},
+            "/metrics has no counters of SGLang: start SGLang with --enable-metrics",
         ),
         ({"model": "other/name"}, "/v1 serves other/name, not wanted: every server must serve the same model"),
     ],
@@ -72,7 +77,7 @@ def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: s
     wanted = "wanted" if "model" in options else None
     server = StreamingServer(**options)
     with pytest.raises(UserError) as error:
-        Endpoint(server.url, setting(), wanted)
+        (SglangEndpoint if server.engine == "sglang" else Endpoint)(server.url, setting(), wanted)
     assert str(error.value) == f"{server.url}{sentence}"
     server.stop()
 
@@ -80,13 +85,35 @@ def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: s
 def test_a_server_that_is_down() -> None:
     with pytest.raises(UserError, match=r"no server answers \(http://127.0.0.1:9/v1: no connection .*correct --server"):
         Endpoint("http://127.0.0.1:9", setting())
+    with pytest.raises(UserError, match=r"as with `python -m sglang.launch_server --enable-metrics --model-path"):
+        SglangEndpoint("http://127.0.0.1:9", setting())
+
+
+def test_sglangs_answers_say_how_they_were_drafted() -> None:
+    """Three rounds that accept 2, 0 and 2 of four drafted tokens, after a prefill; other clients change nothing."""
+    with endpoint(engine="sglang") as (server, engine):
+        server.others = 5
+        assert engine.counts() == DraftCounts()
+        engine._read_extension({"spec_tokens_details": {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12,
+                                                        "spec_correct_drafts_histogram": [1, 0, 2]}})  # fmt: skip
+        assert engine.counts() == DraftCounts(3, 12, 4, (2, 2, 0, 0), 0)
+        assert isinstance(engine.run(engine.answer(request())), TimedAnswer)
+        assert engine.counts(12) == DraftCounts(6, 18, 7, (5, 2, 0, 0), 12)
+    assert server.bodies[0]["return_spec_tokens_details"]
+
+
+def test_an_sglang_whose_answers_do_not_say_it() -> None:
+    with endpoint(engine="sglang", details=False) as (_, engine):
+        engine.run(engine.answer(request()))
+        with pytest.raises(UserError, match=r"drafts, and its answers do not say .*: give a server of SGLang 0\.5\.20"):
+            engine.counts(7)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"status": 401}, "says HTTP 401: The key is wrong: check --server "),
-        ({"token_ids": False}, "returns no token ids: give a vLLM server that supports return_token_ids"),
+        ({"token_ids": False}, "returns no token ids: give a server of vLLM that supports return_token_ids"),
     ],
 )
 def test_what_every_request_has_in_common_ends_it(options: dict[str, Any], sentence: str) -> None:
@@ -110,15 +137,15 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 
 def test_counters_on_a_servers_page() -> None:
     """Of one engine, of two behind one page, of another program, and without drafts."""
-    counts = DraftCounts.of_page(PAGE)
+    counts = DraftCounts.of_page(PAGE, "vllm")
     assert counts == DraftCounts(10, 30, 13, (8, 4, 1), 105)
     assert counts.tau == pytest.approx(2.3)
     assert counts.acceptance_by_depth == [0.8, 0.4, 0.1]
     assert counts.acceptance_conditional == [0.8, 0.5, 0.25]
-    both = DraftCounts.of_page(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
+    both = DraftCounts.of_page(PAGE + PAGE.replace('engine="0"', 'engine="1"'), "vllm")
     assert both == DraftCounts(20, 60, 26, (16, 8, 2), 210)
-    assert DraftCounts.of_page('sglang:num_running_reqs{model="m"} 1.0\n') is None
-    without_drafts = DraftCounts.of_page('vllm:generation_tokens_total{engine="0"} 7.0\n')
+    assert DraftCounts.of_page('sglang:num_running_reqs{model="m"} 1.0\n', "vllm") is None
+    without_drafts = DraftCounts.of_page('vllm:generation_tokens_total{engine="0"} 7.0\n', "vllm")
     assert without_drafts == DraftCounts(generated_tokens=7)
     assert without_drafts.tau is None
     assert without_drafts.acceptance_by_depth == without_drafts.acceptance_conditional == []

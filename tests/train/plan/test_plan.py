@@ -310,6 +310,24 @@ def test_throughput_is_rate_over_flops(tmp_path: Path) -> None:
     assert seconds == pytest.approx(3 * 32 / rate)
 
 
+def test_draft_vocabularies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven answer tokens the most frequent one makes three, the next two; a row of the head is 64 fp32."""
+    monkeypatch.setattr("draftsmith.train.plan.plan.DRAFT_VOCABULARIES", (2, 3, 512))
+    recipe = recipe_of(tmp_path)
+    assert make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=1.0)).vocabulary == []
+    row = {"input_ids": [9, 5, 5, 5, 7, 7, 6, 8], "loss_mask": [0] + [1] * 7}
+    datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "runs" / "planned" / "data" / "tokens"))
+    lines = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=1.0)).vocabulary
+    assert [(line.what, line.amount) for line in lines] == [
+        (f"LM head of {size} tokens", 256 * size) for size in (2, 3, 512)
+    ]
+    assert [line.how.partition("% ")[::2] for line in lines] == [
+        ("71.43", "of the answers' tokens: drafter.options.draft_vocab_size=2"),
+        ("85.71", "of the answers' tokens: drafter.options.draft_vocab_size=3"),
+        ("100.00", "of the answers' tokens: drafter.options.draft_vocab_size=null"),
+    ]
+
+
 def test_conversations_of_a_local_file_are_counted(tmp_path: Path) -> None:
     """Three conversations of one, two and two questions; `limit` takes the first two."""
     file, sizes = tmp_path / "talk.jsonl", (1, 2, 2)
