@@ -1,4 +1,4 @@
-"""Questions in the formats of their publishers: what `eval.questions` names, one set or several beside one another.
+"""Questions in the formats of their publishers: what `eval.questions` names, one set or several side by side.
 
 A file's format is recognised by the columns of its first row (`FORMATS`). A question's turns are user messages in
 order, as published, without a word added. SPEED-Bench's files have Spec-Bench's columns, and more. Questions are read

@@ -17,7 +17,7 @@ VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, 
 def test_an_array_in_any_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
     file = tmp_path / "a.json"
     file.write_text("\n \n" + json.dumps(VALUES, **layout) + " \n\n", encoding="utf-8")
-    assert list(read_json_records(file)) == [(f"{file} conversation {n}", v) for n, v in enumerate(VALUES, start=1)]
+    assert list(read_json_records(file)) == [(f"{file} record {n}", v) for n, v in enumerate(VALUES, start=1)]
 
 
 @pytest.mark.parametrize(
