@@ -43,7 +43,9 @@ TASKS_MEANING = (
     "their answers are; methods are ordered and chosen by them. The pooled figures of all questions are also shown"
 )
 
-JOINED_MEANING = "A task that joins several categories stands next to the others, and its categories in a separate table"
+JOINED_MEANING = (
+    "A task that joins several categories stands next to the others, and its categories in a separate table"
+)
 
 LENGTHS_MEANING = (
     "Tau of the rounds with this number of tokens before them, all questions together: long texts come from other "
