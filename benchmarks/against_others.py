@@ -283,7 +283,7 @@ def main() -> None:
     ours = joint_recipe(others, "ours") if others else nothing
     theirs, _ = load_target(recipe.target)
     target, tokenizer, drafters = load_models(ours)
-    questions = load_questions(recipe.eval.questions, 1)
+    questions = load_questions(recipe.eval.question_sets, 1)
     limit = longest_sequence_tokens(target)
     prompts = first_turn_prompts(tokenizer, questions, arguments.prompts, arguments.new_tokens, limit)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))

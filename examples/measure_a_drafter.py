@@ -19,7 +19,7 @@ BRIEFLY = ["name=example", "data.conversations.limit=400", "data.distill.engine=
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("drafter", nargs="?", help="a folder, or the Hub's user/repo or user/repo@revision")
 parser.add_argument("--target", default="embedded", help="the target that the drafter was made for")
-parser.add_argument("--questions", default="embedded", help="a file in Spec-Bench's format, `spec_bench` or `embedded`")
+parser.add_argument("--questions", default="embedded", help="name or file of a set of questions")
 parser.add_argument("--per-category", type=int, default=1, help="questions of each category")
 parser.add_argument("--new-tokens", type=int, default=64)
 args = parser.parse_args()

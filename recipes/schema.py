@@ -487,10 +487,11 @@ class MethodConfig(Section):
 class EvalRecipe(Section):
     """Evaluation: the questions, the decoding settings, and the methods to measure."""
 
-    questions: str = Field(
+    questions: str | list[str] = Field(
         "embedded",
-        description="questions to measure on: a file in Spec-Bench's format, `embedded` for the ones that ship "
-        "with draftsmith, or `spec_bench` for Spec-Bench's own, downloaded once",
+        description="questions to measure on: `embedded`, which ship with draftsmith; `spec_bench`, `mt_bench`, "
+        "`humaneval`, `gsm8k`, `math_500` or `mbpp`, downloaded once; a file in one of their formats, as SPEED-Bench's "
+        "are; or a list of several",
     )
     limit_per_category: int | None = Field(
         None, ge=1, description="use only the first n questions of each category; by default all"
@@ -499,8 +500,8 @@ class EvalRecipe(Section):
         None,
         ge=1,
         description="use only the first n questions of each task, taken in turn from its categories (in "
-        "Spec-Bench's own file MT-bench has eight; elsewhere each category is a task); in place of "
-        "`limit_per_category`",
+        "Spec-Bench's own file MT-bench has eight; MATH-500's subjects are one task; elsewhere each category is "
+        "one); in place of `limit_per_category`",
     )
     max_new_tokens: int = Field(512, ge=1, description="largest number of tokens of an answer")
     stop: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -530,6 +531,20 @@ class EvalRecipe(Section):
         "layers of Llama, Mistral and Qwen run in one call instead",
     )
     methods: list[MethodConfig] = [MethodConfig(name="parallel-chain", tree="chain")]
+
+    @field_validator("questions", mode="before")
+    @classmethod
+    def _check_questions(cls, value: Any) -> Any:
+        if isinstance(value, str) or (
+            isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+        ):
+            return value
+        raise ValueError("must be the name or the file of a set of questions, or a list of several")
+
+    @property
+    def question_sets(self) -> list[str]:
+        """Return the names or files of all sets of questions."""
+        return [self.questions] if isinstance(self.questions, str) else self.questions
 
     @model_validator(mode="after")
     def _check_limits(self) -> "EvalRecipe":

@@ -300,6 +300,13 @@ MUTANTS = (
         "tests/eval/bench/test_spec_bench.py",
     ),
     Mutant(
+        "a context without its prompt",
+        "eval/report/summary.py",
+        "_bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)",
+        "_bucket(position, FIRST_CONTEXT_TOKENS)",
+        "tests/eval/report/test_summary.py",
+    ),
+    Mutant(
         "tau without the bonus token counts it",
         "eval/report/summary.py",
         "sum(turn.accepted_drafts for turn in turns) / rounds",

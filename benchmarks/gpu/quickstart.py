@@ -94,7 +94,7 @@ def measure(
     recipe = recipe_for(step, f"quickstart-{name}", *overrides)
     for method in recipe.eval.methods:
         method.drafter = str(drafter)
-    questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category)
+    questions = load_questions(recipe.eval.question_sets, recipe.eval.limit_per_category)
     target, tokenizer, drafters = load_models(recipe)
     bench = SpecBench(target, tokenizer, questions, recipe.eval.max_new_tokens, recipe.seed, (), is_compiled)
     arms = measured_methods(recipe, drafters, target, tokenizer, bench.session.max_length_tokens)

@@ -25,7 +25,7 @@ from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, r
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
-from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.sources.question_sets import questions_files
 from draftsmith.files import file_sha256, write_atomically
 from draftsmith.provenance import versions
 from draftsmith.recipes.run_folder import RunFolder
@@ -124,7 +124,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         "sources": sources,
         "failed": dict(view.counts().get(FAILED, Counter())),
         "contaminated_ids": counts.contaminated_ids,
-        "questions": {questions_file(s).name: file_sha256(questions_file(s)) for s in question_sources(recipe)},
+        "questions": {name: file_sha256(file) for name, file in questions_files(question_sources(recipe)).items()},
         "selection": recipe.data.conversations.model_dump(
             include={"limit", "split", "heldout_frac", "contamination_words", "filters"}
         ),

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
 from draftsmith.data.sources.mixture import question_sources
-from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.files import file_sha256
 from draftsmith.recipes.run_folder import check_settings, write_settings
 from draftsmith.recipes.schema import Recipe

@@ -273,7 +273,7 @@ def _spread_records(file: Path, text: str) -> Records:
             raise error_at(error.pos, f"is not JSON: {error.msg}") from None
         except RecursionError:
             raise error_at(at, f"is {TOO_DEEP}") from None
-        yield f"{file} conversation {number}", record
+        yield f"{file} record {number}", record
         if in_list:
             at = _skip_blanks(text, at) + 1
             if text[at - 1 : at] not in (",", "]"):

@@ -306,4 +306,4 @@ def _check_answers(conversation: Conversation, where: str) -> None:
 def question_sources(recipe: Recipe) -> list[str]:
     """Return the question files whose questions no conversation may repeat."""
     named = recipe.data.conversations.decontaminate
-    return [recipe.eval.questions] if named is None else named
+    return recipe.eval.question_sets if named is None else named

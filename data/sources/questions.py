@@ -1,46 +1,38 @@
-"""Questions in Spec-Bench's format: JSON lines of `question_id, category, turns`; turns are user messages in order.
+"""Questions in the formats of their publishers: what `eval.questions` names, one set or several side by side.
 
-Xia et al., arXiv 2401.07851. `embedded` are the project's own questions, written for the embedded target; `spec_bench`
-are that paper's 480, downloaded once from its repository and checked by hash. They are not part of this project, as
-their original datasets have different licences. Questions are read here, not in evaluation, because training data must
-not contain them (`Contamination`).
+A file's format is recognised by the columns of its first row (`FORMATS`). A question's turns are user messages in
+order, as published, without a word added. SPEED-Bench's files have Spec-Bench's columns, and more. Questions are read
+here, not in evaluation, because training data must not contain them (`Contamination`).
 """
 
 from __future__ import annotations
 
-import codecs
-import hashlib
 import re
-import urllib.request
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.sources.files import InvalidConversation, parse_json_line
-from draftsmith.data.sources.turn_checks import json_kind, text_of
-from draftsmith.errors import UserError, reason
-from draftsmith.files import CACHE_VARIABLE, cache_root, write_atomically
+from draftsmith.data.sources.files import InvalidConversation, Records, read_records
+from draftsmith.data.sources.question_sets import GITHUB, MT_BENCH, NAMES, questions_file, set_name
+from draftsmith.data.sources.turn_checks import json_kind, listed, text_of
+from draftsmith.errors import UserError
+from draftsmith.files import file_sha256
 
-EMBEDDED, SPEC_BENCH = "embedded", "spec_bench"
-EMBEDDED_FILE = Path(__file__).parents[1] / "embedded" / "embedded.jsonl"
-COMMIT = "66230f10cb0a02aced5ef3ce1e85163c16160454"
-URL = f"https://raw.githubusercontent.com/hemingkx/Spec-Bench/{COMMIT}/data/spec_bench/question.jsonl"
-SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
-TIMEOUT_S = 60.0
 # The task that these categories form together in Spec-Bench's file (its evaluation/speed.py). Every other category, and
 # the same names in any other file (SPEED-Bench has eleven), is a separate task.
-MT_BENCH = "mt_bench"
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-# SPEED-Bench ships without the texts of its sources: whole turns, or a line of a turn, wait to be filled in.
+# SPEED-Bench is published without the texts of its sources: whole turns, or a line of a turn, wait to be filled in.
 PLACEHOLDER = re.compile(
     r"FULL BENCHMARK DATA SHOULD BE FETCHED|"
     r"^[ \t]*\{(?:articles?|documents?|passages?|context|story|transcript|dialogue|question)\}[ \t]*$",
     re.MULTILINE,
 )
-FORMAT = 'Spec-Bench lines look like {"question_id": 81, "category": "writing", "turns": ["...", "..."]}'
+PREPARE = (
+    "fill it in with `python3 prepare_data.py --dataset speed` of examples/specdec_bench in NVIDIA/Model-Optimizer, "
+    "which fetches the texts, and name the data/speed/*/test.parquet that it writes"
+)
 SAME, CONTAINED, SHARED = "is a question", "contains a short question", "shares words with a question"
 FEWEST_WORDS = 5  # a shorter question ("Who is he?") is found anywhere
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -69,68 +61,52 @@ def task_of(category: str) -> str:
     return MT_BENCH if category in MT_BENCH_CATEGORIES else category
 
 
-def questions_file(source: str) -> Path:
-    """Return the file that the recipe's `eval.questions` names; Spec-Bench's is downloaded the first time.
+@dataclass(frozen=True)
+class Format:
+    """A published format of questions.
 
-    Raises:
-        UserError: Spec-Bench's file cannot be downloaded, or has another hash.
+    columns: columns that all rows have, and by which a file is recognised. mark: a column, and a text that it holds in
+    every row. text: column of the user's message, or of a list of them. question_id, category: columns; without them
+    the row's number and the task. task: the task of all questions; by default each category is one.
     """
-    if source != SPEC_BENCH:
-        return EMBEDDED_FILE if source == EMBEDDED else Path(source).expanduser()
-    file = cache_root() / "spec_bench" / "question.jsonl"
-    if file.is_file():
-        return file
-    way_out = (
-        f"fetch it elsewhere and name it as eval.questions, or put it at {file} (its folder is ${CACHE_VARIABLE}'s)"
-    )
-    try:
-        with urllib.request.urlopen(URL, timeout=TIMEOUT_S) as answer:
-            content: bytes = answer.read()
-    except OSError as error:
-        raise UserError(f"Spec-Bench's questions cannot be fetched from {URL} ({reason(error)}): {way_out}") from None
-    if hashlib.sha256(content).hexdigest() != SHA256:
-        raise UserError(f"the file at {URL} is not Spec-Bench's question file (its SHA-256 differs): {way_out}")
-    write_atomically(file, content.decode("utf-8"))
-    return file
+
+    name: str
+    columns: tuple[str, ...]
+    text: str
+    question_id: str | None = None
+    category: str | None = None
+    task: str = ""
+    mark: tuple[str, str] | None = None
+
+
+FORMATS = (
+    Format("Spec-Bench", ("question_id", "category", "turns"), "turns", "question_id", "category"),
+    Format("HumanEval", ("task_id", "prompt", "entry_point", "test"), "prompt", "task_id", task="humaneval"),
+    Format("MBPP", ("task_id", "text", "code", "test_list"), "text", "task_id", task="mbpp"),
+    Format("sanitized MBPP", ("task_id", "prompt", "code", "test_list"), "prompt", "task_id", task="mbpp"),
+    # Other sets have these two columns too; GSM8K's answers end with a line `#### 42`.
+    Format("GSM8K", ("question", "answer"), "question", task="gsm8k", mark=("answer", "#### ")),
+    Format("MATH-500", ("problem", "subject", "unique_id"), "problem", "unique_id", "subject", task="math_500"),
+)
 
 
 def load_questions(
-    source: str, limit_per_category: int | None = None, limit_per_task: int | None = None
+    sources: str | Sequence[str], limit_per_category: int | None = None, limit_per_task: int | None = None
 ) -> list[Question]:
-    """Read and check the questions.
+    """Read and check the questions of one set, or of several.
+
+    With several, ids, categories and tasks begin with the set's name; a set that is one task keeps the task's name.
 
     Args:
-        source: A file, or a name of `questions_file`.
+        sources: A file or a name (`NAMES`), or several.
         limit_per_category: Keep the first ones of each category.
         limit_per_task: Keep the first ones of each task, taken in turn from its categories.
 
     Raises:
-        UserError: The file is missing or empty, or a line is no question.
+        UserError: A file is missing or empty, a row is no question, or two sets have the same name or task.
     """
-    file = questions_file(source)
-    if not file.is_file():
-        raise UserError(
-            f"questions file {file} does not exist: set eval.questions to a JSONL file, `embedded` or `spec_bench`"
-        )
-    questions: list[Question] = []
-    seen: dict[int | str, int] = {}
-    content = file.read_bytes()
-    is_spec_bench = hashlib.sha256(content).hexdigest() == SHA256
-    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        question = _parse(line, f"{file} line {number}")
-        if is_spec_bench:
-            question = replace(question, task=task_of(question.category))
-        if question.question_id in seen:
-            first = seen[question.question_id]
-            raise UserError(
-                f"{file} line {number}: question_id {question.question_id!r} is already used on line {first}"
-            )
-        seen[question.question_id] = number
-        questions.append(question)
-    if not questions:
-        raise UserError(f"questions file {file} holds no question: {FORMAT}")
+    named = [sources] if isinstance(sources, str) else list(sources)
+    questions = _load_set(named[0]) if len(named) == 1 else list(_load_side_by_side(named))
     # The first ones of each category and task, in the order of the file.
     of_category: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
@@ -146,29 +122,99 @@ def load_questions(
     return [questions[index] for index in sorted(kept)]
 
 
-def _parse(line: bytes, where: str) -> Question:
-    try:
-        fields: Any = parse_json_line(line, where)
-    except InvalidConversation as error:
-        raise UserError(f"{where} is {error.sentence}: {FORMAT}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{where} is not a JSON object: {FORMAT}")
-    for key in ("question_id", "category", "turns"):
-        if key not in fields:
-            raise UserError(f"{where} has no `{key}`: {FORMAT}")
-    identity, category, turns = fields["question_id"], fields["category"], fields["turns"]
-    if not isinstance(identity, (int, str)) or not str(identity).isprintable():
-        raise UserError(f"{where}: question_id must be a number or text of one line, not {_quote(identity)}")
-    if not isinstance(category, str) or not category.isprintable() or category.strip() in ("", "overall"):
-        raise UserError(f"{where}: category must be text other than `overall`, of one line, not {_quote(category)}")
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise UserError(f"{where}: turns must be a list of one or more non-empty texts")
-    if placeholder := next(filter(None, map(PLACEHOLDER.search, turns)), None):
+def _load_side_by_side(sources: Sequence[str]) -> Iterator[Question]:
+    """Read several sets, whose ids, categories and tasks must not be confused."""
+    set_of: dict[str, str] = {}  # by task
+    for name, count in Counter(map(set_name, sources)).items():
+        if count > 1:
+            raise UserError(f"eval.questions has {count} sets called `{name}`: leave one out, or rename its file")
+    for source in sources:
+        name, questions = set_name(source), _load_set(source)
+        is_one_task = bool(questions[0].task) and len({question.task for question in questions}) == 1
+        for question in questions:
+            task = question.task if is_one_task else f"{name}/{question.task_name}"
+            if set_of.setdefault(task, source) != source:
+                raise UserError(f"eval.questions: {set_of[task]} and {source} are both `{task}`: leave one out")
+            category = task if question.category == question.task_name else f"{name}/{question.category}"
+            yield Question(f"{name}/{question.question_id}", category, question.turns, task)
+
+
+def _load_set(source: str) -> list[Question]:
+    """Read and check the questions of one set."""
+    file = questions_file(source)
+    if not file.is_file():
         raise UserError(
-            f"{where}: a turn holds the placeholder `{placeholder[0].strip()[:40]}` in place of its text: prepare the "
-            "file with its benchmark's own script, which fetches the texts, or remove such lines"
+            f"questions file {file} does not exist: set eval.questions to a file, or to one of {', '.join(NAMES)}"
         )
-    return Question(identity, category, tuple(text_of(turn, where) for turn in turns))
+    questions: list[Question] = []
+    seen: dict[int | str, str] = {}
+    published = {sha256: name for name, (_, sha256) in GITHUB.items()}.get(file_sha256(file))
+    form: Format | None = None
+    records: Records = read_records(file) if file.stat().st_size else iter(())
+    for number, (where, row) in enumerate(records, start=1):
+        if isinstance(row, InvalidConversation):
+            raise UserError(f"{where} is {row.sentence}: write the line again")
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is not a JSON object: each line must hold one question with its columns")
+        form = form or _recognise(row, where)
+        question = _parse(row, form, number, where)
+        if published is not None:
+            question = replace(question, task=MT_BENCH if published == MT_BENCH else task_of(question.category))
+        if question.question_id in seen:
+            raise UserError(
+                f"{where}: {form.question_id} {question.question_id!r} is already used on {seen[question.question_id]}"
+            )
+        seen[question.question_id] = where.removeprefix(f"{file} ")
+        questions.append(question)
+    if not questions:
+        raise UserError(f"questions file {file} holds no question: each line or row must be one")
+    return questions
+
+
+def _recognise(row: dict[str, Any], where: str) -> Format:
+    """Return the format with the columns of a file's first row."""
+    fitting = [form for form in FORMATS if set(form.columns) <= row.keys()]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        names = " and of ".join(form.name for form in fitting)
+        raise UserError(f"{where} has the columns of {names}: leave out those of all but one")
+    nearest = max(FORMATS, key=lambda form: len(row.keys() & set(form.columns)) / len(form.columns))
+    others = ", ".join(form.name for form in FORMATS if form is not nearest)
+    raise UserError(f"{_missing(row, nearest, where)} (other formats: {others})")
+
+
+def _missing(row: dict[str, Any], form: Format, where: str) -> str:
+    key = next(key for key in form.columns if key not in row)
+    return f"{where} has no `{key}`: rows of {form.name}'s format have {listed(form.columns)}"
+
+
+def _parse(row: dict[str, Any], form: Format, number: int, where: str) -> Question:
+    """Build a question from a row of a format."""
+    if not row.keys() >= set(form.columns):
+        raise UserError(_missing(row, form, where))
+    if form.mark is not None and form.mark[1] not in str(row[form.mark[0]]):
+        column, mark = form.mark
+        raise UserError(
+            f"{where}: `{column}` has no `{mark.strip()}`, which every row of {form.name} has: other questions go into "
+            f"{FORMATS[0].name}'s format ({listed(FORMATS[0].columns)})"
+        )
+    identity = number if form.question_id is None else row[form.question_id]
+    category = form.task if form.category is None else row[form.category]
+    turns = row[form.text] if form.text == "turns" else [row[form.text]]
+    if not isinstance(identity, (int, str)) or not str(identity).isprintable():
+        raise UserError(f"{where}: {form.question_id} must be a number or text of one line, not {_quote(identity)}")
+    if not isinstance(category, str) or not category.isprintable() or category.strip() in ("", "overall"):
+        key = form.category
+        raise UserError(f"{where}: {key} must be text other than `overall`, of one line, not {_quote(category)}")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        what = "a list of one or more non-empty texts" if form.text == "turns" else "non-empty text"
+        raise UserError(f"{where}: {form.text} must be {what}")
+    if form.text == "turns" and (placeholder := next(filter(None, map(PLACEHOLDER.search, turns)), None)):
+        raise UserError(
+            f"{where}: a turn holds the placeholder `{placeholder[0].strip()[:40]}` in place of its text: {PREPARE}"
+        )
+    return Question(identity, category, tuple(text_of(turn, where) for turn in turns), form.task)
 
 
 def _quote(value: Any) -> str:
@@ -197,7 +243,7 @@ class Contamination:
     A later turn of a question ("Rewrite it in one sentence.") says nothing without the first: only rule 2 looks at it.
 
     Args:
-        sources: Question files, or `embedded`.
+        sources: Question files, or names of sets.
         shared_words: n of rules 2 and 3.
 
     Raises:
@@ -215,7 +261,8 @@ class Contamination:
                     "correct eval.questions or data.conversations.decontaminate ([] for none)"
                 )
             for question in load_questions(source):
-                name, first = f"{file.name}:{question.question_id}", words_of(question.turns[0])
+                name = f"{source if source in NAMES else file.name}:{question.question_id}"
+                first = words_of(question.turns[0])
                 if first:
                     self._first_turns.setdefault(first, Match(SAME, name))
                 runs = [(first, CONTAINED)] if FEWEST_WORDS <= len(first) < shared_words else []

@@ -176,7 +176,7 @@ class SpecBench:
             answer = measured.answer(self.session, prompt_ids, new_tokens, self._end_ids, self._stop, on_round)
             if answer.text is None:
                 answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
-            answer.text = answer.text.strip()
+            answer.text, answer.prompt_tokens = answer.text.strip(), len(prompt_ids)
             turns.append(answer)
         return MethodResult(
             method=measured.method.name,

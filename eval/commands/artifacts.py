@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import FiniteFloat
 
-from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.sources.question_sets import questions_files, set_name
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import Divergence, RecordedDivergence
 from draftsmith.eval.bench.measured_methods import compiles, drafter_folder, drafter_folders
@@ -108,13 +108,14 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
             weights |= {str(each): sampled_hash(each.glob("*.safetensors")) for each in folders if each.is_dir()}
         methods.append(method)
     evaluation = recipe.eval.model_copy(update={"methods": methods, "compile": compiles(recipe)})
+    hashes = {name: file_sha256(file) for name, file in questions_files(recipe.eval.question_sets).items()}
     return {
         "eval": evaluation.model_dump(exclude=FREE_KEYS),
         "method_weights": weights,
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
         "drafter_weights": drafter_weights(recipe),
-        "questions_file": file_sha256(questions_file(recipe.eval.questions)),
+        "questions_file": hashes if len(hashes) > 1 else next(iter(hashes.values())),
     }
 
 
@@ -329,12 +330,12 @@ def card_figures(recipe: Recipe) -> dict[str, Any] | None:
     ]
     if not rows:
         return None
-    machine, questions = folder.provenance("eval").machine, questions_file(measured.eval.questions)
+    machine, names = folder.provenance("eval").machine, list(map(set_name, measured.eval.question_sets))
     recipe_file = shlex.quote((folder.root / "recipe.yaml").as_posix())  # on the Hub: in the card's folder
     return {
         "rows": rows,
-        "questions": f"{notes.questions} questions of `{questions.name}`",
-        "dataset": questions.stem,
+        "questions": f"{notes.questions} questions of {', '.join(f'`{name}`' for name in names)}",
+        "dataset": ", ".join(names),
         "command": portable(masked(str(notes.command).replace(recipe_file, "recipe.yaml"))),
         "machine": notes.device or f"{machine.processor}, {machine.cpu_count} CPUs",
     }

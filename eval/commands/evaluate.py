@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from draftsmith.data.card.card import CARD_JSON, DataCard
-from draftsmith.data.sources.questions import Question, load_questions, questions_file
+from draftsmith.data.sources.question_sets import questions_files
+from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import find_divergences
 from draftsmith.eval.bench.measured_methods import (
@@ -67,7 +68,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         if not (trained / "config.json").is_file():
             raise UserError(f"{trained} holds no trained drafter: run `draftsmith train` with its recipe first")
     choices = recipe.eval
-    questions = load_questions(choices.questions, choices.limit_per_category, choices.limit_per_task)
+    questions = load_questions(choices.question_sets, choices.limit_per_category, choices.limit_per_task)
     settings = artifacts.measurement_settings(recipe)
     check_settings(folder.eval / artifacts.SETTINGS, settings, "measure again")
     write_settings(folder.eval / artifacts.SETTINGS, settings)
@@ -83,7 +84,8 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
-    folder.record("eval", {"questions": questions_file(choices.questions), **weights})
+    files = {f"questions {name}": file for name, file in questions_files(choices.question_sets).items()}
+    folder.record("eval", {**files, **weights})
     if devices:
         _measure_in_processes(recipe, questions, devices)
     elif (gpus := torch.cuda.device_count()) > 1:

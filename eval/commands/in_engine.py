@@ -166,7 +166,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
         raise UserError(f"key `eval.stop`: engines do not get stop strings, here {recipe.eval.stop}: set eval.stop=[]")
     tokenizer = loading.load_tokenizer(recipe.target)
     end_ids = tuple(answer_end_ids(loading.load_generation_config(recipe.target), tokenizer))
-    questions = load_questions(recipe.eval.questions, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
+    questions = load_questions(recipe.eval.question_sets, recipe.eval.limit_per_category, recipe.eval.limit_per_task)
     engine_setting = EngineSetting(recipe, tokenizer, end_ids)
     setting = _Setting(recipe, options, questions, engine_setting)
     notes: list[str] = []

@@ -72,7 +72,7 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     recipe = recipe.model_copy(update={"eval": evaluation})
     target, tokenizer, drafters = load_models(recipe)
     limit = longest_sequence_tokens(target)
-    first_turns = first_turn_prompts(tokenizer, load_questions(recipe.eval.questions), prompts, new_tokens, limit)
+    first_turns = first_turn_prompts(tokenizer, load_questions(recipe.eval.question_sets), prompts, new_tokens, limit)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(len(ids) for _, ids in first_turns) + new_tokens
     methods = measured_methods(recipe, drafters, target, tokenizer, length)

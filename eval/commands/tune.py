@@ -214,7 +214,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
     drafter = drafters[folder]
     limit = longest_sequence_tokens(target)
-    loaded = load_questions(recipe.eval.questions)
+    loaded = load_questions(recipe.eval.question_sets)
     task = {question.question_id: question.task_name for question in loaded}
     first_turns = first_turn_prompts(tokenizer, loaded, questions, new_tokens, limit)
     prompts, tasks = [ids for _, ids in first_turns], [task[name] for name, _ in first_turns]

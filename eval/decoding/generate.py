@@ -38,6 +38,7 @@ class AnswerRecord:
     accept_lengths: tokens kept per round, the target's own included; their mean is tau.
     draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
     draft_depths: the longest path drafted, per round.
+    prompt_tokens: length of the prompt; None in records of earlier versions.
     tried: drafted depths that verification reached; the share of accepted ones is the acceptance rate alpha.
     outside_tokens: tokens of the rounds that are not in the method's draft vocabulary, all of them the target's own;
         None: it can draft every token.
@@ -55,6 +56,7 @@ class AnswerRecord:
     draft_lengths: list[int] = field(default_factory=list)
     draft_depths: list[int] = field(default_factory=list)
     tried: int = 0
+    prompt_tokens: int | None = None
     outside_tokens: int | None = None
     ended_outside: list[int] | None = None
     round_s: list[float] = field(default_factory=list)

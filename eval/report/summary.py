@@ -7,6 +7,8 @@ speedup of a run     (tokens / s of the method) / (tokens / s of the autoregress
                      process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
                      all tokens / all seconds
 ..._interval         95 % over questions like these: `bootstrap.py`
+tau_by_context       tau by the number of tokens before the round, of prompt and answer, in buckets of powers of two;
+                     tau_by_position: of the answer alone
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
 there
                      are two tasks or more: all tasks have equal weight, however long their answers are. They are then
@@ -27,9 +29,9 @@ seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same reci
 baseline             bytes per second that its step reads, compared with a plain read of as many bytes. A speedup over
                      a slow baseline is partly due to its slowness
 
-Spec-Bench has six tasks, of which `mt_bench` joins eight categories. If the summary has `mt_bench`, the tasks are shown
-in one table and its categories in another, so that no question counts twice. The predictions of theory from these
-figures are in `eval/bench/theory.py`.
+A task may join several categories, as Spec-Bench's `mt_bench` joins eight. If there are other tasks too, the tasks are
+shown in one table and such categories in another, so that no question counts twice. The predictions of theory from
+these figures are in `eval/bench/theory.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,6 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data.sources.questions import MT_BENCH
 from draftsmith.eval.bench.divergence import RecordedDivergence, differing_answers
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, check_fair_clock
 from draftsmith.eval.bench.theory import theory_row
@@ -54,6 +55,7 @@ from draftsmith.eval.report import bootstrap
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 OVERALL, MEAN_OF_TASKS = "overall", "mean of tasks"
+FIRST_CONTEXT_TOKENS, FIRST_POSITION_TOKENS = 128, 16  # the first bucket is below them
 # Figures of each category that a document may quote.
 CATEGORY_FIGURES = (
     "tau", "tau_without_bonus", "speedup_mean", "speedup_std", "tokens", "greedy_identical",
@@ -65,7 +67,7 @@ Pair = tuple[int, MethodResult, MethodResult]  # run, the method's answers, the 
 
 
 def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDivergence] = ()) -> list[Row]:
-    """Compute a row for each method, temperature and category; Spec-Bench's task `mt_bench` and `overall` included.
+    """Compute a row for each method, temperature and category; tasks of several categories and `overall` included.
 
     Args:
         records: The records of all runs.
@@ -77,9 +79,8 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
     check_fair_clock(records)
     tasks = {record.category: record.task_name for record in records}
     categories = list(tasks)
-    together = [category for category in categories if tasks[category] == MT_BENCH]
-    if 1 < len(together) < len(categories) and MT_BENCH not in categories:
-        categories.append(MT_BENCH)
+    joined = Counter(tasks.values())
+    categories += [task for task, count in joined.items() if 1 < count < len(tasks) and task not in tasks]
     ties = {(each.run, each.question_id, each.arm) for each in divergences if each.is_tie}
     return [_row(records, key, category, ties) for key in records[0].answers for category in [*categories, OVERALL]]
 
@@ -134,6 +135,7 @@ def _row(records: list[QuestionRecord], key: str, category: str, ties: Collectio
         **draft_vocabulary_figures(turns),
         **_intervals(question_sums(records, key, category), first),
         "over_tasks": _over_tasks(records, key) if category == OVERALL else None,
+        **(tau_by_length(turns) if category == OVERALL else {}),
         **_identity(records, key, category, ties),
     }
 
@@ -169,6 +171,39 @@ def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
         "speedup_mean": bootstrap.compute_ratio(bootstrap.speedup, sums),
         **_intervals(sums, records[0].answers[key]),
     }
+
+
+def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
+    """Compute tau by the number of tokens before the round: of prompt and answer, and of the answer alone.
+
+    Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau. Turns whose prompt's
+    length was not recorded count by position alone.
+    """
+    by_context: dict[int, list[int]] = {}  # tokens of each round, by the bucket's lower end
+    by_position: dict[int, list[int]] = {}
+    for turn in turns:
+        position = 1  # the first token comes with the prompt
+        for tokens in turn.accept_lengths:
+            by_position.setdefault(_bucket(position, FIRST_POSITION_TOKENS), []).append(tokens)
+            if turn.prompt_tokens is not None:
+                bucket = _bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)
+                by_context.setdefault(bucket, []).append(tokens)
+            position += tokens
+    return {
+        name: [
+            {"from": low, "below": 2 * low or first, "rounds": len(rounds), "tau": statistics.fmean(rounds)}
+            for low, rounds in sorted(buckets.items())
+        ]
+        for name, first, buckets in (
+            ("tau_by_context", FIRST_CONTEXT_TOKENS, by_context),
+            ("tau_by_position", FIRST_POSITION_TOKENS, by_position),
+        )
+    }
+
+
+def _bucket(tokens: int, first: int) -> int:
+    """Return the bucket's lower end: 0 below `first`, a power of two, and from there the power of two below."""
+    return 0 if tokens < first else 1 << (tokens.bit_length() - 1)
 
 
 def _intervals(sums: bootstrap.QuestionSums, answer: MethodResult) -> dict[str, list[float] | None]:
@@ -340,16 +375,14 @@ def best_row(rows: list[Row]) -> Row | None:
 
 def shown_categories(summary: list[Row]) -> list[str]:
     """Return categories that contain every question exactly once, without `overall`."""
-    parts = parts_of_mt_bench(summary)
+    parts = parts_of_tasks(summary)
     return list(dict.fromkeys(row["category"] for row in summary if row["category"] not in (OVERALL, *parts)))
 
 
-def parts_of_mt_bench(summary: list[Row]) -> list[str]:
-    """Return the categories of `mt_bench`, if the summary shows `mt_bench` itself."""
+def parts_of_tasks(summary: list[Row]) -> list[str]:
+    """Return the categories of tasks that the summary shows as a whole too."""
     tasks = {row["category"]: row["task"] for row in summary}
-    if MT_BENCH not in tasks:
-        return []
-    return [each for each, task in tasks.items() if each != MT_BENCH and task == MT_BENCH]
+    return [category for category, task in tasks.items() if category != task and task in tasks]
 
 
 # ---- figures computed from rows ----

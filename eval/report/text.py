@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.sources.question_sets import set_name
 from draftsmith.results import portable
 
 NOT_LOSSLESS = "not lossless"  # a method with lenience
@@ -67,6 +68,11 @@ def place_name(source: str) -> str:
     if is_path or source.count("/") > 1 or Path(source).suffix in (".jsonl", ".json"):
         return Path(source).name
     return source
+
+
+def question_names(questions: str | list[str]) -> str:
+    """Return the names of the sets of questions, without local folders."""
+    return place_name(questions) if isinstance(questions, str) else ", ".join(map(set_name, questions))
 
 
 def drafter_name(folder: str) -> str:

@@ -207,7 +207,8 @@ def public_recipe(recipe: Recipe) -> dict[str, Any]:
     for section in (conversations, *conversations["mixture"]):
         section["source"] = _public(section["source"])
     del sections["data"]["distill"]["options"]  # where servers stand is nobody else's business
-    sections["eval"]["questions"] = _public(recipe.eval.questions)
+    sets = list(map(_public, recipe.eval.question_sets))
+    sections["eval"]["questions"] = sets[0] if isinstance(recipe.eval.questions, str) else sets
     for method in sections["eval"]["methods"]:
         if "drafter" in method:
             method["drafter"] = _public(method["drafter"])

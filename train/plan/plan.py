@@ -336,7 +336,7 @@ def _times(
         seconds = answers * chosen.max_new_tokens / at_once * step_s(at_once) / copies
         lines.append(Line("distilling", seconds, "seconds", how))
     try:
-        questions = load_questions(eval_.questions, eval_.limit_per_category, eval_.limit_per_task)
+        questions = load_questions(eval_.question_sets, eval_.limit_per_category, eval_.limit_per_task)
     except UserError:  # reported by doctor and eval
         return lines
     turns = sum(len(question.turns) for question in questions)

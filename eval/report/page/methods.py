@@ -112,6 +112,32 @@ def tint(row: Row) -> str:
 
 
 @dataclass(frozen=True)
+class LengthTable:
+    """Tau by the number of tokens before the round.
+
+    tokens: the counted tokens. buckets: names of the columns. rows: rows of the summary, with the figures of each
+    bucket, None without rounds.
+    """
+
+    tokens: str
+    buckets: list[str]
+    rows: list[tuple[Row, list[Row | None]]]
+
+
+def length_tables(summary: list[Row]) -> list[LengthTable]:
+    """Build the tables by context and by position in the answer, without those that no row has figures for."""
+    tables = []
+    for key, tokens in (("tau_by_context", "prompt and answer"), ("tau_by_position", "answer")):
+        rows = [row for row in drafted_rows(summary) if row.get(key)]
+        ends = sorted({(each["from"], each["below"]) for row in rows for each in row[key]})
+        buckets = [f"{low} to {below - 1}" if low else f"below {below}" for low, below in ends]
+        figures = [{(each["from"], each["below"]): each for each in row[key]} for row in rows]
+        cells = [(row, [each.get(pair) for pair in ends]) for row, each in zip(rows, figures, strict=True)]
+        tables += [LengthTable(tokens, buckets, cells)] if buckets else []
+    return tables
+
+
+@dataclass(frozen=True)
 class Depths:
     """Acceptance of one method's drafts by depth.
 

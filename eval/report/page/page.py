@@ -21,7 +21,7 @@ from draftsmith.eval.report.summary import (
     OVERALL,
     Row,
     headline,
-    parts_of_mt_bench,
+    parts_of_tasks,
     seed_spread,
     shown_categories,
 )
@@ -34,6 +34,7 @@ SECTIONS = {
     "methods": "Methods",
     "categories": "By category",
     "depths": "Acceptance by depth",
+    "lengths": "Tau by length",
     "phases": "Where the time goes",
     "answers": "Answers, round by round",
     "predicted": "Predicted and measured",
@@ -96,7 +97,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     records, trained, proof = facts.get("records") or [], facts.get("trained") or {}, facts.get("proof")
     overall = [row for row in summary if row["category"] == OVERALL]
     verdicts = report.verdicts(summary, timing)
-    categories, parts = [*shown_categories(summary), OVERALL], parts_of_mt_bench(summary)
+    categories, parts = [*shown_categories(summary), OVERALL], parts_of_tasks(summary)
     columns = [*categories, MEAN_OF_TASKS] if any(row.get("over_tasks") for row in overall) else categories
     kinds = facts["drafter_kinds"]
     drafters = f"{', '.join(kinds[:-1])} and {kinds[-1]} drafters" if kinds[1:] else "no trained drafter"
@@ -109,17 +110,20 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
-        "questions_name": text.place_name(recipe["eval"]["questions"]),
+        "questions_name": text.question_names(recipe["eval"]["questions"]),
         "command": text.without_places(facts["command"], root),
         "target_change": facts.get("target_change"),
         "proof": report.proof_sentence(proof),
         "tau_definition": report.TAU_DEFINITION,
         "speedup_definition": report.SPEEDUP_DEFINITION,
         "tasks_meaning": report.TASKS_MEANING,
+        "joined_meaning": report.JOINED_MEANING,
+        "lengths_meaning": report.LENGTHS_MEANING,
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],
         "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
         "overall": overall,
         "seed_spread": seed_spread(summary),
+        "lengths": methods.length_tables(summary),
         # Rows of methods with a reduced draft vocabulary.
         "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
         "served": facts.get("served", []),
@@ -138,6 +142,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "categories": columns,
         "tables": methods.category_tables(summary, columns),
         "parts": parts,
+        "joined": list(dict.fromkeys(row["task"] for row in summary if row["category"] in parts)),
         "part_tables": methods.category_tables(summary, parts) if parts else [],
         "levels": methods.LEVELS,
         "depths": methods.acceptance_depths(timing),

@@ -168,7 +168,7 @@ def test_hashes(tmp_path: Path) -> None:
     hashes, data = values["hashes"], tmp_path / "runs0" / "mine" / "data"
     assert hashes["sources"]["a"] == f"a.jsonl, SHA-256 {file_sha256(tmp_path / 'a.jsonl')}"
     assert hashes["data_files"] == {"shards/00001.jsonl": file_sha256(data / "shards" / "00001.jsonl")}
-    assert values["questions"] == {"q.jsonl": file_sha256(tmp_path / "q.jsonl")}
+    assert values["questions"] == {"q": file_sha256(tmp_path / "q.jsonl")}
     assert hashes["records"] == LedgerView(data).fingerprint()
     assert str(tmp_path) not in text
 

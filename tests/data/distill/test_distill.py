@@ -22,7 +22,7 @@ from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.questions import questions_file
+from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.errors import UserError
 from draftsmith.recipes.loading import load_recipe

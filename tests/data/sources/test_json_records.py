@@ -17,7 +17,7 @@ VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, 
 def test_an_array_in_any_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
     file = tmp_path / "a.json"
     file.write_text("\n \n" + json.dumps(VALUES, **layout) + " \n\n", encoding="utf-8")
-    assert list(read_json_records(file)) == [(f"{file} conversation {n}", v) for n, v in enumerate(VALUES, start=1)]
+    assert list(read_json_records(file)) == [(f"{file} record {n}", v) for n, v in enumerate(VALUES, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_records_over_several_lines(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.json"
     for before in ("", "\n\n", "\ufeff"):
         file.write_text(before + text, encoding="utf-8")
-        assert list(read_json_records(file)) == [(f"{file} conversation 1", ONE), (f"{file} conversation 2", TWO)]
+        assert list(read_json_records(file)) == [(f"{file} record 1", ONE), (f"{file} record 2", TWO)]
 
 
 @pytest.mark.parametrize("first", ['{"a": 1}x', '{"a": [1,', '{"a": ', "{", '{"a": "b', "{]", '{"a": \udcff}'])

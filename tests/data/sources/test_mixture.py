@@ -199,7 +199,7 @@ def test_nothing_left(tmp_path: Path) -> None:
         ("a.jsonl", jsonl("a").encode() + b"{broken\n", "a.jsonl line 2: not JSON: "),
         ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation per line"),
         ("a.json", b"[]", "a.json holds no valid conversation"),
-        ("a.json", b'[{"messages": []}]', "a.json conversation 1: the conversation is empty"),
+        ("a.json", b'[{"messages": []}]', "a.json record 1: the conversation is empty"),
         ("a.jsonl", b"\xff\xfe\x00", "a.jsonl line 1: not UTF-8 text (byte 0xff at position 1)"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be decompressed"),
         ("a.jsonl.gz", gzip.compress(jsonl("a").encode(), mtime=0)[:-12], "a.jsonl.gz cannot be decompressed"),

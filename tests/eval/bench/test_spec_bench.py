@@ -1,21 +1,17 @@
 """The harness: questions in, records and Spec-Bench answers out; resumable, and never comparing across processes."""
 
-import hashlib
 import json
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.places import MATERIAL
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.sources import questions as spec_bench_questions
-from draftsmith.data.sources.questions import Question, load_questions
+from draftsmith.data.sources.questions import Question
 from draftsmith.errors import UserError
 from draftsmith.eval.bench import spec_bench
 from draftsmith.eval.bench.measured_methods import Arm
@@ -30,8 +26,6 @@ from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.models.sampling import Sampling
 
-SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
-TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 V = 40
 QUESTIONS = [
     Question(1, "writing", ("ab", "cd")),
@@ -247,75 +241,7 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     later = Question(10, "math", ("a" * 70, "b" * 20))
     answer = SpecBench(target, LetterTokenizer(), [later], 12).answer(methods[0], later)
     assert (len(answer.turns), answer.turns_left_out) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no question"),
-        ("{", "line 1 is not JSON"),
-        ("[]", "line 1 is not a JSON object"),
-        ('{"question_id": 1, "turns": ["a"]}', "line 1 has no `category`"),
-        ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
-        (f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}', "must be a number .* not inf"),
-        ("[" * 100_000, "line 1 is nested too deeply: Spec-Bench lines look like"),
-        ("\xe4".encode("latin-1"), r"line 1 is not UTF-8 text \(byte 0xe4 at position 1\)"),
-        (
-            '{"question_id": 1, "category": "a", "turns": ["b"]}\n{"question_id": 2, "category": "a", "turns": ["b", '
-            '"Sum it up.\\n\\n{article}\\n"]}',
-            "line 2: a turn holds the placeholder `{article}` in place of its text: prepare the file",
-        ),
-        (
-            '{"question_id": 1, "category": "a", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]}',
-            "line 1: a turn holds the placeholder `FULL BENCHMARK DATA SHOULD BE FETCHED`",
-        ),
-        ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),
-        (
-            '{"question_id": 1, "category": "a", "turns": ["b"]}\n' * 2,
-            "line 2: question_id 1 is already used on line 1",
-        ),
-    ],
-)
-def test_bad_questions(tmp_path: Path, text: str | bytes, message: str) -> None:
-    file = tmp_path / "question.jsonl"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message):
-        load_questions(str(file))
-
-
-def test_questions(tmp_path: Path) -> None:
-    file = tmp_path / "question.jsonl"
-    file.write_text('{"question_id": 1, "category": "a", "turns": ["a\\ud800b {article}"]}')
-    assert load_questions(str(file))[0].turns == ("a?b {article}",)
-    with pytest.raises(UserError, match=r"nowhere\.jsonl does not exist: set eval.questions"):
-        load_questions("nowhere.jsonl")
-    questions = load_questions("embedded")
-    categories = {question.category for question in questions}
-    assert len(questions) >= 80
-    assert len(categories) >= 5
-    assert len(load_questions("embedded", limit_per_category=2)) == 2 * len(categories)
-    if SPEC_BENCH.is_file():
-        questions = load_questions(str(SPEC_BENCH))
-        assert Counter(question.task_name for question in questions) == dict.fromkeys(TASKS, 80)
-
-
-def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task is cut evenly over its categories; the order is the file's. Only in Spec-Bench's file they share one."""
-    file = tmp_path / "question.jsonl"
-    categories = ["writing"] * 4 + ["math"] * 4 + ["coding"] + ["qa"] * 4
-    lines = ({"question_id": n, "category": category, "turns": ["a"]} for n, category in enumerate(categories))
-    file.write_text("\n".join(json.dumps(line) for line in lines))
-
-    def kept(*limits: int | None) -> list[Any]:
-        return [question.question_id for question in load_questions(str(file), *limits)]
-
-    assert kept() == list(range(13))
-    assert kept(2) == [0, 1, 4, 5, 8, 9, 10]
-    assert kept(None, 1) == [0, 4, 8, 9]
-    monkeypatch.setattr(spec_bench_questions, "SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
-    assert kept(None, 4) == [0, 1, 4, 8, 9, 10, 11, 12]
-    assert kept(None, 1) == [0, 9]
-    assert kept(None, 5) == [0, 1, 4, 5, 8, 9, 10, 11, 12]  # coding has one only
+    assert answer.turns[0].prompt_tokens == 72  # two before the 70 letters
 
 
 def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:

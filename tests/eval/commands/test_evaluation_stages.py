@@ -188,7 +188,7 @@ def test_the_model_card_carries_figures_and_proof_of_its_weights_alone(recipe: R
     assert f"| tuned | 0 | {row['tau']:.2f} | {row['tau_without_bonus']:.2f} | {row['speedup_mean']:.2f} |" in text
     assert "| lookup |" not in text, "what is not this drafter's"
     assert "Proved: " in text
-    assert "On 7 questions of `embedded.jsonl`" in text
+    assert "On 7 questions of `embedded`" in text
     summary_file.write_text(json.dumps([{**row, "speedup_mean": 99.0, "tau": 98.0} for row in summary]))
     update_card(recipe)
     assert ModelCard.load(card).text == text

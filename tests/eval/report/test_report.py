@@ -44,7 +44,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     ]
     summary += [entry | {"temperature": 1.0, "greedy_identical": None} for entry in summary]
     summary += [
-        row("small", "overall", **reduced),
+        row("small", "overall", **reduced, tau_by_position=[{"from": 16, "below": 32, "rounds": 5, "tau": 2.25}]),
         row("tree", "mt_bench"),
         row("fast", "overall", lossless=False, greedy_identical=None),
     ]
@@ -59,11 +59,12 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     for said in (
         "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |",
         r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn | tree",
-        "Spec-Bench's task of the eight MT-bench categories together",
+        "### Within mt_bench",
         "| tree | 0 | 4.00 | 1.00 | 4.50 | 0.200 | 0.123 | 0.25 | 1.90 | 1.80 | 0.95 |",
         "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |",
         "| tree | 0 | 4 | 0.71 | 0.062 | 1.92 | 1.80 |",
         "| small | 0 | 96.2% | 7.1% | 0.13 |",
+        "| tokens of answer before the round: | T | 16 to 31 |\n|---|---|---|\n| small | 0 | 2.25 (5) |\n",
         "![speedup](eval/speedup.png)",
         "draftsmith run runs/demo/recipe.yaml",
         "1 question(s), 2 later turn(s)",

@@ -16,10 +16,11 @@ from draftsmith.eval.report.summary import (
     best_row,
     evaluation_figures,
     latencies,
-    parts_of_mt_bench,
+    parts_of_tasks,
     shown_categories,
     summarize,
     summarize_timing,
+    tau_by_length,
 )
 from draftsmith.recipes.schema import Recipe
 
@@ -30,7 +31,7 @@ def test_no_category_is_counted_twice() -> None:
     """writing and math are mt_bench where there are other tasks too, and then a separate table."""
     summary = summarize(records_of({"chain": 1.0}))
     assert shown_categories(summary) == ["translation", "rag", "mt_bench"]
-    assert parts_of_mt_bench(summary) == ["writing", "math"]
+    assert parts_of_tasks(summary) == ["writing", "math"]
     tokens = {each["category"]: each["tokens"] for each in summary if each["method"] == "chain"}
     assert sum(tokens[name] for name in ("translation", "rag", "mt_bench")) == tokens["overall"] == 80
     assert {each["category"]: each["task"] for each in summary} == {
@@ -39,7 +40,7 @@ def test_no_category_is_counted_twice() -> None:
     }  # fmt: skip
     alone = [full_row(method, category) for method in ("autoregressive", "x") for category in (*EIGHT, "overall")]
     assert shown_categories(alone) == EIGHT
-    assert parts_of_mt_bench(alone) == []
+    assert parts_of_tasks(alone) == []
 
 
 def test_tasks_come_from_the_question_file() -> None:
@@ -49,9 +50,22 @@ def test_tasks_come_from_the_question_file() -> None:
         record.task = record.category
     summary = summarize(records)
     assert set(shown_categories(summary)) == {"writing", "math", "translation", "rag"}
-    assert parts_of_mt_bench(summary) == []
+    assert parts_of_tasks(summary) == []
     (over_tasks,) = (row["over_tasks"] for row in summary if (row["method"], row["category"]) == ("chain", "overall"))
     assert over_tasks["tasks"] == 4
+
+
+def test_every_task_of_several_categories_is_joined() -> None:
+    """As MATH-500's subjects next to another set; a task of one category is that category."""
+    records = records_of({"chain": 1.0})
+    for record, task in zip(records, ("math_500", "math_500", "gsm8k", "qualitative/rag") * 2, strict=True):
+        record.category, record.task = record.category if task == "math_500" else task, task
+    summary = summarize(records)
+    assert shown_categories(summary) == ["gsm8k", "qualitative/rag", "math_500"]
+    assert parts_of_tasks(summary) == ["writing", "math"]
+    assert [row["over_tasks"]["questions"] for row in summary if row["category"] == "overall"][-1] == {
+        "math_500": 4, "gsm8k": 2, "qualitative/rag": 2,
+    }  # fmt: skip
 
 
 def read_in(*seconds: float | None) -> list[QuestionRecord]:
@@ -113,6 +127,26 @@ def test_a_draft_vocabulary_by_hand() -> None:
     assert chain["tau_lost_at_most"] == pytest.approx(2 / 3)
     assert baseline["method"] == "autoregressive"
     assert baseline["decoded_coverage"] is None
+
+
+def test_tau_by_length_by_hand() -> None:
+    """Rounds after 1, 11, 16, 18 and 38 tokens of an answer to 120; and after 1 of one whose prompt is unknown."""
+    turns = [AnswerRecord(accept_lengths=[10, 5, 2, 20, 1], prompt_tokens=120), AnswerRecord(accept_lengths=[4])]
+    assert tau_by_length(turns) == {
+        "tau_by_context": [
+            {"from": 0, "below": 128, "rounds": 1, "tau": 10},
+            {"from": 128, "below": 256, "rounds": 4, "tau": 7},
+        ],
+        "tau_by_position": [
+            {"from": 0, "below": 16, "rounds": 3, "tau": pytest.approx(19 / 3)},
+            {"from": 16, "below": 32, "rounds": 2, "tau": 11},
+            {"from": 32, "below": 64, "rounds": 1, "tau": 1},
+        ],
+    }
+    category, overall = summarize([made_up(0, 2.0, 4.0), made_up(1, 2.0, 4.0)])[-2:]
+    assert "tau_by_context" not in category
+    # Three rounds a run, after 127, 130 and 133 tokens.
+    assert [(each["from"], each["rounds"]) for each in overall["tau_by_context"]] == [(0, 2), (128, 4)]
 
 
 def test_pooled_and_by_question_by_hand() -> None:

@@ -13,6 +13,7 @@ from draftsmith.eval.report.page.curves import (
 from draftsmith.eval.report.page.methods import (
     MOST_DEPTHS,
     acceptance_depths,
+    length_tables,
     mean_rounds,
     method_tables,
     timeline,
@@ -73,6 +74,21 @@ def test_acceptance_by_depth() -> None:
     ]
     listed = [(each.method, len(each.shares), each.more) for each in acceptance_depths(rows)]
     assert listed == [("deep", MOST_DEPTHS, 3), ("seldom", 1, 2), ("hot", 1, 0)]
+
+
+def test_tau_by_length() -> None:
+    """A column for every bucket of any method; a dash where a method has no rounds in it."""
+    early, late = ({"from": low, "below": 2 * low or 16, "rounds": 5, "tau": 2.5} for low in (0, 32))
+    rows = [
+        row("chain", "overall", tau_by_context=[], tau_by_position=[early, late]),
+        row("tree", "overall", tau_by_context=[], tau_by_position=[late]),
+        row("autoregressive", "overall", tau_by_position=[early | {"from": 16, "below": 32}]),
+        row("chain", "math"),
+    ]
+    (table,) = length_tables(rows)
+    assert (table.tokens, table.buckets) == ("answer", ["below 16", "32 to 63"])
+    assert [(each["method"], cells) for each, cells in table.rows] == [("chain", [early, late]), ("tree", [None, late])]
+    assert length_tables([row("chain", "overall")]) == []
 
 
 # ---- rounds ----
