@@ -135,8 +135,8 @@ class SourceRecipe(Section):
 
     source: str = Field(
         "stdlib",
-        description="conversations: a local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet file, a Hub dataset id, or "
-        "`stdlib`, which ships with draftsmith",
+        description="conversations: a local .json/.jsonl/.csv(.gz/.xz/.zst)/.parquet file, a Hub dataset id, the "
+        "folder of a distilled set, or `stdlib`, which ships with draftsmith",
     )
     name: str | None = Field(
         None, description="name of the source in counts and the data card; by default the file's or the dataset's"
@@ -153,6 +153,8 @@ class SourceRecipe(Section):
         """Name of the source in counts."""
         if self.name is not None:
             return self.name
+        if Path(self.source).expanduser().is_dir():
+            return Path(self.source).expanduser().name
         without_suffixes = re.sub(r"(\.(jsonl?|ndjson|parquet|csv|tsv|gz|xz|zst))+$", "", self.source)
         return self.source if without_suffixes == self.source else PurePath(without_suffixes).name
 

@@ -9,9 +9,11 @@ import hashlib
 import heapq
 import json
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,13 @@ from huggingface_hub import DatasetCardData
 from draftsmith.data.distill.ledger import FAILED, LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
 from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.distilled import CARD_JSON, SHARDS, tokenizer_hashes
 from draftsmith.data.sources.files import STDLIB, STDLIB_FILE
 from draftsmith.data.sources.mixture import SourceCounts, Tally, question_sources
 from draftsmith.data.sources.question_sets import questions_files
-from draftsmith.files import file_sha256, write_atomically
+from draftsmith.errors import UserError
+from draftsmith.files import file_sha256, read_json, write_atomically
+from draftsmith.models.target.loading import weights_hash
 from draftsmith.provenance import versions
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
@@ -34,7 +39,8 @@ from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-CARD, CARD_JSON, PICTURE = "README.md", "card.json", "tokens.png"
+CARD, PICTURE = "README.md", "tokens.png"
+SHARD_CONVERSATIONS = 20_000  # of a published file
 SAMPLES = 5
 SHOWN_CHARS = 600
 WHAT_BECAME = {  # counts of a source by reason, and their names in the card
@@ -98,13 +104,12 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
 
     def counted() -> Iterator[Conversation]:
         for made in view.distilled():
-            source = made.conversation.source or UNKNOWN_SOURCE
+            source = made.source or UNKNOWN_SOURCE
             distilled[source] += 1
             shortened[source].update([made.shortened] if made.shortened else [])
-            yield made.conversation
+            yield made
 
-    # Chosen by a hash of the id, so that the samples stay the same when conversations are added.
-    samples = heapq.nsmallest(SAMPLES, counted(), key=lambda c: hashlib.sha256(f"sample {c.id}".encode()).digest())
+    samples = _choose_samples(counted())
     answer_tokens = answer_lengths(tokens)
     prompt_tokens = [length - answers for length, answers in zip(row_lengths(tokens), answer_tokens, strict=True)]
     report = recorded_report(folder / "tokens")
@@ -119,6 +124,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             "revision": recipe.target.revision,
             "dtype": recipe.target.dtype,
             "model": recipe.target.display_name,
+            "weights": weights if recipe.answering_target is recipe.target else weights_hash(recipe.target),
         },
         "answered_by": recipe.answering_target.display_name,
         "sources": sources,
@@ -134,8 +140,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
             "sources": {source.label: _origin(source) for source in recipe.data.conversations.sources},
             "data_files": {file.relative_to(folder).as_posix(): file_sha256(file) for file in view.files()},
             "records": view.fingerprint(),
-            "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
-            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+            **tokenizer_hashes(tokenizer),
         },
         "versions": versions(),
         "loops": {"loops": recipe.data.loops, "copied_tokens": 0 if report is None else report.copied_tokens},
@@ -145,23 +150,83 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
-    write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     title = f"{recipe.name}: {len(view):,} conversations"
     _draw_histograms({"prompt": prompt_tokens, "answer": answer_tokens}, folder / PICTURE, title)
-    front_matter = DatasetCardData(  # metadata for the Hub; the licence depends on the sources
-        pretty_name=recipe.name,
-        language=recipe.data.conversations.filters.languages or None,
+    _write_card(folder, values, samples)
+    return folder / CARD
+
+
+def write_distilled_set(recipe: Recipe, folder: Path, licences: dict[str, str], base_model: str | None = None) -> None:
+    """Write a run's distilled conversations to a folder, as a dataset repository: see `data/sources/distilled.py`.
+
+    The files are the same however the distillation was interrupted.
+
+    Args:
+        licences: Licence of each source's prompts, by its name in the counts.
+        base_model: The target's id on the Hub, if the recipe names a folder.
+
+    Raises:
+        UserError: Nothing was distilled, its answers are not a target's, or not those of the card or the recipe.
+    """
+    data = RunFolder(recipe).data
+    view, again = LedgerView(data), "run `draftsmith distill` again"
+    values = read_json(data / CARD_JSON, dict[str, Any], again)
+    if values["engine"]["engine"] == "none":
+        raise UserError(f"{data} holds its sources' own answers (data.distill.engine: none), not the target's: distil")
+    if values["hashes"]["records"] != view.fingerprint():
+        raise UserError(f"{data} holds other conversations than its card says: {again}")
+    if licences.keys() != values["hashes"]["sources"].keys():
+        raise UserError(f"{data} was distilled from other sources: use the recipe that it was distilled with")
+    shutil.rmtree(folder, ignore_errors=True)
+    records, files = view.records(), dict[str, str]()
+    for number in count(1):
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in islice(records, SHARD_CONVERSATIONS)]
+        if not lines:
+            break
+        file = folder / SHARDS / f"{number:05d}.jsonl"
+        write_atomically(file, "".join(lines))
+        files[f"{SHARDS}/{file.name}"] = file_sha256(file)
+    shutil.copyfile(data / PICTURE, folder / PICTURE)
+    values["hashes"]["data_files"] = files
+    if base_model is not None:
+        own = values["answered_by"] == values["target"]["model"]
+        values["target"]["model"] = base_model
+        values["answered_by"] = base_model if own else values["answered_by"]
+    _write_card(folder, {**values, "licences": licences}, _choose_samples(view.distilled()))
+
+
+def _choose_samples(conversations: Iterator[Conversation]) -> list[Conversation]:
+    """Choose conversations by a hash of the id, so that they stay the same when others are added."""
+    return heapq.nsmallest(SAMPLES, conversations, key=lambda c: hashlib.sha256(f"sample {c.id}".encode()).digest())
+
+
+def _write_card(folder: Path, values: dict[str, Any], samples: list[Conversation]) -> None:
+    """Write `card.json` and the card. Its front matter has what a reader of the Hub searches for."""
+    conversations, licences = sum(row["distilled"] for row in values["sources"].values()), values.get("licences", {})
+    write_atomically(folder / CARD_JSON, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    front_matter = DatasetCardData(
+        license=sorted(set(licences.values())) or None,
+        pretty_name=values["name"],
+        language=values["selection"]["filters"]["languages"] or None,
         task_categories=["text-generation"],
-        size_categories=[next((name for limit, name in HUB_SIZES if len(view) < limit), "n>1M")],
+        size_categories=[next((name for limit, name in HUB_SIZES if conversations < limit), "n>1M")],
         tags=["draftsmith", "self-distillation", "speculative-decoding"],
-        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": ["shards/*.jsonl"]}]}],
+        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": [f"{SHARDS}/*.jsonl"]}]}],
+        distilled={
+            "answered_by": values["answered_by"],
+            "target": values["target"],
+            **values["engine"],
+            "chat_template_sha256": values["hashes"]["chat_template"],
+            "conversations": conversations,
+            "answer_tokens": values["tokens"]["answer"]["total"],
+            "files_sha256": values["hashes"]["data_files"],
+        },
     ).to_yaml()
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
     template = environment.from_string(Path(__file__).with_name("data_card.md.j2").read_text(encoding="utf-8"))
-    text = template.render(values, what_became=WHAT_BECAME, front_matter=front_matter, picture=PICTURE, samples=samples)
-    write_atomically(folder / CARD, text)
-    return folder / CARD
+    more = {"what_became": WHAT_BECAME, "front_matter": front_matter, "picture": PICTURE, "samples": samples}
+    write_atomically(folder / CARD, template.render({"licences": licences, **values, **more}))
 
 
 def _origin(source: MixedSourceRecipe) -> str:
@@ -171,6 +236,8 @@ def _origin(source: MixedSourceRecipe) -> str:
     file = Path(source.source).expanduser()
     if file.is_file():
         return f"{file.name}, SHA-256 {file_sha256(file)}"
+    if file.is_dir():
+        return f"{file.name}, a distilled set, SHA-256 of {CARD_JSON} {file_sha256(file / CARD_JSON)}"
     parts = [source.file or f"split {source.hub_split}", f"revision {source.revision or 'main'}"]
     parts += [f"configuration {source.hub_config}"] if source.hub_config else []
     return f"Hub dataset {source.source}, {', '.join(parts)}"

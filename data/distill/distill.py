@@ -27,7 +27,6 @@ from draftsmith.data.distill.ledger import (
     FinishedConversation,
     Ledger,
     LedgerView,
-    kept_record,
 )
 from draftsmith.data.distill.limits import TargetLimits, check_conversations
 from draftsmith.data.distill.settings import FolderSettings, distill_settings, has_answers
@@ -42,6 +41,7 @@ from draftsmith.data.engines.engine import (
     open_engine,
 )
 from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.distilled import check_answers, kept_record
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
 from draftsmith.data.tokens.loss_mask import reasoning_ids
@@ -141,10 +141,12 @@ def distill(
         limits: Limits of the model that answers; by default unknown.
 
     Raises:
-        UserError: Bad conversations, no chat template, no room for answers, or a folder made with other settings.
+        UserError: Bad conversations, answers of another target, no chat template, no room for answers, or a folder made
+            with other settings.
     """
     template_end_token(tokenizer)  # a template that cannot be used fails here, before hours of generation
     reasoning_ids(tokenizer, recipe.data)
+    check_answers(recipe, tokenizer, weights)
     report = DistillReport(folder.data)
     conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     settings = FolderSettings(folder.data, distill_settings(recipe, weights, tokenizer))
@@ -422,7 +424,7 @@ class _Distillation:
             return FinishedConversation(source.id, FAILED, reason)
         while turns[-1].role != "assistant":
             turns.pop()
-        conversation = replace(source, turns=tuple(turns))
+        conversation = replace(source, turns=tuple(turns), answer_ids=tuple(answer_ids))
         # Check that it can be tokenised. A single answer always can, right after its own prompt; the template may
         # rewrite earlier ones.
         if len(answer_ids) > 1 or None in answer_ids:
@@ -430,8 +432,7 @@ class _Distillation:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
             except TemplateProblem:  # an answer with two </think>, for instance
                 return FinishedConversation(source.id, FAILED, REWRITTEN)
-        record = kept_record(conversation) | {"answer_ids": answer_ids}
-        return FinishedConversation(source.id, DONE if reason is None else SHORTENED, reason, record)
+        return _kept(conversation, reason)
 
     def _write(self) -> None:
         """Write new results to the ledger; nothing before the first answer, so that failures fix no settings."""
@@ -445,6 +446,12 @@ class _Distillation:
         end_s = time.monotonic()
         self.next_write_s = end_s + min(19 * (end_s - start_s), LONGEST_WRITE_INTERVAL_S)
         self.answers, self.finished = [], []
+
+
+def _kept(conversation: Conversation, reason: str | None) -> FinishedConversation:
+    """Return the final state of a conversation with answers; `reason`: why later ones are missing."""
+    state = DONE if reason is None else SHORTENED
+    return FinishedConversation(conversation.id, state, reason, kept_record(conversation))
 
 
 def _pass_through(
@@ -463,9 +470,7 @@ def _pass_through(
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
-            finished.append(
-                FinishedConversation(key, DONE, None, kept_record(replace(conversations[key], turns=turns)))
-            )
+            finished.append(_kept(replace(conversations[key], turns=turns), conversations[key].shortened))
         with settings.fixed():
             ledger.commit([], finished)
         report.kept += len(finished)

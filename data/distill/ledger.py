@@ -24,54 +24,22 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from draftsmith.data.sources.conversation import Conversation, Role, Turn
+from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.sources.distilled import SHARDS, DistilledLine, kept_conversation
 from draftsmith.errors import UserError
 
 DONE, SHORTENED, FAILED = "done", "truncated", "failed"
-SHARDS, UNFINISHED, CLAIMS = "shards", "unfinished", "claims.lock"
-
-
-class _Function(TypedDict):
-    name: str
-    arguments: dict[str, Any]
-
-
-class _ToolCall(TypedDict):
-    type: str
-    function: _Function
-    id: NotRequired[str]
-
-
-class _Message(TypedDict):
-    role: Role
-    content: str
-    tool_calls: NotRequired[list[_ToolCall]]
-    name: NotRequired[str]
-    tool_call_id: NotRequired[str]
-    reasoning_content: NotRequired[str]
-    weight: NotRequired[int]
+UNFINISHED, CLAIMS = "unfinished", "claims.lock"
 
 
 class _StoredAnswer(TypedDict):
     text: str
     token_ids: list[int] | None
-
-
-class _KeptLine(TypedDict):
-    """A line of `shards/`."""
-
-    id: str
-    state: str
-    reason: str | None
-    messages: list[_Message]
-    source: NotRequired[str]
-    tools: NotRequired[list[dict[str, Any]]]
-    answer_ids: NotRequired[list[list[int] | None]]
 
 
 class _AnswerLine(TypedDict):
@@ -90,7 +58,7 @@ class _FailedLine(TypedDict):
 
 
 _LINES: dict[str, TypeAdapter[Any]] = {
-    SHARDS: TypeAdapter(_KeptLine),
+    SHARDS: TypeAdapter(DistilledLine),
     UNFINISHED: TypeAdapter(_AnswerLine | _FailedLine),
 }
 
@@ -103,12 +71,6 @@ class FinishedConversation:
     state: str
     reason: str | None = None
     record: dict[str, Any] | None = None
-
-
-def kept_record(conversation: Conversation) -> dict[str, Any]:
-    """Return a conversation as the `record` of a line of `shards/`."""
-    record = {"source": conversation.source, "messages": conversation.messages}
-    return record | ({"tools": list(conversation.tools)} if conversation.tools else {})
 
 
 class Claim(NamedTuple):
@@ -125,17 +87,6 @@ class _Line(NamedTuple):
     offset_bytes: int
     state: str
     reason: str | None
-
-
-class Distilled(NamedTuple):
-    """A conversation with the target's answers.
-
-    answer_ids: token ids of each answer with its end token; None where unknown. shortened: why later turns are missing.
-    """
-
-    conversation: Conversation
-    answer_ids: list[list[int] | None]
-    shortened: str | None = None
 
 
 class LedgerView:
@@ -180,16 +131,9 @@ class LedgerView:
                     raise self._damage_error(line.file, line.offset_bytes)
                 yield record
 
-    def distilled(self) -> Iterator[Distilled]:
+    def distilled(self) -> Iterator[Conversation]:
         """Read the kept conversations with their answers, in the order of `records`."""
-        for record in self.records():
-            turns = tuple(
-                Turn(**{**message, "tool_calls": tuple(message.get("tool_calls", ()))})
-                for message in record["messages"]
-            )
-            answers = sum(turn.role == "assistant" for turn in turns)
-            conversation = Conversation(record["id"], turns, record.get("source", ""), tuple(record.get("tools", ())))
-            yield Distilled(conversation, record.get("answer_ids") or [None] * answers, record["reason"])
+        return map(kept_conversation, self.records())
 
     def counts(self) -> dict[str, Counter[str]]:
         """Return for each state the number of conversations by reason (`""` without a reason)."""

@@ -146,7 +146,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
         building.mkdir(parents=True)
         with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
             report = write_token_rows(
-                ((made.conversation, made.answer_ids) for made in view.distilled()),
+                ((made, list(made.answer_ids)) for made in view.distilled()),
                 work,
                 building / "rows.arrow",
                 settings.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
@@ -184,7 +184,7 @@ def _first_refusal(view: LedgerView, work: Work) -> UserError:
     """Return the error of the first conversation, for a template that takes none."""
     for made in view.distilled():
         try:
-            tokenize_rows(work.tokenizer, made.conversation, work.max_length_tokens, made.answer_ids)
+            tokenize_rows(work.tokenizer, made, work.max_length_tokens, list(made.answer_ids))
         except TemplateProblem as problem:
             return problem
     return UserError("the target's chat template rejects every conversation: correct tokenizer.chat_template")

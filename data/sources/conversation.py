@@ -54,12 +54,16 @@ class Conversation:
 
     id: hash of everything except the assistant's turns, so that it does not change when these are regenerated.
     source: name of the source in the recipe. tools: the tools that the assistant may call.
+    answer_ids: of a distilled one, token ids of each answer with its end token; None where unknown.
+    shortened: why later turns of a distilled one are missing.
     """
 
     id: str
     turns: tuple[Turn, ...]
     source: str = field(default="", compare=False)
     tools: tuple[Tool, ...] = ()
+    answer_ids: tuple[list[int] | None, ...] = field(default=(), compare=False)
+    shortened: str | None = field(default=None, compare=False)
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -291,6 +291,12 @@ def _skip_blanks(text: str, at: int) -> int:
     return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
+def is_hub_name(source: str) -> bool:
+    """Return True if a source that is no local file may be the name of a Hub dataset."""
+    looks_like_a_file = source.startswith((".", "/", "~")) or source.endswith(FILE_SUFFIXES)
+    return not looks_like_a_file and HUB_ID.fullmatch(source) is not None
+
+
 def open_records(recipe: SourceRecipe, split: Split) -> Records:
     """Read (place, record) pairs of a source; a line that is not JSON comes as an `InvalidConversation`.
 
@@ -310,10 +316,10 @@ def open_records(recipe: SourceRecipe, split: Split) -> Records:
         return read_records(file)
     if file.is_dir():
         raise UserError(
-            f"data.conversations.source {file} is a folder: name one .json, .jsonl, .parquet or .csv file in it"
+            f"data.conversations.source {file} is a folder and no distilled set (there is no card.json): name one "
+            ".json, .jsonl, .parquet or .csv file in it"
         )
-    looks_like_a_file = recipe.source.startswith((".", "/", "~")) or recipe.source.endswith(FILE_SUFFIXES)
-    if looks_like_a_file or not HUB_ID.fullmatch(recipe.source):
+    if not is_hub_name(recipe.source):
         hint = f"its folder {file.parent} does not exist either"
         if file.parent.is_dir():
             names = [entry.name for entry in file.parent.iterdir() if entry.is_file()]

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from draftsmith.data.sources.conversation import Conversation, conversation_id
+from draftsmith.data.sources.distilled import find_distilled, kept_answers
 from draftsmith.data.sources.files import STDLIB, InvalidConversation, open_records
 from draftsmith.data.sources.questions import Contamination
 from draftsmith.data.sources.record_reader import parse_conversation
@@ -230,13 +231,18 @@ class _Selection:
         """Yield the conversations of one source that pass the filters, at most as many as its own limit."""
         conversations = self._recipe.data.conversations
         tally = self._counts.by_source.setdefault(source.label, Tally())
-        for where, record in open_records(source, conversations.split):
+        distilled = find_distilled(source)
+        records = open_records(source, conversations.split) if distilled is None else distilled.records()
+        for where, record in records:
             tally.read += 1
             unread: Counter[str] = Counter()
             try:
                 if isinstance(record, InvalidConversation):
                     raise record
-                conversation = parse_conversation(record, where, source.columns, self._keeps_answers, unread)
+                if distilled is not None and self._keeps_answers:
+                    conversation = kept_answers(record, where)
+                else:
+                    conversation = parse_conversation(record, where, source.columns, self._keeps_answers, unread)
                 if self._keeps_answers:
                     _check_answers(conversation, where)
             except InvalidConversation as error:

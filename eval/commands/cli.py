@@ -465,16 +465,26 @@ def push(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Dtype of the published weights; default: as trained."),
     ] = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Publish the distilled conversations, as a dataset, and no drafter.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Upload nothing; write the files to runs/NAME/hub.")
+        bool, typer.Option("--dry-run", help="Upload nothing; write the files to runs/NAME/hub, or hub_data.")
     ] = False,
 ) -> None:
-    """Publish the drafter on the Hub, with its recipe, figures, proof and model card."""
+    """Publish the drafter on the Hub, with its recipe, figures, proof and model card; or the distilled answers."""
     loaded = load_recipe(recipe, overrides)
     import torch
 
     from draftsmith.eval.commands.push import push as send
+    from draftsmith.eval.commands.push import push_data
 
+    if data:
+        if exports or dtype:
+            raise UserError("options --exports and --dtype are those of a drafter: leave them out with --data")
+        heading("push", f"{loaded.name}: answers of {loaded.answering_target.display_name}")
+        tell(push_data(loaded, repo, revision, public, base_model, license_id, dry_run))
+        return
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
     formats = list(filter(None, exports.split(",")))
     weights = None if dtype is None else getattr(torch, dtype)

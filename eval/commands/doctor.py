@@ -36,6 +36,7 @@ from draftsmith.data.distill.limits import (
 from draftsmith.data.distill.token_dataset import load_tokens, recorded_report, tokenize_rows
 from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
+from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations, question_sources
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, tokenize_conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
@@ -59,6 +60,7 @@ from draftsmith.models.target.loading import (
     load_target,
     target_location,
     template_variables,
+    weights_hash,
 )
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.models.target_logits import logit_shape
@@ -274,6 +276,7 @@ def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diag
     found: list[Conversation] = []
 
     def read_conversations() -> None:
+        check_answers(recipe, expected.tokenizer, weights_hash(recipe.target))
         found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
 
     unreadable, findings = _run_check("source", read_conversations), []
@@ -312,7 +315,9 @@ def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diag
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, is_shortened = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
+            found_rows, is_shortened = tokenize_rows(
+                expected.tokenizer, whole, recipe.data.max_length_tokens, list(whole.answer_ids) or None
+            )
         except TemplateProblem as problem:
             problems.append(problem)
             continue

@@ -1,16 +1,18 @@
-"""`draftsmith push`: publish the run's drafter on the Hub, with recipe, figures and model card.
+"""`draftsmith push`: publish the run's drafter on the Hub, with recipe, figures and model card; or its answers.
 
 1. All files are collected in `runs/<name>/hub/`, without local paths or secrets.
 2. They are uploaded as one commit, so that nobody can download half a drafter. Unchanged files are not sent again.
 
 The exports in the run's `export/` are uploaded too, and so are the formats that `--exports` names, exported first.
+`--data` publishes the distilled conversations instead, from `runs/<name>/hub_data/`.
 """
 
 import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from huggingface_hub import HfApi, ModelCard, constants, get_token, hf_hub_downl
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.data.card.card import write_distilled_set
+from draftsmith.data.sources.distilled import CARD_JSON
+from draftsmith.data.sources.files import STDLIB, is_hub_name
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.commands.artifacts import card_figures, recorded_proof, update_card
 from draftsmith.eval.commands.console import console
@@ -39,9 +44,10 @@ YOU = "YOU"  # stands for the user name if the Hub is not queried for it
 LONGEST_NAME = 96  # of a repository
 TEXTS = {".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".jinja"}
 # Files of an earlier push that are deleted if this one lacks them: a left-over shard would corrupt the weights.
-OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export)/.*")
+OURS = re.compile(r"[^/]+\.(?:json|safetensors|yaml)|(?:eval|export|shards)/.*")
 DOWNLOADED = "drafter"  # download folder in the card's commands; a name that vLLM does not take for a method
 LICENSE_KEYS = ("license", "license_name", "license_link")
+STDLIB_LICENCE, UNKNOWN_LICENCE = "psfl", "unknown"  # as the Hub spells them
 
 
 @with_run_lock("push")
@@ -84,9 +90,61 @@ def push(
                 f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: use the recipe that it was "
                 "trained with"
             )
+    api = HfApi()
+    repo = _full_name(api, repo or default_name(recipe, base_model), base_model, dry_run)
+    for to in exports:
+        console.print(export_run(recipe, to, None).lines()[0], markup=False)
+    licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
+    card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
+    if not card.license:
+        console.print("The target's card names no licence, so the drafter's has none: --license sets one", markup=False)
+    at = "" if revision is None else f"@{revision}"
+    use = f"{{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods"
+    upload = _Upload(api, repo, "model", card.folder, revision, public)
+    return upload.publish(stage(recipe, card, dtype), dry_run, use)
+
+
+@with_run_lock("push")
+def push_data(
+    recipe: Recipe,
+    repo: str | None = None,
+    revision: str | None = None,
+    public: bool = False,
+    base_model: str | None = None,
+    license_id: str | None = None,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Publish the run's distilled conversations as a dataset of the Hub; arguments and result as of `push`.
+
+    Args:
+        license_id: License of the prompts as the Hub spells it; default: what the sources' cards say.
+
+    Raises:
+        UserError: Nothing was distilled, the card names a local path or a secret, or the Hub refuses.
+    """
+    api, folder = HfApi(), RunFolder(recipe).root / "hub_data"
+    repo = _full_name(api, repo or default_name(recipe, base_model, "distilled"), base_model, dry_run)
+    licences = {
+        source.label: license_id or _get_prompts_licence(source.source, source.revision, dry_run)
+        for source in recipe.data.conversations.sources
+    }
+    write_distilled_set(recipe, folder, licences, base_model)
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    _check_no_private_text(recipe, files)
+    at = "" if revision is None else f" data.conversations.revision={revision}"
+    upload = _Upload(api, repo, "dataset", folder, revision, public)
+    return upload.publish(files, dry_run, f"data.distill.engine=none data.conversations.source={repo}{at}")
+
+
+def _full_name(api: HfApi, repo: str, base_model: str | None, dry_run: bool) -> str:
+    """Return the repository's name with its owner.
+
+    Raises:
+        UserError: The name or that of the target is not valid, or the Hub does not know the user.
+    """
     if base_model is not None and hub_id(base_model) is None:
         raise UserError(f"option --base-model: {base_model} is no Hub id: give owner/name")
-    api, user, repo = HfApi(), YOU, repo or default_name(recipe, base_model)
+    user = YOU
     if not dry_run:
         with hub_errors("nothing was pushed", repo):
             user = api.whoami()["name"]
@@ -96,31 +154,18 @@ def push(
             f"option --repo: {repo} is no valid repository name: give name or user/name, of at most {LONGEST_NAME} "
             "characters"
         )
-    for to in exports:
-        console.print(export_run(recipe, to, None).lines()[0], markup=False)
-    licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
-    card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
-    if not card.license:
-        console.print("The target's card names no licence, so the drafter's has none: --license sets one", markup=False)
-    sizes = {name: file.stat().st_size for name, file in stage(recipe, card, dtype).items()}
-    console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
-    for name, size in sizes.items():
-        console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
-    if dry_run:
-        console.print(f"Nothing was sent; the files are in {card.folder}", markup=False)
-        return {"repo": repo, "address": None, "files_bytes": sizes}
-    address = _send(api, card, list(sizes), revision, public)
-    console.print(f"\nPushed    {address}", markup=False)
-    at = "" if revision is None else f"@{revision}"
-    console.print(f"Use it    {{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods", markup=False)
-    return {"repo": repo, "address": address, "files_bytes": sizes}
+    return repo
 
 
-def default_name(recipe: Recipe, base_model: str | None = None) -> str:
-    """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it."""
+def default_name(recipe: Recipe, base_model: str | None = None, what: str | None = None) -> str:
+    """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it.
+
+    Args:
+        what: Stands in place of the method.
+    """
     target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
-    method = load_drafter_class(kind).config_class.published_as or kind.replace("_", "-")
+    method = what or load_drafter_class(kind).config_class.published_as or kind.replace("_", "-")
     target = re.sub(r"[^\w.-]+", "-", target.removesuffix(".gguf"))[: LONGEST_NAME - len(method) - 1]
     return f"{target}-{method}"
 
@@ -207,18 +252,33 @@ def get_license(model: str, local_only: bool = False) -> dict[str, str]:
         local_only: Do not use the network.
     """
     folder = EMBEDDED_TARGET if model == "embedded" else Path(model)
-    try:
-        card = folder / CARD_FILE
-        if not folder.is_dir():
-            card = Path(hf_hub_download(model, CARD_FILE, local_files_only=local_only))
-        data = ModelCard.load(card).data.to_dict()
-    except Exception:  # no card, no network, invalid YAML, ...: the drafter is published without a licence
-        return {}
+    data = _read_front_matter(model, folder, local_files_only=local_only)
     licence = {key: str(data[key]) for key in LICENSE_KEYS if data.get(key)}
     if "://" not in licence.get("license_link", "://"):  # a file in the target's repository
         link = licence.pop("license_link")
         licence |= {} if folder.is_dir() else {"license_link": f"{constants.ENDPOINT}/{model}/blob/main/{link}"}
     return licence
+
+
+def _get_prompts_licence(source: str, revision: str | None, local_only: bool) -> str:
+    """Return the licence that a source of conversations has on its card; `unknown` if it names none."""
+    if source == STDLIB:
+        return STDLIB_LICENCE
+    folder = Path(source).expanduser()
+    if not folder.is_dir() and not is_hub_name(source):
+        return UNKNOWN_LICENCE
+    card = _read_front_matter(source, folder, repo_type="dataset", revision=revision, local_files_only=local_only)
+    named = card.get("license")
+    return ", ".join(named) if isinstance(named, list) else str(named or UNKNOWN_LICENCE)
+
+
+def _read_front_matter(name: str, folder: Path, **where: Any) -> dict[str, Any]:
+    """Read the metadata of the card in a folder, else of that on the Hub; empty if it cannot be read."""
+    try:
+        card = folder / CARD_FILE if folder.is_dir() else Path(hf_hub_download(name, CARD_FILE, **where))
+        return ModelCard.load(card).data.to_dict()
+    except Exception:  # no card, no network, invalid YAML, ...: what is published has no licence
+        return {}
 
 
 def _add(source: Path, place: Path, way_out: str = "") -> None:
@@ -247,53 +307,92 @@ def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
     for name, file in files.items():
         if file.suffix not in TEXTS:
             continue
-        text = file.read_text(encoding="utf-8", errors="replace")
-        leak = next((what for needle, what in private.items() if needle in text), None)
+        # Conversations, and their samples in the card, may name any folder.
+        is_of_answers = CARD_JSON in files and name != CARD_JSON
+        names = [text for text in private if text == token or not is_of_answers]
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            leak = next((private[text] for line in lines for text in names if text in line), None)
         if leak is not None:
             raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file}, or its recipe")
 
 
-def _send(api: HfApi, card: Publication, files: list[str], revision: str | None, public: bool) -> str:
-    """Upload the files as one commit, creating the repository if it is missing. Returns the commit's URL."""
-    repo = card.repo
-    with hub_errors("nothing was pushed", repo):
-        exists = _existing(api, repo, public)
-        if not exists:
-            api.create_repo(repo, private=not public, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        old = api.list_repo_files(repo, revision=revision)
-        done = api.upload_folder(
-            repo_id=repo,
-            folder_path=card.folder,
-            commit_message="Update the drafter" if exists else "Add the drafter",
-            revision=revision,
-            delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
-        )
-    return str(done.commit_url)
+@dataclass(frozen=True)
+class _Upload:
+    """Upload of a folder to a repository of the Hub, as one commit. kind: `model` or `dataset`."""
 
+    api: HfApi
+    repo: str
+    kind: str
+    folder: Path
+    revision: str | None
+    public: bool
 
-def _existing(api: HfApi, repo: str, public: bool) -> bool:
-    """Check whether the repository exists.
+    def publish(self, files: dict[str, Path], dry_run: bool, use: str) -> dict[str, Any]:
+        """List the files and send them. Returns the result of the command.
 
-    Raises:
-        UserError: The repository is public without `--public`, private with it, or holds something else than a drafter.
-    """
-    try:
-        info = api.model_info(repo)
-    except RepositoryNotFoundError:
-        return False
-    if bool(info.private) == public:
-        state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
-        raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
-    others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
-    try:
-        config = json.loads(Path(hf_hub_download(repo, "config.json")).read_text(encoding="utf-8")) if others else {}
-    except (EntryNotFoundError, ValueError):
-        config = {}
-    if others and not str(config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX):
-        raise UserError(
-            f"nothing was pushed: {repo} exists and holds no draftsmith drafter ({', '.join(others[:3])}): name "
-            "another one with --repo"
-        )
-    return True
+        Args:
+            use: How the repository is named in a recipe.
+        """
+        repo, sizes = self.repo, {name: file.stat().st_size for name, file in files.items()}
+        console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
+        for name, size in sizes.items():
+            console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
+        if dry_run:
+            console.print(f"Nothing was sent; the files are in {self.folder}", markup=False)
+            return {"repo": repo, "address": None, "files_bytes": sizes}
+        address = self._send(list(sizes))
+        console.print(f"\nPushed    {address}", markup=False)
+        console.print(f"Use it    {use}", markup=False, soft_wrap=True)
+        return {"repo": repo, "address": address, "files_bytes": sizes}
+
+    def _send(self, files: list[str]) -> str:
+        """Upload the files, creating the repository if it is missing. Returns the commit's URL."""
+        api, repo = self.api, self.repo
+        where: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
+        with hub_errors("nothing was pushed", repo):
+            exists = self._exists()
+            if not exists:
+                api.create_repo(repo, private=not self.public, exist_ok=True, repo_type=self.kind)
+            if self.revision is not None:
+                api.create_branch(repo, branch=self.revision, exist_ok=True, repo_type=self.kind)
+            old = api.list_repo_files(repo, **where)
+            what = "drafter" if self.kind == "model" else "distilled set"
+            done = api.upload_folder(
+                repo_id=repo,
+                folder_path=self.folder,
+                commit_message=f"{'Update' if exists else 'Add'} the {what}",
+                delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
+                **where,
+            )
+        return str(done.commit_url)
+
+    def _exists(self) -> bool:
+        """Check whether the repository exists.
+
+        Raises:
+            UserError: The repository is public without `--public`, private with it, or holds something else.
+        """
+        repo = self.repo
+        try:
+            info: Any = self.api.repo_info(repo, repo_type=self.kind)
+        except RepositoryNotFoundError:
+            return False
+        if bool(info.private) == self.public:
+            state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
+            raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
+        others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
+        name, key, ours, what = {
+            "model": ("config.json", "model_type", MODEL_TYPE_PREFIX, "no draftsmith drafter"),
+            "dataset": (CARD_JSON, "answered_by", "", "no distilled set"),
+        }[self.kind]
+        values = {}
+        with suppress(EntryNotFoundError, ValueError):
+            if others:
+                file = hf_hub_download(repo, name, repo_type=self.kind)
+                values = json.loads(Path(file).read_text(encoding="utf-8"))
+        if others and not (key in values and str(values[key]).startswith(ours)):
+            raise UserError(
+                f"nothing was pushed: {repo} exists and holds {what} ({', '.join(others[:3])}): name "
+                "another one with --repo"
+            )
+        return True

@@ -8,7 +8,7 @@ a draft vocabulary, which only vLLM supports, the target's rows of the head are 
 layers from 0 by their *outputs*: their id is one less than ours. Whether a block is causal is written in three places:
 vLLM has read it from `dflash_config`, and by default takes layers with a window to be causal, as does SGLang, which
 reads only `is_causal`. LiLiCorr's first checkpoints number the parts of the lattice's two-layer maps; vLLM, SGLang and
-TensorRT-LLM load them by name only.
+TensorRT-LLM load them by name only. TorchSpec and AngelSpec have other names and keys: `_from_torchspec`.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,6 +79,10 @@ TWO_LAYER_NAMES = {
     "lilicorr.layers.#.mlp.up_proj.": "lilicorr.layers.#.mlp.0.",
     "lilicorr.layers.#.mlp.down_proj.": "lilicorr.layers.#.mlp.2.",
 }
+# TorchSpec's and AngelSpec's names by ours (torchspec/models/draft/dflash.py, angelspec/models/draft/dflash.py).
+TORCHSPEC_NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "final_norm."}
+# Their trainers take the size of a block as an argument, and write it nowhere: the values of their configs.
+TORCHSPEC_BLOCK, ANGELSPEC_DSPARK_BLOCK = 16, 7
 LILICORR_RULES = (
     *DFLASH2_RULES,
     Refusal(
@@ -197,26 +201,52 @@ def _config(drafter: Drafter) -> dict[str, Any]:
 # ---- theirs to ours ----
 
 
+class _Keys(dict[str, Any]):
+    """Keys of a checkpoint's config, each of which must be there if it is read by `[key]`."""
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"config.json: `{key}` is missing: add the value that the drafter was trained with")
+
+
 def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     """Convert a checkpoint of either engine into our parameters.
 
     Raises:
-        UserError: The checkpoint was made for a target of other sizes.
+        UserError: The checkpoint was made for a target of other sizes, or its config lacks a key.
     """
+    checkpoint, block_assumed = _from_torchspec(checkpoint)
     kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
     rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
     result = _read_blocks(checkpoint, target_config)
-    return replace(result, options={**result.options, **rope}, assumed=assumed)
+    return replace(result, options={**result.options, **rope}, assumed=(*block_assumed, *assumed))
+
+
+def _from_torchspec(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Convert a checkpoint of TorchSpec or AngelSpec to DFlash's names and keys. Returns it with the assumptions made.
+
+    Their layers are Qwen 3's, with plain RoPE. A row predicts the token at its position, also with a Markov head.
+    """
+    if "context_proj.weight" not in checkpoint.tensors:
+        return checkpoint, ()
+    config, assumed = {"rope_theta": 10_000.0, **checkpoint.config}, tuple[str, ...]()
+    config |= {"model_type": "qwen3", "is_causal": False, "sample_from_anchor": False}
+    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if config.get("block_size") is None:
+        has_markov_head = "markov_head.markov_w1.weight" in checkpoint.tensors
+        config["block_size"] = ANGELSPEC_DSPARK_BLOCK if has_markov_head else TORCHSPEC_BLOCK
+        sentence = f"its config names no block_size: {config['block_size']} was taken, as in its trainer's own configs"
+        assumed = (f"{sentence}; if it was trained with another, it drafts badly: add it to its config.json",)
+    return Checkpoint(config, renamed(checkpoint.tensors, TORCHSPEC_NAMES, back=True)), assumed
 
 
 def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:
     """Read the options and tensors that all DFlash layouts share."""
     config, state = checkpoint.config, dict(checkpoint.tensors)
-    known = {**config, **(config.get("dflash_config") or {})}
+    known = _Keys({**config, **(config.get("dflash_config") or {})})
     window = _window(known)
     causal = config.get("is_causal", known.get("causal"))
     if "speculators_model_type" in config:  # its layers without a window are never causal
-        known["target_layer_ids"] = [layer - 1 for layer in config["aux_hidden_state_layer_ids"]]
+        known["target_layer_ids"] = [layer - 1 for layer in known["aux_hidden_state_layer_ids"]]
         causal = window is not None and not config.get("sliding_window_non_causal", True)
     options = {
         "block_size": known["block_size"],

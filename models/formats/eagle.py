@@ -188,7 +188,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     """Convert a checkpoint of EAGLE-3 or P-EAGLE, in any of these layouts, into our parameters.
 
     Raises:
-        UserError: The checkpoint was made for another target, or its feature layers are not known.
+        UserError: The checkpoint was made for another target, or its feature layers or mask token are not known.
     """
     config = checkpoint.config
     kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
@@ -214,6 +214,11 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         return Parameters("eagle3", options, state, borrowed, can_own_head=True, assumed=assumed)
     options.pop("norm_output", None)  # nothing is fed back
     options["mask_token_id"] = next((config[key] for key in MASK_TOKEN_KEYS if config.get(key) is not None), None)
+    if options["mask_token_id"] is None:  # SpecForge's trainer takes it as an argument
+        raise UserError(
+            f"config.json names no mask token ({', '.join(MASK_TOKEN_KEYS)}): add `{MASK_TOKEN_KEYS[0]}`, the id that "
+            "the drafter was trained with"
+        )
     options["num_layers"] = config["num_hidden_layers"]
     state["mask_hidden"] = state["mask_hidden"].reshape(1, -1)
     return Parameters("peagle", options, state, borrowed, can_own_head=True, assumed=assumed)

@@ -180,6 +180,8 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
         return "Medusa", heads.medusa_parameters
     if "hydra_mlp.0.0.linear.weight" in names:
         return "Hydra", heads.hydra_parameters
+    if "context_proj.weight" in names:
+        return "TorchSpec", dflash.parameters
     if fused is not None and "hidden_norm.weight" in names and "layers.0.self_attn.q_norm.weight" in names:
         return "DFlash", dflash.parameters
     if fused is not None and ("midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names):
@@ -190,7 +192,8 @@ def _layout_of(checkpoint: Checkpoint) -> tuple[str, Callable[[Checkpoint, Mappi
         return "transformers", causal_lm.parameters
     raise UserError(
         f"the checkpoint ({some_of(sorted(names))}) has none of the supported layouts: EAGLE, EAGLE-3, P-EAGLE, "
-        "DFlash, DFlash 2, LiLiCorr, DSpark, Medusa, Hydra, or a causal language model with the target's embedding"
+        "DFlash (also TorchSpec's), DFlash 2, LiLiCorr, DSpark, Medusa, Hydra, or a causal language model with the "
+        "target's embedding"
     )
 
 

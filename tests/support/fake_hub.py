@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from draftsmith.data.sources import distilled
 from draftsmith.eval.commands import push
 from draftsmith.models.base import registry
 
@@ -74,22 +75,22 @@ class FakeHub:
         self._called("whoami")
         return {"name": USER}
 
-    def model_info(self, repo: str) -> Any:
-        files = self._repo("model_info", repo).at(None)
+    def repo_info(self, repo: str, repo_type: str) -> Any:
+        files = self._repo("repo_info", repo).at(None)
         siblings = [SimpleNamespace(rfilename=name) for name in (".gitattributes", *files)]
         return SimpleNamespace(private=self.repos[repo].private, siblings=siblings)
 
-    def create_repo(self, repo: str, private: bool, exist_ok: bool) -> None:
+    def create_repo(self, repo: str, private: bool, exist_ok: bool, repo_type: str) -> None:
         self._called("create_repo")
         if repo.split("/")[0] in self.read_only:
             raise refused(403)
         self.repos.setdefault(repo, Repo(private))
 
-    def create_branch(self, repo: str, branch: str, exist_ok: bool) -> None:
+    def create_branch(self, repo: str, branch: str, exist_ok: bool, repo_type: str) -> None:
         found = self._repo("create_branch", repo)
         found.branches.setdefault(branch, list(found.branches["main"]))
 
-    def list_repo_files(self, repo: str, revision: str | None) -> list[str]:
+    def list_repo_files(self, repo: str, revision: str | None, repo_type: str) -> list[str]:
         return [".gitattributes", *self._repo("list_repo_files", repo).at(revision)]
 
     def upload_folder(
@@ -99,6 +100,7 @@ class FakeHub:
         commit_message: str,
         revision: str | None,
         delete_patterns: list[str],
+        repo_type: str,
     ) -> Any:
         repo = self._repo("upload_folder", repo_id)
         new = {p.relative_to(folder_path).as_posix(): p.read_bytes() for p in folder_path.rglob("*") if p.is_file()}
@@ -108,16 +110,28 @@ class FakeHub:
             repo.commit(left | new, revision or "main")
         return SimpleNamespace(commit_url=f"{URL}/{repo_id}/commit/{commit_id(repo.at(revision))}")
 
-    def hf_hub_download(self, repo: str, name: str, local_files_only: bool = False) -> str:
+    def hf_hub_download(
+        self,
+        repo: str,
+        name: str,
+        local_files_only: bool = False,
+        repo_type: str = "model",
+        revision: str | None = None,
+    ) -> str:
         if local_files_only:
             raise LocalEntryNotFoundError("not in the cache")
-        files = self._repo("hf_hub_download", repo).at(None)
+        files = self._repo("hf_hub_download", repo).at(revision)
         if name not in files:
             raise EntryNotFoundError(f"no {name}")
         return str(self._fetched({name: files[name]}) / name)
 
     def snapshot_download(
-        self, repo: str, revision: str | None, allow_patterns: list[str], ignore_patterns: tuple[str, ...] = ()
+        self,
+        repo: str,
+        revision: str | None,
+        allow_patterns: list[str],
+        ignore_patterns: tuple[str, ...] = (),
+        repo_type: str = "model",
     ) -> str:
         def matches(name: str, patterns: Any) -> bool:
             return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
@@ -141,6 +155,7 @@ class FakeHub:
         folder = self.cache / commit_id(files)
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         return folder
 
@@ -152,6 +167,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setattr(push, "HfApi", lambda: fake)
     monkeypatch.setattr(push, "hf_hub_download", fake.hf_hub_download)
     monkeypatch.setattr(registry, "snapshot_download", fake.snapshot_download)
+    for name in ("hf_hub_download", "snapshot_download"):
+        monkeypatch.setattr(distilled, name, getattr(fake, name))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     registry._fetched.cache_clear()
     yield fake

@@ -16,7 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill
-from draftsmith.data.distill.ledger import Distilled, LedgerView
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.settings import distill_settings
 from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
@@ -108,13 +108,13 @@ def run(recipe: Recipe, data: Path, engine: Any, **options: Any) -> DistillRepor
         return distill(recipe, engine.tokenizer, run_folder(recipe, data), progress=False, **options)
 
 
-def read_distilled(data: Path) -> Iterator[Distilled]:
+def read_distilled(data: Path) -> Iterator[Conversation]:
     return LedgerView(data).distilled()
 
 
 def kept(data: Path) -> dict[str, Conversation]:
     """Return the conversations that have answers, by their first questions."""
-    return {found.conversation.turns[0].content: found.conversation for found in read_distilled(data)}
+    return {found.turns[0].content: found for found in read_distilled(data)}
 
 
 def everything(data: Path) -> tuple[list[Any], dict[str, Any]]:
@@ -229,10 +229,10 @@ def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
     assert not report.failed
     assert dict(report.shortened) == {"answer cut short by max_new_tokens": 2}
     answer_ids = tokenizer("and so on")["input_ids"]
-    cut = {d.conversation.turns[-2].content: d for d in read_distilled(tmp_path / "out") if d.shortened}
+    cut = {d.turns[-2].content: d for d in read_distilled(tmp_path / "out") if d.shortened}
     assert set(cut) == set(CutEngine.cut_questions)
     for distilled in cut.values():
-        tokens = tokenize_conversation(tokenizer, distilled.conversation, distilled.answer_ids)
+        tokens = tokenize_conversation(tokenizer, distilled, list(distilled.answer_ids))
         assert tokens.input_ids[-len(answer_ids) :] == answer_ids
         assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
 
@@ -305,8 +305,8 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
     distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), progress=False)
     (made,) = read_distilled(tmp_path / "out")
-    assert [turn.weight for turn in made.conversation.turns] == [1, 0, 1, 1]
-    ((row,), _) = tokenize_rows(tokenizer, made.conversation, 1000, made.answer_ids)
+    assert [turn.weight for turn in made.turns] == [1, 0, 1, 1]
+    ((row,), _) = tokenize_rows(tokenizer, made, 1000, list(made.answer_ids))
     assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
 
 
@@ -331,7 +331,7 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
     folder = run_folder(recipe, tmp_path / "out")
     assert distill(recipe, tiny_tokenizer(templates.CHATML), folder, progress=False).kept == 1
-    assert next(read_distilled(tmp_path / "out")).conversation.messages == messages[:3]
+    assert next(read_distilled(tmp_path / "out")).messages == messages[:3]
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def chat_message(text: str, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def with_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> tuple[DistillReport, Distilled, Any]:
+def with_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> tuple[DistillReport, Conversation, Any]:
     file = tmp_path / "tools.jsonl"
     file.write_text(json.dumps({"messages": messages, "tools": TOOLS}))
     engine = CallingEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer(), *texts)
@@ -542,9 +542,9 @@ ASKED = [
 
 def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> None:
     _, found, engine = with_tools(tmp_path, f"Let me see.\n{CALL % 'sky'}\n{CALL % 'sea'}", messages=ASKED)
-    roles = [turn.role for turn in found.conversation.turns]
+    roles = [turn.role for turn in found.turns]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
-    call = found.conversation.turns[1]
+    call = found.turns[1]
     assert (call.content, call.called) == ("Let me see.", ["sky", "sea"])
     assert [each["id"] for each in call.tool_calls] == ["idsky", "idsea"]
     assert call.tool_calls[0]["function"]["arguments"] == {"city": "Bern"}  # the target's own
@@ -557,14 +557,14 @@ def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -
         "<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    rows, _ = tokenize_rows(engine.tokenizer, found.conversation, 4096, found.answer_ids)
-    assert [row.answers() for row in rows] == [found.answer_ids]  # one row, each answer with loss, as it was said
-    assert found.conversation.tools == tuple(TOOLS)
+    rows, _ = tokenize_rows(engine.tokenizer, found, 4096, list(found.answer_ids))
+    assert [row.answers() for row in rows] == [list(found.answer_ids)]  # one row, each answer with loss, as it was said
+    assert found.tools == tuple(TOOLS)
 
 
 def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: Path) -> None:
     _, found, _ = with_tools(tmp_path, "It is.", messages=ASKED)
-    turns = found.conversation.turns
+    turns = found.turns
     assert [turn.role for turn in turns] == ["user", "assistant", "user", "assistant"]
     assert (turns[1].content, turns[2].content) == ("It is.", "Bye")
     assert found.shortened is None
@@ -587,14 +587,14 @@ def test_a_target_that_calls_other_tools_ends_the_conversation(
     tmp_path: Path, texts: list[str], messages: list[dict[str, Any]], roles: list[str]
 ) -> None:
     report, found, _ = with_tools(tmp_path, *texts, messages=messages)
-    assert [turn.role for turn in found.conversation.turns] == roles
+    assert [turn.role for turn in found.turns] == roles
     assert found.shortened == distill_module.OTHER_CALLS
     assert report.shortened == {distill_module.OTHER_CALLS: 1}
 
 
 def test_a_conversation_may_end_with_a_call(tmp_path: Path) -> None:
     _, found, _ = with_tools(tmp_path, CALL % "sky", messages=[chat_message("Blue?", "user"), calling("sea")])
-    assert found.conversation.turns[1].called == ["sky"]
+    assert found.turns[1].called == ["sky"]
     assert found.shortened is None
 
 
@@ -604,9 +604,9 @@ def test_tools_without_an_engine(tmp_path: Path) -> None:
     engine = HashEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer())
     distill(make_recipe(file, engine="none"), engine.tokenizer, run_folder(make_recipe(file), tmp_path))
     (found,) = read_distilled(tmp_path)
-    assert [turn.role for turn in found.conversation.turns] == ["user", "assistant"]
-    assert found.conversation.tools == (TOOLS[0],)
-    (row,), _ = tokenize_rows(engine.tokenizer, found.conversation, 4096)
+    assert [turn.role for turn in found.turns] == ["user", "assistant"]
+    assert found.tools == (TOOLS[0],)
+    (row,), _ = tokenize_rows(engine.tokenizer, found, 4096)
     (answer,) = row.answers()
     assert engine.tokenizer.decode(answer) == (CALL % "sky" + "\n" + CALL % "sea" + "<|im_end|>").replace(
         "Bern", "Rome"

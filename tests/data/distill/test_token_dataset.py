@@ -100,7 +100,7 @@ def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
 
 def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
-    last = list(LedgerView(tmp_path).distilled())[-1].conversation
+    last = list(LedgerView(tmp_path).distilled())[-1]
     length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
     report = build(tmp_path, max_length_tokens=length)
     assert (report.rows, report.shortened, report.too_long) == (2, 1, 1)

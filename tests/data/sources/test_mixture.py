@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from draftsmith.data.sources import distilled
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.mixture import SourceCounts, interleave, load_conversations
 from draftsmith.data.sources.questions import load_questions
@@ -228,7 +229,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
         questions(tmp_path / "chat.jsonl")
     with pytest.raises(UserError, match=r"its folder .* does not exist either"):
         questions(tmp_path / "nowhere" / "chat.jsonl")
-    with pytest.raises(UserError, match="is a folder: name one"):
+    with pytest.raises(UserError, match=r"is a folder and no distilled set \(there is no card\.json\): name one"):
         questions(tmp_path)
 
 
@@ -246,7 +247,17 @@ def test_prompts_are_for_self_distillation_alone(tmp_path: Path, prompt: dict[st
     assert counts.total.invalid == {"no answer": 1}
 
 
-def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's datasets are no distilled sets."""
+
+    def hf_hub_download(name: str, file: str, **keys: Any) -> None:
+        raise FileNotFoundError(file)
+
+    monkeypatch.setattr(distilled, "hf_hub_download", hf_hub_download)
+
+
+def test_hub_rows(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
     asked: dict[str, Any] = {}
 
     def load_dataset(path: str, name: str = "", **keys: Any) -> list[dict[str, Any]]:
@@ -267,7 +278,7 @@ def test_hub_json_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert questions("someone/chats", file="dump.json") == ["a", "b"]
 
 
-def test_hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_offline(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
     def load_dataset(name: str, **keys: Any) -> None:
         raise ConnectionError(f"Couldn't reach '{name}'\non the Hub")
 

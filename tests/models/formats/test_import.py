@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.eagle_reference import LayoutReference
+from support.eagle_reference import LayoutReference, rotary, rotate
 from support.loader_rules import asked_shapes
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
@@ -264,6 +264,89 @@ def test_peagle(layout: str, tmp_path: Path) -> None:
     g = theirs.eagle3_fused(torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
     out = theirs.eagle3_slots(tokens, g)
     torch.testing.assert_close(drafted(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
+
+
+# The keys of torchspec/config/dflash_draft_config.json; AngelSpec's, in angelspec/models/draft/dspark.py, are more.
+TORCHSPEC = {
+    **{key: LAYERS[key] for key in LAYERS if key not in ("model_type", "head_dim", "hidden_act")},
+    "architectures": ["DFlashDraftModel"], "model_type": "dflash", "num_hidden_layers": 2, "num_target_layers": 2,
+    "target_hidden_size": 32, "target_num_hidden_layers": 4, "target_layer_ids": [0, 2], "mask_token_id": 7,
+}  # fmt: skip
+ANGELSPEC = {
+    **TORCHSPEC, "architectures": ["DSparkDraftModel"], "model_type": "dspark", "fusion_type": "concat_fc",
+    "markov_rank": 5, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
+
+
+def torchspec_logits(tensors: dict[str, Tensor], features_rf: Tensor, block: list[int]) -> Tensor:
+    """[B, V] of a block, as DFlashDraftModel.forward computes them: keys of context and block, no mask."""
+    theirs, count = reference(tensors), len(features_rf)
+    context = theirs.norm("context_norm", theirs.product("context_proj", features_rf))
+    cos, sin = rotary(list(range(count + len(block))), 8, 10_000.0, torch.float32)
+    out = theirs.embedding[block]
+    for number in range(2):
+        name = f"layers.{number}"
+        x = theirs.norm(f"{name}.input_layernorm", out)
+        kept = torch.cat([context, x])
+        q = theirs.product(f"{name}.self_attn.q_proj", x).unflatten(-1, (4, 8))
+        k, v = (theirs.product(f"{name}.self_attn.{part}_proj", kept).unflatten(-1, (2, 8)) for part in "kv")
+        q, k = theirs.norm(f"{name}.self_attn.q_norm", q), theirs.norm(f"{name}.self_attn.k_norm", k)
+        q = rotate(q.transpose(0, 1), cos[count:], sin[count:])
+        k = rotate(k.transpose(0, 1), cos, sin).repeat_interleave(2, 0)
+        seen = (q @ k.mT / 8**0.5).softmax(-1) @ v.transpose(0, 1).repeat_interleave(2, 0)
+        out = out + theirs.product(f"{name}.self_attn.o_proj", seen.transpose(0, 1).flatten(1))
+        x = theirs.norm(f"{name}.post_attention_layernorm", out)
+        gate = torch.nn.functional.silu(theirs.product(f"{name}.mlp.gate_proj", x))
+        out = out + theirs.product(f"{name}.mlp.down_proj", gate * theirs.product(f"{name}.mlp.up_proj", x))
+    return theirs.norm("final_norm", out) @ theirs.head.T
+
+
+@pytest.mark.parametrize(("theirs", "size"), [(TORCHSPEC, 16), (TORCHSPEC, 4), (ANGELSPEC, 7)])
+def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """Row j of a block predicts the token at its own place, the first one nothing; the size is in no config."""
+    config = {**theirs, "block_size": size} if size == 4 else theirs
+    kind = "dspark" if "markov_rank" in theirs else "dflash"
+    ours = random_tensors(kind, "vllm", {**config, "model_type": "qwen3"})
+    tensors = renamed(ours, dflash.TORCHSPEC_NAMES)
+    assert {"context_proj.weight", "context_norm.weight", "final_norm.weight"} == tensors.keys() - ours.keys()
+    tensors["embed_tokens.weight"] = TARGET.get_input_embeddings().weight.detach().clone()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+    assert [f"names no block_size: {size} was taken" in each for each in made.assumed] == [True] * (size != 4)
+    drafter = load_drafter(tmp_path / "ours", TARGET)
+    assert (drafter.feature_layers, drafter.config.sample_from_anchor, made.kind) == ((1, 3), False, kind)
+    decoder, features = started(drafter)
+    expected = torchspec_logits(tensors, features[:NEWEST], [int(IDS[0, NEWEST]), *[7] * (size - 1)])[1:]
+    if kind == "dspark":  # angelspec/models/draft/dspark.py: the token before each of these changes its logits
+        before = IDS[0, NEWEST : NEWEST + 2]
+        bias = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
+        expected = expected[:2] + bias
+    torch.testing.assert_close(drafted(decoder, len(expected)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ("dflash", "block_size"),
+        ("dflash", "mask_token_id"),
+        ("dspark", "target_layer_ids"),
+        ("dflash2", "selector_rank"),
+        ("peagle", "pard_token"),
+    ],
+)
+def test_a_key_without_which_it_would_be_another_drafter(layout: str, key: str, tmp_path: Path) -> None:
+    """As in SpecForge's configs/qwen3-8b-peagle.json, which names no mask token."""
+    config, _ = published(tmp_path / "theirs", layout)
+    nested = {name: value for name, value in config.get("dflash_config", {}).items() if name != key}
+    silent = {name: value for name, value in config.items() if name != key} | (
+        {"dflash_config": nested} if nested else {}
+    )
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(silent))
+    with pytest.raises(UserError, match=rf"config\.json.*{key}.*add .*trained with"):
+        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
 
 
 def test_medusa(tmp_path: Path) -> None:
