@@ -65,6 +65,13 @@ MUTANTS = (
         "tests/eval/trees/test_verify.py",
     ),
     Mutant(
+        "a chain verified on a GPU ends without the residual",
+        VERIFY,
+        "torch.where(length_1 < len(drafted_g1), _residual(p_v, q_v, -1), p_v)",
+        "p_v",
+        "tests/eval/trees/test_verify.py",
+    ),
+    Mutant(
         "a sibling drawn twice",
         "eval/methods/drafter.py",
         "order = race(q, generator).topk(min(count, q.shape[-1]), dim=-1).indices",

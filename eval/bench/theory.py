@@ -154,9 +154,10 @@ class _RecordedDecoder:
         self._paths, self._by_path = [()], {(): logits[0]}
         return logits
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         logits = self._decoder.expand(tokens, parents)
-        for token, parent, row in zip(tokens, parents, logits, strict=True):
+        known = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        for token, parent, row in zip(known, parents, logits, strict=True):
             self._paths.append((*self._paths[parent], token))
             self._by_path[self._paths[-1]] = row
         return logits

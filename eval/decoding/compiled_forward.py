@@ -97,7 +97,12 @@ class CompiledForward:
         return self._kept(call)
 
     def run_tree(
-        self, tokens: Sequence[int], positions: Sequence[int], ancestors: Sequence[int], length: int
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        ancestors: Sequence[int],
+        length: int,
+        drafted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run a tree of the only sequence; logits [N, V] and features [N, F].
 
@@ -105,6 +110,7 @@ class CompiledForward:
             tokens, positions: [N].
             ancestors: [N], see `TreeShape.ancestor_bits`; N is at most `BITS`.
             length: Committed tokens.
+            drafted: Tokens on the device, of the nodes after the root.
 
         Raises:
             UserError: The target cannot be compiled.
@@ -112,6 +118,8 @@ class CompiledForward:
         size = len(tokens)
         call = self._static_call(self._tree_forward, True, size, lambda: [self._numbers(size)])
         write_numbers(call.inputs[0], [tokens, positions, ancestors, [length] * size])
+        if drafted is not None:
+            call.inputs[0][0, 1 : 1 + len(drafted)].copy_(drafted)
         return self._kept(call)
 
     def _numbers(self, size: int) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError, reason
 from draftsmith.eval.decoding.compiled_forward import BITS, CompiledForward, Compiler
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
+from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, root_only, split_tokens
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.cpu_layers import FAMILIES
@@ -258,7 +258,7 @@ class TargetSession:
             return results
         end = max(cache.lengths[number] + len(tree) for number, tree in trees)
         columns = cache.columns_of_first(end)
-        ids, positions_n = to_device([[token for _, tree in trees for token in tree.tokens], positions], self.device)
+        ids, positions_n = self._numbers(trees, positions)
         where = self._places_of(trees)
         # One token looks at the whole cache: without a mask the fastest attention kernels apply. Beyond a window
         # transformers makes a mask itself, and `CpuTarget` does not.
@@ -276,11 +276,11 @@ class TargetSession:
         cache, first = self.cache, trees[0][1]
         try:
             if compiled.is_static and self.sequences == 1 and len(first) <= BITS:
-                return compiled.run_tree(first.tokens, positions, first.shape.ancestor_bits, cache.length)
+                tokens, drafted = split_tokens(first.tokens)
+                return compiled.run_tree(tokens, positions, first.shape.ancestor_bits, cache.length, drafted)
             end = max(cache.lengths[number] + len(tree) for number, tree in trees)
             columns = cache.capacity if compiled.is_static else cache.columns_of_first(end)
-            tokens = [token for _, tree in trees for token in tree.tokens]
-            ids, positions_n = to_device([tokens, positions], self.device)
+            ids, positions_n = self._numbers(trees, positions)
             return compiled.run(ids, positions_n, self._places_of(trees), columns, self._mask(trees, columns))
         except UserError as error:
             if compiled.must:
@@ -289,6 +289,17 @@ class TargetSession:
             self.compiled = None
             self.model.tap.forget()
             return None
+
+    def _numbers(self, trees: Sequence[tuple[int, DraftTree]], positions: list[int]) -> Tensor:
+        """Return the tokens and the positions of all nodes, [2, N], on the device."""
+        parts = [split_tokens(tree.tokens) for _, tree in trees]
+        numbers = to_device([[token for known, _ in parts for token in known], positions], self.device)
+        first = 1
+        for known, drafted in parts:
+            if drafted is not None:
+                numbers[0, first : first + len(drafted)].copy_(drafted)
+            first += len(known)
+        return numbers
 
     @torch.inference_mode()
     def commit(self, path: list[int], sequence: int | None = None) -> None:
@@ -401,4 +412,9 @@ class TargetSession:
 
 def _padded(tree: DraftTree, nodes: int) -> DraftTree:
     """Return the tree with `nodes` more nodes, which its other nodes do not see."""
-    return DraftTree([*tree.tokens, *[0] * nodes], TreeShape.of((*tree.parents, *[0] * nodes)))
+    tokens: Sequence[int]
+    if isinstance(tree.tokens, DeviceTokens):
+        tokens = DeviceTokens(tree.tokens.root, tree.tokens.drafted, nodes)
+    else:
+        tokens = [*tree.tokens, *[0] * nodes]
+    return DraftTree(tokens, TreeShape.of((*tree.parents, *[0] * nodes)))

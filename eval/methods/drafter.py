@@ -17,7 +17,9 @@ prompt, n newly committed tokens, F features.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
-from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models import cpu_kernels
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.decoders import (
@@ -39,7 +41,7 @@ from draftsmith.models.decoding.decoders import (
     TokenColumns,
 )
 from draftsmith.models.decoding.kv_cache import to_device
-from draftsmith.models.sampling import Sampling, draw, drawn, race
+from draftsmith.models.sampling import Sampling, drawn, race
 from draftsmith.recipes.schema import MethodConfig
 
 
@@ -166,10 +168,10 @@ class ChainBuilder:
         logits_gv, columns = decoder.draft()[: self._max_depth], decoder.columns
         shape = TreeShape.chain(len(logits_gv))
         if sampling.greedy:
-            return DraftTree([root_token, *columns.tokens(largest(logits_gv).tolist())], shape)
+            return DraftTree(_tokens_of(root_token, largest(logits_gv), columns), shape)
         q_gv = sampling.probabilities(logits_gv)
-        tokens = columns.tokens(drawn(q_gv, generator).tolist())
-        return DraftTree([root_token, *tokens], shape, _q_of_children(columns.widened(q_gv, 0.0), shape))
+        tokens = _tokens_of(root_token, drawn(q_gv, generator), columns)
+        return DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape))
 
 
 class ChainGrower:
@@ -182,20 +184,23 @@ class ChainGrower:
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         num_depths, columns = min(decoder.num_depths, self._max_depth or decoder.num_depths), decoder.columns
-        tokens, q_rows = [root_token], []
+        shape = TreeShape.chain(num_depths)
         logits = decoder.begin()
+        on_host = _reads_on_host(decoder, logits)
+        q_rows: list[Tensor] = []
+        chosen: list[Any] = []  # a list or tensor of one token for every depth
         for depth in range(num_depths):
             if depth > 0:
-                logits = decoder.expand([tokens[depth]], [depth - 1])
-            if sampling.greedy:
-                column = int(largest(logits))
-            else:
+                logits = decoder.expand(chosen[-1], [depth - 1])
+            if not sampling.greedy:
                 q_rows.append(sampling.probabilities(logits))
-                column = draw(q_rows[-1][0], generator)
-            tokens += columns.tokens([column])
+            column = largest(logits) if sampling.greedy else drawn(q_rows[-1], generator)
+            chosen.append(columns.tokens(column.tolist()) if on_host else columns.device_tokens(column))
         # The leaf's row is not read.
         q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
-        return DraftTree(tokens, TreeShape.chain(num_depths), q)
+        if on_host:
+            return DraftTree([root_token, *(token for (token,) in chosen)], shape, q)
+        return DraftTree(DeviceTokens(root_token, torch.cat(chosen)), shape, q)
 
 
 # ---- trees of a fixed shape ----
@@ -254,8 +259,13 @@ class StaticBuilder:
         paths.check(len(logits_gv), columns.vocabulary_of(logits_gv))
         shape, logits_gv = paths.shape, logits_gv[: paths.shape.max_depth]
         places, q = paths.ranks, None
+        width = max(places) + 1
+        if sampling.greedy and logits_gv.device.type != "cpu" and width <= logits_gv.shape[-1]:
+            nodes = zip(shape.depths[1:], places[1:], strict=True)
+            drafted = _chosen(logits_gv, width, [(depth - 1) * width + place for depth, place in nodes])
+            return DraftTree(_tokens_of(root_token, drafted, columns), shape)
         if sampling.greedy:
-            candidates = ranked(logits_gv, max(places) + 1, columns)
+            candidates = ranked(logits_gv, width, columns)
         else:
             # All parents at a depth may share the draws: what happens at one of them never depends on the draws of
             # another depth.
@@ -284,6 +294,10 @@ class StaticGrower:
     ) -> DraftTree:
         shape, columns = self._paths.shape, decoder.columns
         places = self._paths.ranks if sampling.greedy else self._paths.siblings
+        logits = decoder.begin()
+        self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
+        if sampling.greedy and not _reads_on_host(decoder, logits) and max(places) < logits.shape[-1]:
+            return self._on_device(root_token, decoder, logits)
         tokens = [root_token] + [-1] * (len(shape) - 1)
         decoder_index: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
         q_rows: list[Tensor] = []
@@ -292,10 +306,7 @@ class StaticGrower:
             grown = [node for node in level if tokens[node] >= 0]
             if not grown:
                 break
-            if depth == 0:
-                logits = decoder.begin()
-                self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
-            else:
+            if depth > 0:
                 above = [decoder_index[shape.parents[node]] for node in grown]
                 logits = decoder.expand([tokens[node] for node in grown], above)
             width = 1 + max(places[child] for node in grown for child in shape.children[node])
@@ -314,6 +325,23 @@ class StaticGrower:
         rows = to_device([decoder_index.get(node, 0) for node in range(len(shape))], q_rows[0].device)
         q = columns.widened(torch.cat(q_rows), 0.0)
         return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
+
+    def _on_device(self, root_token: int, decoder: StepwiseDecoder, logits: Tensor) -> DraftTree:
+        """Grow the most likely tree without a wait: the ranks of a level's tokens do not depend on the tokens."""
+        shape, ranks = self._paths.shape, self._paths.ranks
+        drafted: list[Tensor] = []
+        decoder_index = {node: number for number, node in enumerate(itertools.chain(*self._levels))}
+        for depth, level in enumerate(self._levels):
+            if depth > 0:
+                first = shape.depths.index(depth)
+                grown = to_device([node - first for node in level], logits.device)
+                above = [decoder_index[shape.parents[node]] for node in level]
+                logits = decoder.expand(drafted[-1].index_select(0, grown), above)
+            children = [(row, ranks[child]) for row, node in enumerate(level) for child in shape.children[node]]
+            width = 1 + max(rank for _, rank in children)
+            drafted.append(_chosen(logits, width, [row * width + rank for row, rank in children]))
+            drafted[-1] = decoder.columns.device_tokens(drafted[-1])
+        return DraftTree(DeviceTokens(root_token, torch.cat(drafted)), shape)
 
 
 # ---- the most likely trees ----
@@ -428,6 +456,23 @@ class BestFirstGrower:
 
 
 # ---- tokens of a level, from logits or q over a drafter's columns ----
+
+
+def _reads_on_host(decoder: SequenceDecoder, logits: Tensor) -> bool:
+    """Return True if tokens chosen from logits must be known on the host before the next level."""
+    return logits.device.type == "cpu" or isinstance(decoder, ReadsTokens)
+
+
+def _chosen(logits: Tensor, width: int, places: list[int]) -> Tensor:
+    """Return the columns at some places of the `width` most likely ones of all rows, in one row, on the device."""
+    return logits.topk(width, dim=-1).indices.flatten().index_select(0, to_device(places, logits.device))
+
+
+def _tokens_of(root_token: int, drafted: Tensor, columns: TokenColumns) -> Sequence[int]:
+    """Return the tokens of a tree with these drafted columns [N-1]; those on a GPU stay there."""
+    if drafted.device.type == "cpu":
+        return [root_token, *columns.tokens(drafted.tolist())]
+    return DeviceTokens(root_token, columns.device_tokens(drafted))
 
 
 def most_likely(

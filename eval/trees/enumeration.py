@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, walk
+from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, Verification, walk
 from draftsmith.models.sampling import Sampling
 
 V = 4
@@ -63,6 +63,12 @@ class Outcomes:
     def draw(self, probabilities: Tensor) -> int:
         return self._choose(probabilities.tolist())
 
+    def accept_each(self, probabilities: Tensor) -> Tensor:
+        return torch.tensor([self.accept(probability) for probability in probabilities], dtype=torch.bool)
+
+    def drawn(self, probabilities: Tensor) -> Tensor:
+        return torch.tensor(self.draw(probabilities))
+
 
 def every_verification(
     tree: DraftTree, logits: Tensor, sampling: Sampling, lenience: float = 1.0
@@ -87,8 +93,12 @@ def draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
             yield probability, tokens
 
 
-def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> Trees:
-    """Yield every tree of this shape with siblings drawn without replacement from the q of their parent's depth."""
+def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor], on_device: bool = False) -> Trees:
+    """Yield every tree of this shape with siblings drawn without replacement from the q of their parent's depth.
+
+    Args:
+        on_device: Whether the drafted tokens, of a chain, are `DeviceTokens`.
+    """
     shape = TreeShape.of(parents)
     families = [node for node in range(len(shape)) if shape.children[node]]
     q_rows = torch.stack([q_of_depth[min(depth, len(q_of_depth) - 1)] for depth in shape.depths])
@@ -98,7 +108,8 @@ def sampled_trees(parents: tuple[int, ...], q_of_depth: list[Tensor]) -> Trees:
             weight *= probability
             for child, value in zip(shape.children[node], values, strict=True):
                 tokens[child] = value
-        yield weight, DraftTree(tokens, shape, q_rows)
+        given = DeviceTokens(tokens[0], torch.tensor(tokens[1:])) if on_device else tokens
+        yield weight, DraftTree(given, shape, q_rows)
 
 
 def merged_trees(q_of_model: list[Tensor], models: tuple[int, ...]) -> Trees:
@@ -161,6 +172,7 @@ def largest_error(samplings: list[Sampling], seed: int = 0) -> float:
             for parents in SAMPLED_TREES.values()
             if max(map(len, TreeShape.of(parents).children)) <= support
         ]
+        cases += [sampled_trees(SAMPLED_TREES[f"chain of {depth}"], q_of_depth, on_device=True) for depth in (1, 2)]
         cases += [iter([(1.0, DraftTree(tokens, TreeShape.of(parents)))]) for parents, tokens in DETERMINISTIC_TREES]
         cases += [merged_trees(q_of_depth, models) for models in MERGED_DRAWS]
         for trees in cases:

@@ -13,9 +13,10 @@ It is lossless, unless lenience is below 1 (Leviathan et al., appendix A.5): q i
 with p, and the residual is not changed. Then no token is more likely than p / lenience; nothing else is guaranteed.
 
 Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can run this very code
-for every outcome. On a GPU the host waits once for a greedy verdict; for a sampled one, which looks only at the nodes
-on its path, once for each tried draw and once for the last token, 10 to 20 us each. Deciding all nodes in one pass
-would save most of these waits, but would draw, or sort for top-p, at every node: on a CPU many times the work.
+for every outcome. On a GPU the host waits once for a greedy verdict, and for that of a sampled chain, which is decided
+at all nodes in one pass; for a sampled tree, of which only the nodes on the path are looked at, once for each tried
+draw and once for the last token, 10 to 20 us each. Where nobody waits, one pass would draw, or sort for top-p, at every
+node for nothing: on a CPU many times the work.
 
 Shapes: N tree nodes (root included), V vocabulary. p = target, q = drafter.
 """
@@ -26,14 +27,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.kv_cache import to_device
-from draftsmith.models.sampling import Sampling, draw
+from draftsmith.models.sampling import Sampling, draw, drawn
 
 # ---- the draft tree ----
 
@@ -124,12 +125,54 @@ class TreeShape:
         return path[::-1]
 
 
+class DeviceTokens(Sequence[int]):
+    """Tokens [N] of a draft tree, of which the drafted ones are on the device until the host reads one of them.
+
+    Args:
+        root: The token of node 0.
+        drafted: Tokens of the nodes after it, int64.
+        padding: Number of further nodes, of token 0.
+    """
+
+    def __init__(self, root: int, drafted: Tensor, padding: int = 0) -> None:
+        self.root, self.drafted, self.padding = root, drafted, padding
+        self._on_host: list[int] | None = None
+
+    def read_with(self, numbers: Tensor) -> list[int]:
+        """Copy the tokens to the host, together with int64 numbers [n] of the device; return these."""
+        read = torch.cat([self.drafted, numbers]).tolist()
+        self._on_host = [self.root, *read[: len(self.drafted)], *[0] * self.padding]
+        return read[len(self.drafted) :]
+
+    def of_nodes(self, nodes: list[int]) -> DeviceTokens:
+        """Return the tokens of some nodes, the root first."""
+        places = to_device([node - 1 for node in nodes[1:]], self.drafted.device)
+        return DeviceTokens(self.root, self.drafted.index_select(0, places))
+
+    def __len__(self) -> int:
+        return 1 + len(self.drafted) + self.padding
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._on_host is None:
+            self.read_with(self.drafted[:0])
+        assert self._on_host is not None
+        return self._on_host[index]
+
+
+def split_tokens(tokens: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
+    """Return the tokens [N] that the host knows, 0 for others, and the drafted ones on the device, after the root."""
+    if isinstance(tokens, DeviceTokens):
+        return [tokens.root] + [0] * (len(tokens) - 1), tokens.drafted
+    return tokens, None
+
+
 @dataclass(slots=True)
 class DraftTree:
     """A draft tree: a token for every node of a shape.
 
     Args:
-        tokens: [N] token ids; tokens[0] is the last committed token.
+        tokens: [N] token ids, a list, or `DeviceTokens` (if they were sampled, of a chain alone); tokens[0] is the last
+            committed token.
         shape: The topology.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
@@ -139,7 +182,7 @@ class DraftTree:
             node: the N' best nodes are the best tree of N' nodes.
     """
 
-    tokens: list[int]
+    tokens: Sequence[int]
     shape: TreeShape
     q: Tensor | None = None
     log_confidence: list[float] | None = None
@@ -153,6 +196,8 @@ class DraftTree:
                 raise ValueError(f"{len(self.tokens)} nodes need as many lists of draws, and q: not {len(self.draws)}")
         elif self.q is not None and len(self.q) != len(self.tokens):
             raise ValueError(f"q has {len(self.q)} rows for a tree of {len(self.tokens)} nodes")
+        elif self.q is not None and isinstance(self.tokens, DeviceTokens) and self.shape.max_depth + 1 != len(self):
+            raise ValueError("of sampled trees only chains may leave their tokens on the device")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -184,7 +229,11 @@ class DraftTree:
         """Return the tree of these nodes alone, which must be ascending and include all their parents."""
         if len(nodes) == len(self):
             return self
-        tokens = [self.tokens[node] for node in nodes]
+        tokens: Sequence[int]
+        if isinstance(self.tokens, DeviceTokens):
+            tokens = self.tokens.of_nodes(nodes)
+        else:
+            tokens = [self.tokens[node] for node in nodes]
         shape = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates)
         confidence = None if self.log_confidence is None else [self.log_confidence[node] for node in nodes]
         if self.draws is None:
@@ -225,6 +274,12 @@ class Chooser(Protocol):
 
     def draw(self, probabilities: Tensor) -> int: ...
 
+    def accept_each(self, probabilities: Tensor) -> Tensor:
+        """Return bool [n], as `accept` of each of [n] would."""
+
+    def drawn(self, probabilities: Tensor) -> Tensor:
+        """Return what `draw` would, as int64 [] on the device."""
+
 
 class RandomChooser:
     """Source of randomness from a torch.Generator."""
@@ -237,6 +292,12 @@ class RandomChooser:
 
     def draw(self, probabilities: Tensor) -> int:
         return draw(probabilities, self._generator)
+
+    def accept_each(self, probabilities: Tensor) -> Tensor:
+        return torch.rand(probabilities.shape, generator=self._generator, device=probabilities.device) < probabilities
+
+    def drawn(self, probabilities: Tensor) -> Tensor:
+        return drawn(probabilities, self._generator)
 
 
 def verify(
@@ -259,7 +320,8 @@ def verify(
         return walk(tree, logits, sampling, RandomChooser(generator), lenience)
     if lenience < 1:
         return _verify_greedy_leniently(tree, logits, lenience)
-    return verify_greedy(tree, largest(logits).tolist())
+    best_n, tokens = largest(logits), tree.tokens
+    return verify_greedy(tree, tokens.read_with(best_n) if isinstance(tokens, DeviceTokens) else best_n.tolist())
 
 
 def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verification:
@@ -296,6 +358,8 @@ def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -
 
 def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verification:
     """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`."""
+    if isinstance(tree.tokens, DeviceTokens) and tree.q is not None:
+        return _walk_chain(tree.tokens, tree.q, logits, sampling, chooser, lenience)
     path = [0]
     while True:
         node = path[-1]
@@ -314,6 +378,24 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
         else:
             # 3. No child left: the target adds a token drawn from the residual.
             return Verification(path, chooser.draw(p))
+
+
+def _walk_chain(
+    tokens: DeviceTokens, q_nv: Tensor, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float
+) -> Verification:
+    """Verify a sampled chain as `walk` does, but all nodes in one pass, so that the host waits once."""
+    drafted_g1 = tokens.drafted[:, None]
+    p_nv = sampling.probabilities(logits)
+    q_nv = q_nv.to(p_nv.dtype)
+    # 1. Of every node as in `walk`; the first rejection ends the path.
+    p_g, q_g = (part[: len(drafted_g1)].gather(1, drafted_g1)[:, 0].double() for part in (p_nv, q_nv))
+    accepted_g = chooser.accept_each((p_g / (lenience * q_g)).clamp_max(1.0))
+    length_1 = accepted_g.long().cumprod(0).sum(0, keepdim=True)
+    # 2. and 3. The residual at the path's end, or p if nothing was rejected.
+    p_v, q_v = (part.index_select(0, length_1)[0] for part in (p_nv, q_nv))
+    next_1 = chooser.drawn(torch.where(length_1 < len(drafted_g1), _residual(p_v, q_v, -1), p_v)).view(1)
+    length, next_token = tokens.read_with(torch.cat([length_1, next_1]))
+    return Verification(list(range(length + 1)), next_token)
 
 
 def draws_below(tree: DraftTree, node: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | None]]:

@@ -23,7 +23,7 @@ from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
 from draftsmith.models.decoding.cached_attention import CachedAttention, hidden_from
-from draftsmith.models.decoding.kv_cache import to_device, write_numbers
+from draftsmith.models.decoding.kv_cache import to_device, with_tokens, write_level, write_numbers
 
 LONGEST_TREE_NODES = 256
 STATIC_TOKENS = 16  # new tokens of a compiled forward; more, as in a prompt, are read without compilation
@@ -68,10 +68,18 @@ class TokenColumns:
         """Widen [..., V'] to [..., V], with `elsewhere` for the tokens that have no column."""
         if self.ids is None:
             return values
-        if self._ids_on_device.device != values.device:
-            self._ids_on_device = self.ids.to(values.device)
         wide = values.new_full((*values.shape[:-1], self._vocabulary), elsewhere)
-        return wide.index_copy_(-1, self._ids_on_device, values)
+        return wide.index_copy_(-1, self._ids_on(values.device), values)
+
+    def device_tokens(self, columns: Tensor) -> Tensor:
+        """Return the target's ids of columns [n], which exist, on their device."""
+        return columns if self.ids is None else self._ids_on(columns.device).index_select(0, columns)
+
+    def _ids_on(self, device: torch.device) -> Tensor:
+        assert self.ids is not None
+        if self._ids_on_device.device != device:
+            self._ids_on_device = self.ids.to(device)
+        return self._ids_on_device
 
 
 ALL_TOKENS = TokenColumns()
@@ -105,10 +113,11 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
     def begin(self) -> Tensor:
         """Run the queued tokens. fp32 logits [1, V'] of the children of node 0, the newest committed token."""
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: Any, parents: list[int]) -> Tensor:
         """Add W nodes below `parents`; fp32 logits [W, V'] of their children.
 
-        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`.
+        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. The tokens are a list, or, unless
+        the decoder `ReadsTokens`, a tensor on its device.
         """
 
 
@@ -406,11 +415,11 @@ class PathDecoder:
         return self._after(self._newest_1, slice(0, 1))
 
     @torch.inference_mode()
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
         self._depths += depths
-        tokens_w, depths_w = to_device([tokens, depths], self._device)
+        tokens_w, depths_w = with_tokens(tokens, self._device, depths)
         return self._after(tokens_w, depths_w)
 
     def _draft(self) -> None:
@@ -551,13 +560,13 @@ class TreeDecoder(CachedDecoder):
         return logits_1v
 
     @torch.inference_mode()
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         first, nodes = len(self._tree.depths), len(tokens)
         depths = self._tree.grow(parents)
         if (logits := self._static_level(tokens, parents, first)) is not None:
             return logits
-        ids, parents_w, depths_w = to_device([tokens, parents, depths], self._device)
+        ids, parents_w, depths_w = with_tokens(tokens, self._device, parents, depths)
         above = self._feedback_md.index_select(0, parents_w)
         inputs_we = self._drafter.drafted_inputs(ids, above)
         places = depths_w + (self._cache.length - 1)
@@ -577,7 +586,7 @@ class TreeDecoder(CachedDecoder):
         for part in self._held:
             torch._dynamo.mark_static_address(part)
 
-    def _static_level(self, tokens: list[int], parents: list[int], first: int) -> Tensor | None:
+    def _static_level(self, tokens: list[int] | Tensor, parents: list[int], first: int) -> Tensor | None:
         """Run new nodes from number `first` on, compiled; fp32 logits [W, V'], or None if that fails."""
         if self._backend is None:
             return None
@@ -585,9 +594,8 @@ class TreeDecoder(CachedDecoder):
         if size not in self._levels:
             numbers = torch.zeros(3, size, dtype=torch.int64, device=self._device)
             self._levels[size] = self._static_call(self._level_forward(), numbers)
-        call, blank = self._levels[size], [0] * (size - len(tokens))
-        state = [first, self._cache.length, *[0] * (size - 2)]
-        write_numbers(call.inputs[0], [[*tokens, *blank], [*parents, *blank], state])
+        call = self._levels[size]
+        write_level(call.inputs[0], tokens, parents, [first, self._cache.length])
         logits: Tensor | None = call.results()
         if logits is None:
             self._feedback_md, self._backend = self._held[0][:first], None

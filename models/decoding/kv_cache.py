@@ -65,9 +65,29 @@ def to_device(values: Any, device: torch.device) -> Tensor:
     return _for_device(values, device).to(device, non_blocking=True)
 
 
+def with_tokens(tokens: list[int] | Tensor, device: torch.device, *others: list[int]) -> tuple[Tensor, ...]:
+    """Return tokens [W], which may be on the device already, and lists of W integers, as int64 tensors there."""
+    if isinstance(tokens, Tensor):
+        return (tokens, *to_device(list(others), device)) if others else (tokens,)
+    return tuple(to_device([tokens, *others], device))
+
+
 def write_numbers(held: Tensor, values: Any) -> None:
     """Write nested lists of integers into an int64 tensor that stays, such as an input of a recorded graph."""
     held.copy_(_for_device(values, held.device), non_blocking=True)
+
+
+def write_level(held: Tensor, tokens: list[int] | Tensor, *others: list[int]) -> None:
+    """Write tokens [n], which may be on the device already, and lists of integers as `write_numbers`, and zeros after.
+
+    Args:
+        held: [1 + number of lists, W].
+    """
+    width = held.shape[1]
+    rows: list[list[int]] = [[] if isinstance(tokens, Tensor) else tokens, *others]
+    write_numbers(held, [row + [0] * (width - len(row)) for row in rows])
+    if isinstance(tokens, Tensor):
+        held[0, : len(tokens)].copy_(tokens)
 
 
 class KVCache:

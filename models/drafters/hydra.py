@@ -31,7 +31,7 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import Attention, DepthWeights, Layers
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.decoding.decoders import FEWEST_STATIC_NODES, LONGEST_TREE_NODES, CachedDecoder, depths_below
-from draftsmith.models.decoding.kv_cache import to_device, write_numbers
+from draftsmith.models.decoding.kv_cache import with_tokens, write_level
 from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
@@ -255,7 +255,7 @@ class HydraDecoder:
         return self._drafter.logits_of(row, 0).float()
 
     @torch.inference_mode()
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
         is_level = len(set(depths)) == 1  # as trees are grown
@@ -265,7 +265,8 @@ class HydraDecoder:
         if self._backend is not None and (logits := self._static_level(tokens, parents, depths[0])) is not None:
             self._depths += depths
             return logits
-        embedded_wd = self._drafter.embedded(to_device(tokens, self._drafter.device))
+        (tokens_w,) = with_tokens(tokens, self._drafter.device)
+        embedded_wd = self._drafter.embedded(tokens_w)
         rows: Sequence[Tensor]
         if is_level:
             level = torch.cat([torch.stack([self._rows[parent] for parent in parents]), embedded_wd], dim=-1)
@@ -279,22 +280,15 @@ class HydraDecoder:
         return logits_wv
 
     def _static_level(self, tokens: list[int] | Tensor, parents: list[int], depth: int) -> Tensor | None:
-        """Run new nodes of one depth, compiled; fp32 logits [W, V'], or None if that fails.
-
-        Args:
-            tokens: [W], of node 0 on the device.
-        """
+        """Run new nodes of one depth, compiled; fp32 logits [W, V'], or None if that fails."""
         assert self._backend is not None
         nodes = len(parents)
         size = max(FEWEST_STATIC_NODES, padded_rows(nodes)) if depth else 1
         if (depth, size) not in self._levels:
             numbers = torch.zeros(3, size, dtype=torch.int64, device=self._drafter.device)
             self._levels[depth, size] = StaticCall(self._level_forward(depth), [numbers], "Hydra", self._backend)
-        call, blank = self._levels[depth, size], [0] * (size - nodes)
-        if isinstance(tokens, Tensor):
-            call.inputs[0][0].copy_(tokens)
-        else:
-            write_numbers(call.inputs[0], [[*tokens, *blank], [*parents, *blank], [len(self._depths)] * size])
+        call = self._levels[depth, size]
+        write_level(call.inputs[0], tokens, parents, [len(self._depths)] * size)
         logits: Tensor | None = call.results()
         if logits is None:
             hidden_size = self._held_rows.shape[-1] // (self.num_depths + 1)

@@ -35,7 +35,7 @@ WAITING = {
 # Operations that run nothing on the device.
 NOT_LAUNCHED = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach, aten.alias,
-    aten._local_scalar_dense, aten.lift_fresh, aten._fused_sdp_choice, aten.resize_, aten.set_,
+    aten._local_scalar_dense, aten.lift_fresh, aten._fused_sdp_choice, aten.resize_, aten.set_, aten._unsafe_view,
 }  # fmt: skip
 # What a copy that the host does not wait for is counted as.
 NOT_WAITED_FOR = "copy, not waited for"

@@ -253,7 +253,6 @@ def every_answer(
         monkeypatch.setattr(generate_module, "first_token", first)
         monkeypatch.setattr(verify_module, "RandomChooser", lambda _, chooser=chooser: chooser)
         monkeypatch.setattr(builders_module, "drawn", rows)
-        monkeypatch.setattr(builders_module, "draw", lambda q, _, chooser=chooser: chooser.draw(q))
         monkeypatch.setattr(builders_module, "draw_without_replacement", partial(draw_rows, chooser))
         ids = answer()
         scripts += chooser.branches

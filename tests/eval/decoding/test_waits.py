@@ -13,8 +13,9 @@ from support.tiny_models import tiny_drafter_of, tiny_target
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import build_tree_drafter
+from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
+from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.sampling import Sampling
@@ -52,35 +53,84 @@ def waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampli
     return back / answer.rounds, sent / answer.rounds
 
 
+def drafting_on(device: str, kind: str, tree: str, sampling: Sampling) -> tuple[Any, Any, TreeDrafter]:
+    """A target, its drafter and the method."""
+    target = tiny_target(num_hidden_layers=4)
+    drafter = tiny_drafter_of(kind, target)
+    target.to(device)
+    drafter = drafter.to(device).attach(target)
+    recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
+    return target, drafter, build_tree_drafter(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
+
+
 def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, int]:
     """And how often the drafter is called in a round."""
     with ghost_device():
-        target = tiny_target(num_hidden_layers=4)
-        drafter = tiny_drafter_of(kind, target)
-        target.to("cuda:0")
-        drafter = drafter.to("cuda:0")
-        drafter.attach(target)
-        recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
-        method = build_tree_drafter(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
+        target, drafter, method = drafting_on("cuda:0", kind, tree, sampling)
         levels = method.decoder.num_depths if isinstance(method.decoder, StepwiseDecoder) else 1
         return *waits(method, drafter.feature_layers, target, sampling), levels
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", FEW_FIRST)
-def test_a_greedy_round_waits_for_its_draft_and_its_verification(kind: str, tree: str) -> None:
-    """For its draft once, or once a level; and nobody waits for what is sent to the device."""
+def test_a_greedy_round_waits_once_unless_its_tree_is_made_on_the_host(kind: str, tree: str) -> None:
+    """Then for its draft once, or once a level, too; and nobody waits for what is sent to the device."""
     back, sent, levels = waits_of(kind, tree, Sampling())
-    assert back == 2 if levels == 1 else 2 < back <= levels + 1
+    if tree in ("chain", "static"):
+        assert back == 1
+    else:
+        assert back == 2 if levels == 1 else 2 < back <= levels + 1
     assert sent == 0
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_a_sampled_round_waits_for_every_draw_that_is_tried(tree: str) -> None:
+@pytest.mark.parametrize("tree", ["chain", "static"])
+@pytest.mark.parametrize("kind", FEW_FIRST)
+def test_a_tree_whose_tokens_stay_on_the_gpu_is_that_of_a_cpu(kind: str, tree: str) -> None:
+    lengths = []
+    with ghost_device():
+        for device in ("cpu", "cuda:0"):
+            target, drafter, method = drafting_on(device, kind, tree, Sampling())
+            with TargetSession(target, 64, drafter.feature_layers) as session:
+                drafted: list[list[int]] = []
+                answer = generate(
+                    session, method, PROMPT, Sampling(), 24,
+                    on_round=lambda each, drafted=drafted: drafted.append([*each.tree.tokens]),
+                )  # fmt: skip
+            lengths.append((answer.ids, answer.accept_lengths, drafted))
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.parametrize("kind", FEW_FIRST)
+def test_a_sampled_chain_waits_once(kind: str) -> None:
+    back, sent, _ = waits_of(kind, "chain", Sampling(1.0, top_p=0.9))
+    assert (back, sent) == (1, 0)
+
+
+@pytest.mark.parametrize("tree", ["static", "best_first", "adaptive"])
+def test_a_sampled_tree_waits_for_every_draw_that_is_tried(tree: str) -> None:
     """Between three times, where the first draw is accepted and the last, and six in the mean."""
     back, sent, _ = waits_of("parallel", tree, Sampling(1.0))
     assert 3 <= back < 6
     assert sent == 0
+
+
+def test_two_sequences_run_trees_whose_tokens_are_on_host_and_device() -> None:
+    shape = TreeShape.chain(2)
+    on_host = [(0, DraftTree([7, 3, 20], shape)), (1, DraftTree([8, 21, 22], shape))]
+    with ghost_device():
+        target = tiny_target().to("cuda:0")
+        drafted = torch.tensor([[3, 20], [21, 22]]).to("cuda:0")
+        on_device = [(n, DraftTree(DeviceTokens(tree.tokens[0], drafted[n]), shape)) for n, tree in on_host]
+        with TargetSession(target, 64, sequences=2) as session:
+            for session.current in (0, 1):
+                session.prefill(PROMPT[session.current :])
+            wanted, mixed, all_there = (
+                [step.logits.held for step in session.forward_trees(trees)]  # type: ignore[attr-defined]
+                for trees in (on_host, [on_device[0], on_host[1]], on_device)
+            )
+    for first, second in (mixed, all_there):
+        assert torch.equal(first, wanted[0])
+        assert torch.equal(second, wanted[1])
 
 
 def test_a_round_without_drafts_waits_once() -> None:

@@ -8,7 +8,7 @@ from support.table_decoder import DepthsDecoder
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
-from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification, verify_greedy
+from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, Verification, verify_greedy
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -105,3 +105,10 @@ def test_static_tree() -> None:
 def test_bad_static_paths(paths: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         StaticBuilder(paths)
+
+
+def test_of_sampled_trees_only_chains_leave_their_tokens_on_the_device() -> None:
+    tokens, q = DeviceTokens(9, torch.tensor([1, 2])), torch.full((3, 4), 0.25)
+    assert DraftTree(tokens, TreeShape.chain(2), q).cut_to_depth(1).tokens[:] == [9, 1]
+    with pytest.raises(ValueError, match="only chains"):
+        DraftTree(tokens, TreeShape.of((-1, 0, 0)), q)
