@@ -2,7 +2,7 @@
 
 A state has read every token of its sequence and cannot forget one. So a draft is a chain, and before a chain is run the
 states are saved; unless all of it is accepted they are restored, and the next forward reads the accepted tokens again,
-in front of its own.
+in front of the new chain.
 
 Shapes: R sequences, the rows of a batch.
 """
@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from draftsmith.errors import UserError, reason
 from draftsmith.models.target.windows import architecture, has_recurrent_layers
 
-MOST_UNREAD_TOKENS = 16  # that a forward reads again in front of its own
+MOST_UNREAD_TOKENS = 16  # that a forward reads again in front of a chain
 TOLERANCE_FRAC = 0.25  # of the difference that a mistake makes
 
 
@@ -84,7 +84,7 @@ def cache_layers(target: Any, sequences: int, make_attention: Callable[[int, int
     """Return the layers of a transformers `Cache` for this target.
 
     Args:
-        make_attention: Makes the cache of the attention layer of this number, of so many.
+        make_attention: Makes the cache of an attention layer, from its number and the number of attention layers.
     """
     if not has_recurrent_layers(target):
         num_layers = target.config.get_text_config().num_hidden_layers
@@ -192,7 +192,7 @@ def check_states(target: Any) -> None:
             if isinstance(attention, DynamicLayer):
                 attention.crop(-len(chain))
         actual = run(states.begin(rest), past_key_values=cache, use_cache=True)
-    except Exception as error:  # of any type, from a class with a cache of its own
+    except Exception as error:  # of any type, from a class with its own kind of cache
         raise UserError(
             f"{name} does not run with saved states ({type(error).__name__}: {reason(error)}); {advice}"
         ) from error
