@@ -25,6 +25,7 @@ from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, O
 from draftsmith.errors import UserError
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.cuda_attention import without_cudnn_attention
+from draftsmith.models.decoding.recurrent import cache_layers, check_states, state_layers
 from draftsmith.models.sampling import first_token
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.models.target.windows import get_windows, has_recurrent_layers, takes_masks
@@ -43,7 +44,8 @@ class TransformersEngine:
         end_ids: Tokens that end an answer.
 
     Raises:
-        UserError: The target has recurrent layers, or RoPE whose angles in a row depend on the lengths of the others.
+        UserError: The target has states that cannot be saved, or RoPE whose angles in a row depend on the lengths of
+            the others.
     """
 
     class Options(Section):
@@ -53,11 +55,7 @@ class TransformersEngine:
 
     def __init__(self, target: Any, batch_size: int, longest_tokens: int, end_ids: tuple[int, ...]) -> None:
         if has_recurrent_layers(target):
-            raise UserError(
-                f"key `data.distill.engine`: {target.config.name_or_path} has layers of linear attention or with "
-                "another recurrent state, for which this engine cannot batch prompts of different lengths: set "
-                "data.distill.engine=vllm"
-            )
+            check_states(target)
         self._target, self._end_ids = target, end_ids
         self._windows = get_windows(target) if takes_masks(target) else None
         self.concurrency = batch_size
@@ -73,7 +71,7 @@ class TransformersEngine:
             )
         takes_count = "logits_to_keep" in inspect.signature(target.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if takes_count else {}
-        self._cache = RowCache(config.num_hidden_layers, batch_size, self.max_length_tokens)
+        self._cache = RowCache(target, batch_size, self.max_length_tokens)
         self._rows: list[_Row] = []  # in the cache's order
         self._ended: list[_Row] = []  # rows whose answers `collect` has returned; a next turn may continue in them
         self._waiting: deque[Request] = deque()
@@ -201,24 +199,35 @@ class _Row:
 class RowCache(Cache):
     """Keys and values of rows of several lengths. A forward adds one token to each of the first A, or n to one row."""
 
-    def __init__(self, num_layers: int, rows: int, capacity_tokens: int) -> None:
+    def __init__(self, target: Any, rows: int, capacity_tokens: int) -> None:
         self.rows, self.capacity_tokens = rows, capacity_tokens
         self.lengths: list[int] = []  # lengths of the A rows that the next forward adds a token to
         self.lengths_a: Tensor | None = None  # the same on the device: copied once a forward, not in each layer
         self.only: tuple[int, int] | None = (
             None  # (row, number of its cached tokens) while a forward adds tokens to this row alone
         )
-        super().__init__(layers=[_RowCacheLayer(self) for _ in range(num_layers)])
+        self._attention: list[_RowCacheLayer] = []
+        layers = cache_layers(target, rows, lambda *_: self._new_layer())
+        self._states = state_layers(layers)
+        super().__init__(layers=layers)
+
+    def _new_layer(self) -> _RowCacheLayer:
+        self._attention.append(_RowCacheLayer(self))
+        return self._attention[-1]
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
         """Prepare a forward that adds one token to each of the first rows; return their lengths [A] on the device."""
         self.lengths, self.lengths_a = lengths, torch.tensor(lengths, device=device)
+        for states in self._states:
+            states.select(slice(0, len(lengths)))
         return self.lengths_a
 
     @contextmanager
     def one_row(self, row: int, start: int) -> Iterator[None]:
         """Make forwards add tokens to one row alone, after its first `start`."""
         self.only = (row, start)
+        for states in self._states:
+            states.select(slice(row, row + 1), are_new=start == 0)
         try:
             yield
         finally:
@@ -226,10 +235,12 @@ class RowCache(Cache):
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row into another."""
-        for layer in self.layers:
+        for layer in self._attention:
             for tensor in (layer.keys, layer.values):
                 assert tensor is not None
                 tensor[target, :, :length] = tensor[source, :, :length]
+        for states in self._states:
+            states.move(source, target)
 
 
 class _RowCacheLayer(CacheLayerMixin):

@@ -16,16 +16,17 @@ from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import build_tree_drafter
-from draftsmith.eval.methods.registry import DecodingSetting, make_method
+from draftsmith.eval.methods.registry import DecodingSetting, load_method_class, make_method
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.decoders import Compilable, SequenceDecoder
+from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES
-from draftsmith.models.target.loading import load_target, target_device
+from draftsmith.models.target.loading import load_target, load_target_config, target_device
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
@@ -66,9 +67,10 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
     """Load the target, its tokenizer and the recipe's trained drafters by folder, ready to decode.
 
     Raises:
-        UserError: A model cannot be loaded, or one of several drafters changes the target for which the others were
-            trained.
+        UserError: A model cannot be loaded, the target cannot verify a method's trees, or one of several drafters
+            changes the target for which the others were trained.
     """
+    check_trees(recipe)
     target, tokenizer = load_target(recipe.target)
     drafters = {folder: load_drafter(folder, target) for folder in drafter_folders(recipe)}
     for folder, drafter in drafters.items():
@@ -77,6 +79,21 @@ def load_models(recipe: Recipe) -> tuple[PreTrainedModel, Any, dict[Path, Drafte
     for model in (target, *drafters.values()):  # after adapters were merged into the target
         pack_linears(model)
     return target, tokenizer, drafters
+
+
+def check_trees(recipe: Recipe) -> None:
+    """Check by the target's config that it can verify the draft trees of all methods.
+
+    Raises:
+        UserError: It verifies chains only, and a method drafts trees.
+    """
+    if (why := chains_only(load_target_config(recipe.target))) is None:
+        return
+    for method in recipe.eval.methods:
+        if method.tree != "chain":
+            raise UserError(f"eval.methods, {method.name}: {why}: use tree: chain instead of {method.tree}")
+        if method.kind != DRAFTER_KIND and getattr(load_method_class(method)[0], "drafts_trees", False):
+            raise UserError(f"eval.methods, {method.name}: {why}: use a method that drafts a chain, with tree: chain")
 
 
 def compiles(recipe: Recipe) -> bool:

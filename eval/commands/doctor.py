@@ -48,11 +48,13 @@ from draftsmith.data.tokens.templates import (
     special_ids,
 )
 from draftsmith.errors import UserError
+from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.overfit import overfit
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
+from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import (
@@ -169,7 +171,7 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
         Finding("device", "ok", device_sentence(target.device)),
         Finding("attention", "ok", running_sentence(target)),
         *_run_check("logits", lambda: f"the LM head's, {logit_shape(target)}"),
-        *_run_check("draft trees", lambda: _check_draft_trees(target)),
+        *_run_check("draft trees", lambda: _check_draft_trees(recipe, target)),
         *_check_dtype(target),
     ]
     diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
@@ -514,10 +516,11 @@ def check_rows(
 # ---- the target and the drafter ----
 
 
-def _check_draft_trees(target: PreTrainedModel) -> str:
-    """Check that the target obeys a 4-D attention mask and position ids."""
+def _check_draft_trees(recipe: Recipe, target: PreTrainedModel) -> str:
+    """Check that the target verifies the trees of the recipe's methods."""
+    check_trees(recipe)
     TargetSession(target, max_length_tokens=8).close()
-    return "the target obeys 4-D attention masks and position ids"
+    return chains_only(target) or "the target obeys 4-D attention masks and position ids"
 
 
 def _check_dtype(target: PreTrainedModel) -> list[Finding]:

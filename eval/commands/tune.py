@@ -41,8 +41,9 @@ from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.adaptive import Curve, on_curve
 from draftsmith.files import write_atomically
 from draftsmith.models.base.registry import is_published
+from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target.loading import longest_sequence_tokens
+from draftsmith.models.target.loading import load_target_config, longest_sequence_tokens
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
@@ -204,12 +205,15 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
         turns: Measurements of each finalist.
 
     Raises:
-        UserError: There is no trained drafter, no draft was accepted, or no question fits the target's context.
+        UserError: The target verifies chains only, there is no trained drafter, no draft was accepted, or no question
+            fits the target's context.
     """
     drafted = [method for method in recipe.eval.methods if method.kind == DRAFTER_KIND] or [MethodConfig(name="chain")]
     default = next((method for method in drafted if method.drafter is None), drafted[0])
     folder = drafter_folder(recipe, default)
     default = resolve_tuned(default, folder)
+    if why := chains_only(load_target_config(recipe.target)):
+        raise UserError(f"{why}, and `draftsmith tune` compares trees: use tree: chain")
     only_own = recipe.eval.model_copy(update={"methods": [default]})
     target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
     drafter = drafters[folder]

@@ -31,9 +31,10 @@ from draftsmith.models.cpu_layers import FAMILIES
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import KVCache, to_device
+from draftsmith.models.decoding.recurrent import MOST_UNREAD_TOKENS, ChainStates, chains_only, check_states
 from draftsmith.models.target.features import FINAL_FEATURES
 from draftsmith.models.target.loading import longest_sequence_tokens
-from draftsmith.models.target.windows import Masks, get_windows, has_recurrent_layers
+from draftsmith.models.target.windows import Masks, architecture, get_windows, has_recurrent_layers
 
 WORKING_TARGETS = "decoder-only transformers with standard attention work: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, ..."
 MOST_SHAPES = 4096  # whose masks are remembered
@@ -69,7 +70,9 @@ def open_session(
     Raises:
         UserError: As `TargetSession`.
     """
-    is_compiled = compiles or (compiles is None and compiles_by_default(target.device))
+    is_compiled = compiles
+    if compiles is None:
+        is_compiled = compiles_by_default(target.device) and not has_recurrent_layers(target)
     compiler = Compiler(must=bool(compiles), same_size=same_size) if is_compiled else None
     session = TargetSession(target, max_length_tokens, sequences=sequences, compiler=compiler)
     if target.device.type == "cpu" and has_kernels() and not session.runs_in_one_call:
@@ -116,6 +119,16 @@ class TargetSession:
                 f"prompt and answer of {max_length_tokens} tokens do not fit into the target's {limit} positions: "
                 "lower eval.max_new_tokens or shorten the prompt"
             )
+        is_recurrent = has_recurrent_layers(target)
+        if is_recurrent and (sequences > 1 or compiler is not None):
+            instead = "serve it with --at-once 1" if sequences > 1 else "leave out eval.compile"
+            raise UserError(
+                f"a target with recurrent layers ({architecture(target.config)}) runs one sequence at a time, without "
+                f"compilation: {instead}"
+            )
+        if is_recurrent and target not in _probed:
+            check_states(target)
+            _probed.add(target)
         self.max_length_tokens, self.device, self._target = max_length_tokens, target.device, target
         self.sequences, self.current = sequences, 0
         self.cache = KVCache(max_length_tokens + 1 + LONGEST_TREE_NODES, sequences)
@@ -209,6 +222,8 @@ class TargetSession:
         """Forget the current sequence and read a prompt."""
         self.check_room(prompt_ids)
         self.cache.crop(0, self.current)
+        if self.model.states is not None:
+            self.model.states.reset()
         self.model.refresh()
         length = len(prompt_ids)
         places = self._places(self.current, 0, length)
@@ -229,6 +244,8 @@ class TargetSession:
         ends = [lengths[number] + size for (number, _), size in zip(trees, sizes, strict=True)]
         if max(ends) > self.cache.longest_tokens:
             raise UserError(f"a draft tree of {max(sizes)} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        if self.model.states is not None:
+            return [self._run_chain(trees[0][1], self.model.states)]
         # Beyond a sliding window each type of layer has its own mask, for which no graph was compiled.
         num_rows, slides = sum(sizes), self._windows.reached(max(ends))
         size = 0 if self.compiled is None or slides else self.compiled.size_of(num_rows)
@@ -241,6 +258,28 @@ class TargetSession:
             return [self._step(logits, features)]
         parts = zip(logits[:num_rows].split(sizes), features[:num_rows].split(sizes), strict=True)
         return [self._step(*each) for each in parts]
+
+    def _run_chain(self, chain: DraftTree, states: ChainStates) -> TargetStep:
+        """Run a chain after the tokens that the states have not read.
+
+        Raises:
+            UserError: It is no chain.
+        """
+        size, length = len(chain), self.cache.length
+        if chain.parents != tuple(range(-1, size - 1)):
+            raise UserError(f"{chains_only(self._target)}: use tree: chain")
+        if len(states.unread) > MOST_UNREAD_TOKENS:
+            self._read(states.begin([]), length - len(states.unread))
+            states.commit(0)
+        tokens = states.begin(chain.tokens)
+        logits, features = self._read(tokens, length + size - len(tokens))
+        return self._step(logits[-size:], features[-size:])
+
+    def _read(self, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
+        """Run tokens in their order from this position on; logits [N, V] and features [N, F] of all read layers."""
+        end = start + len(tokens)
+        ids, positions_n = to_device([tokens, [*range(start, end)]], self.device)
+        return self.model.run(ids, positions_n, start, end, None)
 
     def _run(
         self, trees: Sequence[tuple[int, DraftTree]], positions: list[int], size: int, slides: bool
@@ -305,6 +344,8 @@ class TargetSession:
     def commit(self, path: list[int], sequence: int | None = None) -> None:
         """Keep the accepted nodes (root first) of a sequence's last tree."""
         self.cache.keep(path, self.current if sequence is None else sequence)
+        if self.model.states is not None:
+            self.model.states.commit(len(path))
 
     def _places_of(self, trees: Sequence[tuple[int, DraftTree]]) -> int | Tensor:
         """Return where the nodes of these trees are written, see `KVCache.write_at`."""
@@ -364,13 +405,6 @@ class TargetSession:
     def _probe(self) -> None:
         """Make sure that two siblings in a tree see their ancestors and not each other."""
         name = self._target.config.name_or_path or type(self._target).__name__
-        if has_recurrent_layers(self._target):
-            self.close()
-            raise UserError(
-                f"target {name} has layers of linear attention or another state that a draft tree cannot share: "
-                "drafters for it train and export, but this loop cannot verify their trees; use an engine, as with "
-                "`draftsmith eval --engine vllm`"
-            )
         vocabulary = self._target.config.get_text_config().vocab_size
         # Spread over the vocabulary: the first ids are often special tokens, which models predict badly.
         *prompt, root, elder, younger = (place * vocabulary // 6 for place in range(1, 6))

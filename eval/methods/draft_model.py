@@ -24,7 +24,7 @@ from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
 from draftsmith.models.decoding.kv_cache import KVCache, open_mask, to_device
 from draftsmith.models.target.loading import use_own_attention
-from draftsmith.models.target.windows import tokens_within_windows
+from draftsmith.models.target.windows import architecture, has_recurrent_layers, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
 from draftsmith.recipes.schema import Section
 
@@ -131,9 +131,14 @@ def draft_model_decoder(location: str, num_tokens: int, setting: DecodingSetting
     """Load the draft model of a folder or Hub id, to draft paths of `num_tokens`.
 
     Raises:
-        UserError: The draft model cannot be loaded, or has another vocabulary or too few positions.
+        UserError: The draft model cannot be loaded, or has another vocabulary, recurrent layers or too few positions.
     """
     model = _load(location, setting.target, setting.tokenizer)
+    if has_recurrent_layers(model):
+        raise UserError(
+            f"method {setting.recipe.name}: {location} ({architecture(model.config)}) has recurrent layers, with which "
+            "only targets run here: use a draft model of attention layers"
+        )
     limit = tokens_within_windows(model)  # its trees have a mask for full attention alone
     if limit is not None and limit < setting.max_length_tokens:
         raise UserError(

@@ -39,6 +39,7 @@ from draftsmith.recipes.schema import Section
 class Lookahead:
     """Method of Lookahead decoding; see the module's docstring. `options` are the fields of `Options`."""
 
+    drafts_trees = True
     sequential = False
 
     class Options(Section):

@@ -44,6 +44,7 @@ class SpecInfer:
         sampling: The target's sampling, applied to every q too.
     """
 
+    drafts_trees = True
     sequential = True
 
     class Options(Section):

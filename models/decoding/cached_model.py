@@ -16,9 +16,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftsmith.errors import UserError
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.kv_cache import KVCache
+from draftsmith.models.decoding.recurrent import ChainStates, cache_layers
 from draftsmith.models.target.features import FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
-from draftsmith.models.target.windows import Masks
+from draftsmith.models.target.windows import Masks, has_recurrent_layers
 
 
 class CachedModel:
@@ -38,10 +39,9 @@ class CachedModel:
         self.model, self.cache = model, cache
         self.feature_layers, self.tap = feature_layers, FeatureTap(model, feature_layers)
         self.few_rows = CpuTarget.of(model, cache.capacity)
-        num_layers = model.config.get_text_config().num_hidden_layers
-        self._layers = Cache(
-            layers=[TreeCacheLayer(cache, index, num_layers, is_static) for index in range(num_layers)]
-        )
+        layers = cache_layers(model, 1, lambda number, count: TreeCacheLayer(cache, number, count, is_static))
+        self.states = ChainStates(layers) if has_recurrent_layers(model) else None
+        self._layers = Cache(layers=layers)
         takes = inspect.signature(model.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.target.view import FULL_ATTENTION, target_value
 
 Masks = Tensor | dict[str, Tensor]
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size")
 # Parts of names of layer types with a state instead of keys and values, which the nodes of a tree cannot share.
-RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm")
+RECURRENT = ("linear", "mamba", "recurrent", "conv", "ssm", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,14 @@ def tokens_within_windows(target: Any) -> int | None:
     return min(known) if known else None
 
 
-def has_recurrent_layers(target: Any) -> bool:
+def has_recurrent_layers(target: PreTrainedModel | PreTrainedConfig) -> bool:
     """Return whether some layers keep a state instead of keys and values, such as linear attention or Mamba."""
-    kinds = getattr(target.config.get_text_config(), "layer_types", None) or []
-    return bool(getattr(target, "_is_stateful", False)) or any(part in kind for kind in kinds for part in RECURRENT)
+    text = (target if isinstance(target, PreTrainedConfig) else target.config).get_text_config()
+    model_class = AutoModelForCausalLM._model_mapping.get(type(text), target)
+    kinds = getattr(text, "layer_types", None) or []
+    return getattr(model_class, "_is_stateful", False) or any(part in kind for kind in kinds for part in RECURRENT)
+
+
+def architecture(config: PreTrainedConfig) -> str:
+    """Return the name of a config's architecture: that of its class, or its `model_type`."""
+    return str((config.architectures or [config.model_type])[0])

@@ -17,6 +17,26 @@ EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# Targets with recurrent layers, by their type.
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **DELTA_NET, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_text": DELTA_NET,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "mamba_num_heads": 4,
+        "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "num_hidden_layers": 3,
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+}  # fmt: skip
 MASKS = 3
 
 
@@ -27,7 +47,10 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
     }  # fmt: skip
     torch.manual_seed(7)
-    config = AutoConfig.for_model(model_type, **{**values, **changes})
+    layers = HYBRIDS.get(model_type, {})
+    if kinds := layers.get("layer_types", layers.get("layers_block_type")):
+        values["num_hidden_layers"] = len(kinds)
+    config = AutoConfig.for_model(model_type, **{**values, **layers, **changes})
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 

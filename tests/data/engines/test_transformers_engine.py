@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.half_right import TINY
-from support.tiny_models import tiny_chat_llama
+from support.half_right import TINY, greedy_reference
+from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
@@ -114,6 +114,27 @@ def test_greedy_is_the_models_argmax_despite_its_generation_defaults(name: str) 
         for _ in range(8):
             ids.append(int(target(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert outcomes[str(key)] == Completion(ids[len(prompt) :], "length")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_keep_their_recurrent_states(name: str) -> None:
+    """Rows end, move and go on with a next turn; each answer is the one of its whole prompt alone."""
+    target, new_tokens = tiny_target(name), (3, 9, 5)
+    engine, prompts = engine_of(target, 3, ()), [[5, 9, 30], [7], [3, 8, 12, 40, 50], [8, 8]]
+    waiting = {str(key): (prompt, list(new_tokens)) for key, prompt in enumerate(prompts)}
+    for key, (prompt, lengths) in waiting.items():
+        lengths[:] = lengths[int(key) % 3 :] + lengths[: int(key) % 3]
+        engine.submit(Request(key, prompt, [], GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
+    answers = 0
+    while answers < len(prompts) * len(new_tokens):
+        for key, outcome in engine.collect():
+            prompt, lengths = waiting[key]
+            assert isinstance(outcome, Completion)
+            assert outcome.token_ids == greedy_reference(target, prompt, len(outcome.token_ids or []))
+            answers += 1
+            prompt += [*outcome.token_ids, 9, 50]
+            if lengths:
+                engine.submit(Request(key, prompt, [], GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
 
 
 def test_a_rotation_that_other_rows_change_is_refused() -> None:

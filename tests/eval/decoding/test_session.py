@@ -8,7 +8,6 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -140,13 +139,6 @@ def test_a_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monke
     with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.*=sdpa or eager"):
         TargetSession(model, 20)
     assert not model.base_model._forward_hooks
-
-
-def test_a_target_without_attention_is_refused() -> None:
-    config = MambaConfig(vocab_size=V, hidden_size=16, state_size=4, num_hidden_layers=1)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UserError, match=r"a draft tree cannot share: .* this loop cannot verify their trees"):
-        TargetSession(model, 20)
 
 
 def test_the_probe_runs_once() -> None:

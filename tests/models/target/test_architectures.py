@@ -5,7 +5,7 @@ import json
 import pytest
 from generate import targets
 
-FEW = ("llama", "cohere2", "gemma2", "gpt2", "gpt_oss", "olmo3", "opt")
+FEW = ("llama", "cohere2", "gemma2", "gpt2", "gpt_oss", "olmo3", "opt", "qwen3_next")
 
 
 @pytest.mark.nightly

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import VOCABULARY, tiny_target
+from support.tiny_models import HYBRIDS, VOCABULARY, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.engines.engine import GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
-from draftsmith.errors import UserError
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
@@ -176,20 +175,13 @@ def test_a_window_that_no_mask_repeats_limits_the_session() -> None:
     assert longest_sequence_tokens(target) == WINDOW
 
 
-def test_hybrids_are_told_what_they_can_do() -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    target = tiny_target(
-        "qwen3_next", num_hidden_layers=4, shared_expert_intermediate_size=16, linear_num_value_heads=4,
-        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, **experts,
-    )  # fmt: skip
-    assert has_recurrent_layers(target)
-    assert not any(map(has_recurrent_layers, itertools.chain([tiny_target()], map(windowed, TARGETS))))
-    with pytest.raises(
-        UserError, match=r"linear attention .* train and export, but this loop cannot verify their trees"
-    ):
-        TargetSession(target, 64)
-    with pytest.raises(UserError, match=r"linear attention .* set data\.distill\.engine=vllm"):
-        TransformersEngine(target, 1, 64, ())
+def test_hybrids_are_known_by_target_and_by_config() -> None:
+    for target in map(tiny_target, HYBRIDS):
+        assert has_recurrent_layers(target)
+        assert has_recurrent_layers(target.config)
+    for target in itertools.chain([tiny_target()], map(windowed, TARGETS)):
+        assert not has_recurrent_layers(target)
+        assert not has_recurrent_layers(target.config)
 
 
 def test_vocabulary_is_large_enough() -> None:

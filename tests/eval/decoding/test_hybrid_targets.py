@@ -1,0 +1,167 @@
+"""Targets with recurrent layers: a chain that is rejected leaves no trace, and everything but trees works.
+
+The references are `generate` of transformers and forwards without a cache.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.half_right import BUILDERS, GREEDY, HalfRightDecoder, greedy_reference
+from support.tiny_models import HYBRIDS, VOCABULARY, tiny_target
+from support.tiny_runs import recipe_in, save_tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+from draftsmith.errors import UserError
+from draftsmith.eval.bench.measured_methods import check_trees
+from draftsmith.eval.commands.prove import prove
+from draftsmith.eval.commands.stages import make_drafter
+from draftsmith.eval.commands.tune import tune
+from draftsmith.eval.decoding.compiled_forward import Compiler
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.method import Autoregressive
+from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.methods.drafter import TreeDrafter
+from draftsmith.eval.trees.verify import DraftTree, TreeShape
+from draftsmith.models.base.registry import load_drafter
+from draftsmith.models.decoding.recurrent import MOST_UNREAD_TOKENS
+from draftsmith.models.formats.exporting import export_drafter
+from draftsmith.models.target.features import target_features
+from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.schema import Recipe
+
+PROMPT = [5, 9, 33, 12, 40, 7]
+every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
+
+
+def chain(*tokens: int) -> DraftTree:
+    return DraftTree([*tokens], TreeShape.chain(len(tokens) - 1))
+
+
+def plain_logits(target: PreTrainedModel, ids: list[int]) -> Tensor:
+    return target(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@every_hybrid
+def test_greedy_answers_are_those_of_generate(name: str) -> None:
+    """Chains are accepted in part, round after round, so that tokens are read again with and without a draft."""
+    target, new_tokens = tiny_target(name), 2 * MOST_UNREAD_TOKENS
+    with TargetSession(target, len(PROMPT) + new_tokens) as session:
+        for prompt in (PROMPT, [3]):
+            expected = greedy_reference(target, prompt, new_tokens)
+            assert generate(session, Autoregressive(), prompt, GREEDY, new_tokens).ids == expected
+            method = TreeDrafter("x", HalfRightDecoder(expected, VOCABULARY), BUILDERS["chain"], GREEDY)
+            answer = generate(session, method, prompt, GREEDY, new_tokens)
+            assert answer.ids == expected
+            assert 0 < answer.accepted_drafts < answer.tried
+
+
+@every_hybrid
+def test_rejected_tokens_leave_no_trace(name: str) -> None:
+    """Logits and features of every chain, after rejections of each length and after a chain that nobody committed."""
+    target, ids = tiny_target(name), list(PROMPT)
+    with TargetSession(target, 64) as session:
+        session.prefill(ids)
+        for length, accepted in ((4, 1), (3, 2), (4, 4), (1, 1), (4, 1), (2, 1), (1, 1), (3, 3), (4, 2)) * 2:
+            tokens = [3 + (7 * len(ids) + place) % 50 for place in range(length)]
+            session.forward_tree(chain(50, 51, 52))
+            step = session.forward_tree(chain(*tokens))
+            expected = plain_logits(target, ids + tokens)[-length:]
+            assert torch.allclose(step.logits, expected, atol=1e-4 * float(expected.abs().max())), len(ids)
+            features = target_features(target, torch.tensor([ids + tokens]))[0, -length:]
+            assert torch.allclose(step.features, features, atol=1e-4 * float(features.abs().max()))
+            session.commit([*range(accepted)])
+            ids += tokens[:accepted]
+
+
+def test_tokens_are_read_again_a_few_times_only() -> None:
+    """Every chain of three is rejected: the tokens of a forward stay within the limit and the chain."""
+    target, read = tiny_target("qwen3_next"), []
+    hook = target.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with TargetSession(target, 128) as session:
+        session.prefill(PROMPT)
+        read.clear()
+        for place in range(2 * MOST_UNREAD_TOKENS + 4):
+            session.forward_tree(chain(3 + place, 4, 5))
+            session.commit([0])
+    hook.remove()
+    alone = [MOST_UNREAD_TOKENS + 1]  # without a chain
+    assert read == [*range(3, 3 + MOST_UNREAD_TOKENS + 1), *alone] * 2 + [3, 4]
+
+
+def test_what_a_state_cannot_do_is_refused(tmp_path: Path) -> None:
+    """Trees before anything is computed, by name of the architecture; and several sequences, and compilation."""
+    target = tiny_target("nemotron_h")
+    target.save_pretrained(tmp_path / "target")
+    why = r"recurrent layers \(NemotronHForCausalLM\) keep one state, .*use tree: chain"
+
+    def recipe(*methods: dict[str, Any]) -> Recipe:
+        return recipe_in(tmp_path, eval={"methods": [{"name": f"m{index}", **m} for index, m in enumerate(methods)]})
+
+    check_trees(recipe({"tree": "chain"}, {"kind": "prompt_lookup"}, {"kind": "ngram"}))
+    with pytest.raises(UserError, match=rf"eval\.methods, m1: .*{why} instead of best_first"):
+        check_trees(recipe({}, {"tree": "best_first"}))
+    with pytest.raises(UserError, match=r"eval\.methods, m0: .*NemotronHForCausalLM.* that drafts a chain"):
+        check_trees(recipe({"kind": "lookahead"}))
+    with pytest.raises(UserError, match=r"NemotronHForCausalLM.*`draftsmith tune` compares trees: use tree: chain"):
+        tune(recipe({}))
+    with pytest.raises(UserError, match=r"\(NemotronHForCausalLM\) runs one sequence at a time.*--at-once 1"):
+        TargetSession(target, 32, sequences=2)
+    with pytest.raises(UserError, match=r"\(NemotronHForCausalLM\).* without compilation: leave out eval\.compile"):
+        TargetSession(target, 32, compiler=Compiler("eager"))
+    with TargetSession(target, 32) as session:
+        session.prefill(PROMPT)
+        with pytest.raises(UserError, match=why):
+            session.forward_tree(DraftTree([3, 4, 5], TreeShape.of((-1, 0, 0))))
+
+
+def test_states_outside_the_cache_are_refused() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    target = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, lru_width=32)).eval()
+    with pytest.raises(UserError, match=r"\(recurrent_gemma\) does not run with saved states .*; use vLLM"):
+        TargetSession(target, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_every_stage(name: str, tmp_path: Path) -> None:
+    """Distilled by transformers, trained on features of inner layers, proved and exported."""
+    tiny_target(name, num_hidden_layers=4).save_pretrained(tmp_path / "target")
+    save_tokenizer(tmp_path / "target", VOCABULARY)
+    talks = [{"messages": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(4, 10)]
+    questions = [{"question_id": number, "category": "writing", "turns": [f"w{number} w6 w7"]} for number in (5, 8)]
+    for file, lines in (("talks", talks), ("questions", questions)):
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = recipe_in(
+        tmp_path,
+        data={
+            "conversations": {"source": str(tmp_path / "talks.jsonl"), "decontaminate": []},
+            "distill": {"engine": "transformers", "max_new_tokens": 12, "cut_answers": "keep"},
+            "max_length_tokens": 64, "tokenize_processes": 1,
+        },
+        drafter={"kind": "eagle3", "options": {"feature_layers": [1, 2, 3]}},
+        train={"max_steps": 3, "save_steps": 3},
+        eval={
+            "questions": str(tmp_path / "questions.jsonl"),
+            "methods": [{"name": "eagle3"}, {"name": "lookup", "kind": "prompt_lookup"}],
+        },
+    )  # fmt: skip
+    make_drafter(recipe)
+    target = tiny_target(name, num_hidden_layers=4)
+    for shard in RunFolder(recipe).data.glob("shards/*.jsonl"):
+        for line in map(json.loads, shard.read_text().splitlines()):
+            (answer,) = line["answer_ids"]
+            prompt = [int(word[1:]) for word in line["messages"][0]["content"].split()]
+            assert answer == greedy_reference(target, prompt, len(answer))
+    proof = prove(recipe, prompts=2, samples=1, new_tokens=16)
+    assert proof.holds
+    assert [(greedy.method, greedy.divergences) for greedy in proof.greedy] == [("eagle3", []), ("lookup", [])]
+    folder = RunFolder(recipe).drafter
+    export_drafter(load_drafter(folder, target), "vllm", tmp_path / "exported", recipe.target.model, folder)
+    written = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
