@@ -94,7 +94,7 @@ class CachedAttention(KVCache):
         self.values.index_copy_(3, places, keys_values[:, 1])
 
     def is_beyond_window(self, positions: int) -> bool:
-        """Return True if the last of so many positions after the committed tokens does not see all of these."""
+        """Return True if the last of N `positions` after the committed tokens does not see all of these."""
         return self._window is not None and self.length + positions > self._window
 
     def _first_in_window(self) -> int:
