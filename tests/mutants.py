@@ -122,6 +122,13 @@ MUTANTS = (
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(
+        "a draft tree sees a token more than the window",
+        "models/decoding/cached_attention.py",
+        'mask.masked_fill_(columns <= positions[:, None] - self._window, float("-inf"))',
+        'mask.masked_fill_(columns < positions[:, None] - self._window, float("-inf"))',
+        "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
+    ),
+    Mutant(
         "position ids of a tree's nodes count on",
         "eval/decoding/session.py",
         "positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]",

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftHead
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.options import Attention, DepthOptions, DrafterOptions, ascending_layers
+from draftsmith.models.base.options import Attention, DepthOptions, DrafterOptions, SlidingWindow, ascending_layers
 from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding.decoders import (
     DrafterDecoder,
@@ -39,6 +39,18 @@ class GroupWiseOptions(DrafterOptions):
     """Options of all kinds that are trained on groups."""
 
     attention: Attention = "folded"
+    sliding_window: SlidingWindow = None
+
+    @property
+    def rows_of_draft(self) -> int:
+        """Return the number of rows of a group, or of a path of a draft tree, which all see each other."""
+        return max(self.num_depths, getattr(self, "draft_depth", None) or 0)
+
+    @model_validator(mode="after")
+    def _window_holds_a_draft(self) -> Self:
+        if self.sliding_window is not None and self.sliding_window <= self.rows_of_draft:
+            raise ValueError(f"`sliding_window` must be greater than {self.rows_of_draft}, the rows of a draft")
+        return self
 
 
 class OneForwardOptions(GroupWiseOptions, DepthOptions):
@@ -175,7 +187,8 @@ class GroupWiseDrafter(Drafter):
             hidden_ne = torch.where((groups.depth_n > 0)[:, None], of_masks_ne, newest_ne)
         hidden = hidden_ne.unsqueeze(0)
         rotary = self.rotary_of(hidden, groups.position_n.unsqueeze(0))
-        return self.run_layers(hidden, rotary, cached_attention=GroupAttention(self.config.attention, groups))[0]
+        attention = GroupAttention(self.config.attention, groups, window=self.sliding_window)
+        return self.run_layers(hidden, rotary, cached_attention=attention)[0]
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
         yield self.vocab.draft_head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
@@ -214,6 +227,11 @@ class GroupWiseDrafter(Drafter):
     def mask_inputs(self) -> Tensor | None:
         """Return the inputs [K, E] of [MASK]_1..K, or None for kinds without masks."""
         return None
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Return the number of tokens that a row attends to, up to and including its own position; None: all."""
+        return self.config.sliding_window
 
     @property
     def mask_residual(self) -> bool:

@@ -47,6 +47,13 @@ def _within_the_vocabulary(size: int | None, info: ValidationInfo) -> int | None
 
 
 Attention = Annotated[Backend, Field(description="attention backend of training, see `models/groups/attention.py`")]
+SlidingWindow = Annotated[
+    PositiveInt | None,
+    Field(
+        description="number of tokens that a row attends to, up to and including its own position, as in transformers, "
+        "and more than the rows of a draft; null: all (published for DFlash2: 2,048)"
+    ),
+]
 DepthWeights = Annotated[
     PositiveFloat | Annotated[list[PositiveFloat], Field(max_length=MOST_DEPTHS)],
     one_message("must be one positive number, or a list of one for each depth"),

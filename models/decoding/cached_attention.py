@@ -43,7 +43,8 @@ class CachedAttention(KVCache):
     A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
 
     Args:
-        window: Of `begin_step`: how many tokens a row sees back from its own, that included, or None for all.
+        window: Number of tokens that a row sees, up to and including its own position; None: all. As in
+            transformers, a row at position p sees no column up to p - window.
     """
 
     def __init__(
@@ -92,11 +93,19 @@ class CachedAttention(KVCache):
         self.keys.index_copy_(3, places, keys_values[:, 0])
         self.values.index_copy_(3, places, keys_values[:, 1])
 
+    def is_beyond_window(self, positions: int) -> bool:
+        """Return True if the last of N `positions` after the committed tokens does not see all of these."""
+        return self._window is not None and self.length + positions > self._window
+
+    def _first_in_window(self) -> int:
+        """Return the first column that the first position after the committed tokens sees."""
+        return 0 if self._window is None else max(self.length + 1 - self._window, 0)
+
     def begin_step(self, num_rows: int, causal: bool = True) -> None:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
         begin, end = self.length, self.length + num_rows
-        if self._window is not None and end > self._window:
-            first = max(begin + 1 - self._window, 0)
+        if self.is_beyond_window(num_rows):
+            first = self._first_in_window()
             columns = torch.arange(first, end, device=self.keys.device)
             hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
             mask = open_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
@@ -109,16 +118,22 @@ class CachedAttention(KVCache):
         mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
         self._prepare(begin, end, mask, is_causal=True)
 
-    def begin_tree_step(self, ancestors: Tensor) -> None:
-        """Prepare a step of R nodes. ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then.
+    def begin_tree_step(self, ancestors: Tensor, positions: Tensor) -> None:
+        """Prepare a step of R nodes.
 
-        The last R of the M nodes are the step's own; all real tokens are seen by every node.
+        Args:
+            ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then, the last R of which are
+                the step's own. A node sees all its ancestors: a window is wider than a tree is deep.
+            positions: [R] of the rows; they see the real tokens in the window that ends there.
         """
         num_rows, num_nodes = ancestors.shape
-        end = self.length + num_nodes
-        mask = open_mask(num_rows, end, dtype=self.keys.dtype, device=self.keys.device)
-        mask[:, self.length :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
-        self._prepare(end - num_rows, end, mask)
+        end, first = self.length + num_nodes, self._first_in_window()
+        mask = open_mask(num_rows, end - first, dtype=self.keys.dtype, device=self.keys.device)
+        mask[:, self.length - first :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
+        if self._window is not None:
+            columns = torch.arange(first, end, device=mask.device)
+            mask.masked_fill_(columns <= positions[:, None] - self._window, float("-inf"))
+        self._prepare(end - num_rows, end, mask, first)
 
     def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.

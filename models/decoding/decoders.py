@@ -154,18 +154,17 @@ class CachedDecoder:
     the cache's last column, which no row sees.
 
     Args:
-        drafter: Has `layers_config`, `reads_first_token`, `real_inputs`, `run_layers`, `rotary_of`, `logits_of`, as
-            `GroupWiseDrafter` has.
+        drafter: Has `layers_config`, `reads_first_token`, `sliding_window`, `real_inputs`, `run_layers`, `rotary_of`,
+            `logits_of`, as `GroupWiseDrafter` has.
         max_length_tokens: Committed tokens that fit, the prompt included.
         extra_rows: Drafted rows that one forward, or one tree, may hold after them.
-        window: As in `CachedAttention`.
     """
 
     _static_rows = 1  # columns that compiled forwards may write after those of the rows that are wanted
 
-    def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int, window: int | None = None) -> None:
+    def __init__(self, drafter: Any, max_length_tokens: int, extra_rows: int) -> None:
         self._drafter, self._max_length_tokens, self._device = drafter, max_length_tokens, drafter.device
-        self._extra_rows, self._window = extra_rows, window
+        self._extra_rows, self._window = extra_rows, drafter.sliding_window
         self._cache = self._make_cache(max_length_tokens + extra_rows)
         self._static: StaticCall | None = None
         self._backend: str | None = None  # of compilation
@@ -299,7 +298,7 @@ class CachedDecoder:
     def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
         """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         begin, num_rows = self._cache.length, len(inputs_re)
-        if self._few_rows is not None and num_rows <= MOST_ROWS and self._window is None:
+        if self._few_rows is not None and num_rows <= MOST_ROWS and not self._cache.is_beyond_window(num_rows):
             self._cache.begin_call(num_rows)
         else:
             self._cache.begin_step(num_rows)
@@ -358,7 +357,13 @@ class ParallelDecoder(CachedDecoder):
         layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
         if (results := self._run_static(ids, features)) is not None:
             _, logits_gv = results
-        elif layers is not None and layers.has_fusion and rows <= MOST_ROWS and features.dtype == self._masks_ke.dtype:
+        elif (
+            layers is not None
+            and layers.has_fusion
+            and rows <= MOST_ROWS
+            and features.dtype == self._masks_ke.dtype
+            and not self._cache.is_beyond_window(rows)
+        ):
             inputs = self._inputs_of.get(len(ids))
             if inputs is None:
                 inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
@@ -570,10 +575,10 @@ class TreeDecoder(CachedDecoder):
         above = self._feedback_md.index_select(0, parents_w)
         inputs_we = self._drafter.drafted_inputs(ids, above)
         places = depths_w + (self._cache.length - 1)
-        if self._few_rows is not None and nodes <= MOST_ROWS:
+        if self._few_rows is not None and nodes <= MOST_ROWS and not self._cache.is_beyond_window(max(depths)):
             self._cache.begin_call(nodes, self._tree.parents)
         else:
-            self._cache.begin_tree_step(self._tree.seen_by_last(nodes))
+            self._cache.begin_tree_step(self._tree.seen_by_last(nodes), places)
         hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
         self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
         return logits_wv
@@ -604,7 +609,7 @@ class TreeDecoder(CachedDecoder):
 
     def _level_forward(self) -> Callable[[Tensor], Tensor]:
         """Return a function of tokens, parents and (first node, length), [3, W], which is compiled."""
-        drafter, run_rows = self._drafter, self._static_rows_of
+        drafter, run_rows, window = self._drafter, self._static_rows_of, self._window
         outputs, ancestors, depths = self._held
         columns = torch.arange(self._cache.capacity, device=self._device)
 
@@ -619,8 +624,11 @@ class TreeDecoder(CachedDecoder):
             node_s = columns - (length - 1)
             of_node = seen.index_select(1, node_s.clamp(0, len(ancestors) - 1))
             hidden = (node_s > 0) & (of_node == 0)
+            position_w = length - 1 + depth_w
+            if window is not None:  # wider than the tree is deep: only committed tokens are outside
+                hidden |= columns <= position_w[:, None] - window
             inputs_we = drafter.drafted_inputs(tokens, outputs.index_select(0, parents))
-            states = run_rows(inputs_we, length - 1 + node_w, length - 1 + depth_w, hidden)
+            states = run_rows(inputs_we, length - 1 + node_w, position_w, hidden)
             outputs.index_copy_(0, node_w, states)
             ancestors.index_copy_(0, node_w, seen)
             depths.index_copy_(0, node_w, depth_w)

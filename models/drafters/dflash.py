@@ -41,7 +41,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
@@ -68,13 +68,6 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
 
 
-def _holds_a_block(window: int | None, info: ValidationInfo) -> int | None:
-    block_size = info.data.get("block_size", 0)
-    if window is not None and window <= block_size:
-        raise ValueError(f"must be greater than block_size, {block_size}")
-    return window
-
-
 class DFlashConfig(DrafterConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash"
     layers = "qwen3"
@@ -96,11 +89,6 @@ class DFlashConfig(DrafterConfig):
             False,
             description="inside a block a row attends only to itself and the rows before it (vLLM supports this, "
             "SGLang does not)",
-        )
-        sliding_window: Annotated[int | None, AfterValidator(_holds_a_block)] = Field(
-            None,
-            description="number of tokens that a row attends to, up to and including its own position, more than "
-            "a block; null: all (published for DFlash2: 2,048)",
         )
         feature_layers: Annotated[list[int] | None, layers_or(default_feature_layers)] = Field(
             None,
@@ -124,6 +112,10 @@ class DFlashConfig(DrafterConfig):
         @property
         def num_depths(self) -> int:
             return self.block_size - (not self.sample_from_anchor)
+
+        @property
+        def rows_of_draft(self) -> int:
+            return self.block_size
 
         @property
         def kept_shares(self) -> list[float]:
@@ -182,7 +174,7 @@ class DFlashDrafter(GroupWiseDrafter):
         context = self.context_of(read_pf.index_select(0, groups.token_n[context_c])).unsqueeze(0)
         rotary = self.rotary_of(context, positions_n[context_c].unsqueeze(0))
         ours = self.config
-        attention = GroupAttention(ours.attention, groups, of_context, ours.causal, window=ours.sliding_window)
+        attention = GroupAttention(ours.attention, groups, of_context, ours.causal, window=self.sliding_window)
         for index, keys_values in enumerate(self.context_keys_values(context, rotary)):
             attention.add(index, *keys_values)
         attention.resume(of_blocks)
@@ -294,7 +286,7 @@ class BlockDecoder(CachedDecoder):
 
     def __init__(self, drafter: DFlashDrafter, max_length_tokens: int) -> None:
         config = drafter.config
-        super().__init__(drafter, max_length_tokens, config.block_size, config.sliding_window)
+        super().__init__(drafter, max_length_tokens, config.block_size)
         self.columns = drafter.vocab.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
         self._first_row = drafter.first_depth - 1

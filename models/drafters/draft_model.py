@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, Init, Layers, NumLayers
+from draftsmith.models.target.view import FULL_ATTENTION
 
 
 class DraftModelConfig(DrafterConfig):
@@ -72,8 +73,10 @@ def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool)
         kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
         config = AutoConfig.for_model(**drafter.config.layers_of, **{key: getattr(config, key, None) for key in kept})
     config.num_hidden_layers, config.tie_word_embeddings = len(drafter.layers), tied
+    if getattr(config, "sliding_window", None):  # the target's, which the drafter's layers do not take over
+        config.sliding_window = None
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: len(drafter.layers)]
+        config.layer_types = [FULL_ATTENTION] * len(drafter.layers)
     model = AutoModelForCausalLM.from_config(config).to(dtype=drafter.dtype, device=target.device)
     model.get_input_embeddings().load_state_dict(target.get_input_embeddings().state_dict())
     model.get_output_embeddings().load_state_dict(target.get_output_embeddings().state_dict())

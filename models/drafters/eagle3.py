@@ -255,7 +255,7 @@ class Eagle3Drafter(Eagle3Shape):
         previous_bsf = previous_features(features, groups.position_ids)
         # Input of the next depth next to its tokens: first g, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
-        attention = GroupAttention(self.config.attention, groups, keeps=True)
+        attention = GroupAttention(self.config.attention, groups, keeps=True, window=self.sliding_window)
         outputs, places = [], []
         for j, depths in enumerate(groups.rows_of_depths(*[1] * groups.shape[1])):
             place_n = depths[0]

@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.options import Attention, DepthWeights, Layers
+from draftsmith.models.base.options import Attention, DepthWeights, Layers, SlidingWindow
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.decoding.decoders import FEWEST_STATIC_NODES, LONGEST_TREE_NODES, CachedDecoder, depths_below
 from draftsmith.models.decoding.kv_cache import with_tokens, write_level
@@ -54,8 +54,15 @@ class HydraConfig(DrafterConfig):
             False, description="give the LM heads biases that are not trained, as in the authors' published drafters"
         )
         attention: Attention = "folded"
+        sliding_window: SlidingWindow = None
         layers: Layers = Field(None, validate_default=True)
         depth_weights: DepthWeights = 1.0
+
+        @model_validator(mode="after")
+        def _window_of_a_layer(self) -> Self:
+            if self.sliding_window is not None and not self.prefix_attention:
+                raise ValueError("`sliding_window` is that of the layer over the prefix: set `prefix_attention: true`")
+            return self
 
 
 class ResidualBlock(nn.Module):
@@ -86,6 +93,7 @@ class PrefixAttention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self._kind, self.layers_config = config.layers, layers_config(config.layers_of, num_layers=1)
+        self.sliding_window: int | None = config.sliding_window
         built = build_target_layers(self.layers_config)
         self.layer, self.norm = built.layers[0], built.norm
         self._rotary: Rotate | None = None
@@ -171,7 +179,7 @@ class HydraDrafter(HeadsDrafter):
         token_n = groups.token_n[place_n]
         hidden = previous_pd.index_select(0, token_n).unsqueeze(0)
         rotary = self.prefix.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
-        attention = GroupAttention(self.config.attention, groups, depths)
+        attention = GroupAttention(self.config.attention, groups, depths, window=self.prefix.sliding_window)
         states_nd = self.prefix.run_layers(hidden, rotary, cached_attention=attention)[0]
         return states_nd.new_zeros(len(previous_pd), states_nd.shape[-1]).index_copy(0, token_n, states_nd)
 

@@ -10,8 +10,8 @@ same group attention and decoded by the same decoder. The gradient passes throug
 * No feature is read. (Those of layer 0 are requested, since they cost the target nothing.)
 
 Where we deviate: the paper's single model keeps one KV cache; here the drafting side has its own, so the committed
-tokens go through the layers twice. A target's sliding window is not carried over: beyond it depth 1 is no longer exact,
-the output still is.
+tokens go through the layers twice. Beyond a target's sliding window depth 1 is exact only with the same
+`sliding_window` here; the output always is.
 
 Shapes: B batch, S sequence, G = T+1 depths, D hidden.
 """

@@ -33,6 +33,7 @@ from draftsmith.models.groups.layers import OTHER_KINDS
 DRAFT_MODEL_RULES = (
     no_scaled_embeddings("and other layers' classes do not", tuple(OTHER_KINDS)),
     only("draft_vocab_size", None, "engines want a draft model's vocabulary to be the target's, all of it"),
+    only("sliding_window", None, "draft models with a window are not written yet"),
 )
 PARD_RULES = (
     Refusal(

@@ -36,6 +36,8 @@ from draftsmith.models.formats.layout import (
     renamed,
     speculators_keys,
     take_borrowed,
+    window_keys,
+    window_of,
 )
 from draftsmith.models.groups.layers import of_kind
 
@@ -184,9 +186,7 @@ def _config(drafter: Drafter) -> dict[str, Any]:
         **config,
         **reduced,
         "model_type": "qwen3",
-        "layer_types": [f"{'sliding' if ours.sliding_window else 'full'}_attention"] * ours.num_layers,
-        "use_sliding_window": bool(ours.sliding_window),
-        "sliding_window": ours.sliding_window,
+        **window_keys(ours, ours.num_layers),
         "is_causal": ours.causal,
         "block_size": ours.block_size,
         "num_target_layers": ours.target_config["num_hidden_layers"],
@@ -243,7 +243,7 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     """Read the options and tensors that all DFlash layouts share."""
     config, state = checkpoint.config, dict(checkpoint.tensors)
     known = _Keys({**config, **(config.get("dflash_config") or {})})
-    window = _window(known)
+    window = window_of(known)
     causal = config.get("is_causal", known.get("causal"))
     if "speculators_model_type" in config:  # its layers without a window are never causal
         known["target_layer_ids"] = [layer - 1 for layer in known["aux_hidden_state_layer_ids"]]
@@ -290,30 +290,6 @@ def _read_lattice(
     if options["conv_kernel_size"]:
         options["conv_group_size"] = known["conv_group_size"]
     return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
-
-
-def _window(known: Mapping[str, Any]) -> int | None:
-    """Return the sliding window in tokens; None if the layers have none.
-
-    Raises:
-        UserError: Only some layers have a window, or the config does not give its size.
-    """
-    kinds = set(known.get("layer_types") or ())
-    slides = "sliding_attention" in kinds or bool(known.get("use_swa"))
-    if not slides:
-        return None
-    if len(kinds) > 1:
-        raise UserError(
-            "config.json: `layer_types` mixes sliding and full attention, but drafters here have one `sliding_window` "
-            "in all layers: import a drafter that has"
-        )
-    width = known.get("swa_window_size") or known.get("sliding_window")
-    if not width:
-        raise UserError(
-            "config.json: the layers have sliding attention, but `sliding_window`, its number of tokens, is missing: "
-            "add it"
-        )
-    return int(width)
 
 
 EXPORTERS = {

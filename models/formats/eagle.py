@@ -43,6 +43,8 @@ from draftsmith.models.formats.layout import (
     renamed,
     speculators_keys,
     take_borrowed,
+    window_keys,
+    window_of,
     with_output_biases,
     without_zero_biases,
 )
@@ -67,6 +69,7 @@ PEAGLE_RULES = (*EAGLE3_RULES, only("markov_rank", 0, "P-EAGLE has no Markov hea
 LLAMA_ALONE = (
     *EAGLE3_RULES,
     no_layers("qwen3", "its EAGLE-3 class drops q/k norms without a word"),
+    only("sliding_window", None, "its EAGLE-3 class attends to all tokens"),
     NO_ATTENTION_BIAS,
     only("norm_before_residual", False, "it adds the attention to the features as they are, before the norm"),
     Refusal(
@@ -94,6 +97,8 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
     config["num_aux_hidden_states"] = len(drafter.config.feature_layers)
     config["norm_before_residual"] = drafter.config.norm_before_residual
     config |= _norms(drafter.config)
+    if drafter.config.sliding_window is not None:
+        config |= window_keys(drafter.config, len(drafter.layers))
     if config["model_type"] == "qwen3":
         config["architectures"] = ["Eagle3Qwen3ForCausalLM"]
     if "mask_hidden" in drafter.state_dict():
@@ -199,6 +204,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **NO_FIRST_TOKEN, **rope}
     assumed = (*layers_assumed, *rope_assumed)
     options["norm_before_residual"] = bool(config.get("norm_before_residual", False))
+    options["sliding_window"] = window_of(config)
     nested = config.get("eagle_config") or {}
     options |= {key: True for key in NORMS if nested.get(key, config.get(key))}
     drafted, vocabulary = config.get("draft_vocab_size"), target_config["vocab_size"]
@@ -279,6 +285,7 @@ EAGLE_RULES = (
     no_layers("qwen3", "its Llama layer has no q/k norms"),
     no_layers_but(LLAMA_LIKE, "its Llama layer does not run {config.layers_of[model_type]}'s layers"),
     only("draft_vocab_size", None, "EAGLE's layout has no draft vocabulary", "drafter.kind=eagle3"),
+    only("sliding_window", None, "no reader of EAGLE's layout has a window for its layer"),
 )
 FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 

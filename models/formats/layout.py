@@ -20,8 +20,8 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 
-# Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in sliding windows, which
-# drafters do not have, and in biases.
+# Layer types that Llama's classes can run: Mistral's and Qwen 2's differ from Llama's only in the target's sliding
+# windows, which drafters do not take over, and in biases.
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 # Config keys that a drafter's layers take from the target; a foreign config must have equal values.
 LAYER_KEYS = (
@@ -261,6 +261,43 @@ def llama_config(config: DrafterConfig, num_layers: int, dtype: str) -> dict[str
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def window_keys(config: DrafterConfig, num_layers: int) -> dict[str, Any]:
+    """Return the keys of a config that give all layers the drafter's window, or none.
+
+    Qwen 3 of transformers drops `sliding_window` unless `use_sliding_window` is set; engines look at `layer_types`.
+    """
+    slides = config.sliding_window is not None
+    return {
+        "layer_types": ["sliding_attention" if slides else "full_attention"] * num_layers,
+        "use_sliding_window": slides,
+        "sliding_window": config.sliding_window,
+    }
+
+
+def window_of(known: Mapping[str, Any]) -> int | None:
+    """Return the sliding window of a config's layers in tokens; None if they have none.
+
+    Raises:
+        UserError: Only some layers have a window, or the config does not give its size.
+    """
+    kinds = set(known.get("layer_types") or ())
+    slides = "sliding_attention" in kinds or bool(known.get("use_swa"))
+    if not slides:
+        return None
+    if len(kinds) > 1:
+        raise UserError(
+            "config.json: `layer_types` mixes sliding and full attention, but drafters here have one `sliding_window` "
+            "in all layers: import a drafter that has"
+        )
+    width = known.get("swa_window_size") or known.get("sliding_window")
+    if not width:
+        raise UserError(
+            "config.json: the layers have sliding attention, but `sliding_window`, its number of tokens, is missing: "
+            "add it"
+        )
+    return int(width)
 
 
 def with_output_biases(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

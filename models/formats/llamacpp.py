@@ -88,6 +88,7 @@ ROPE = Refusal(
 EAGLE3_RULES = (
     *eagle.EAGLE3_RULES,
     no_layers("qwen3", "its EAGLE-3 layer has no q/k norms"),
+    only("sliding_window", None, "its EAGLE-3 layer attends to all tokens"),
     NO_ATTENTION_BIAS,
     Refusal(
         "more or fewer than three layers of the target", lambda config: len(config.feature_layers) != 3,

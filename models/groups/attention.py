@@ -166,7 +166,8 @@ def group_attention(
     Raises:
         UserError: Unknown backend, or one that this device cannot run.
     """
-    if window is not None and window >= q_bhqsd.shape[3] + k_bhgsd.shape[2] - 1:
+    longest = q_bhqsd.shape[3] if documents is None else documents[1]
+    if window is not None and window >= longest + k_bhgsd.shape[2] - 1:
         window = None  # no token is that far away
     scale = q_bhqsd.shape[-1] ** -0.5 if scale is None else scale
     # Under autocast RoPE leaves queries and keys in fp32 and values in half precision; kernels need one dtype.

@@ -933,14 +933,14 @@ DRAFTERS: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in drafter_kinds()),
     ("dflash", {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4, "markov_rank": 5}),
     ("dflash", {"block_size": 4, "sliding_window": 6, "feature_layers": [0, 3]}),
-    ("draft_model", {"num_layers": 3, "init": "random", "layers": "qwen3"}),
+    ("draft_model", {"num_layers": 3, "init": "random", "layers": "qwen3", "sliding_window": 20}),
     ("eagle", {"fc_bias": True, "first_token": False, "layers": "qwen3"}),
     ("eagle3", {"feature_layers": [0, 3], "norm_before_fc": True, "norm_before_residual": True}),
-    ("eagle3", {"first_token": False, "fc_norm": True, "norm_output": True, "layers": "qwen3"}),
+    ("eagle3", {"fc_norm": True, "norm_output": True, "layers": "qwen3", "sliding_window": 9}),
     ("eagle_parallel", {"markov_rank": 5, "mask_residual": True}),
     ("hydra", {"prefix_attention": True}),
     ("lilicorr", {"block_size": 4, "sliding_window": 7}),
-    ("parallel", {"num_layers": 2, "mask_residual": True, "layers": "qwen3"}),
+    ("parallel", {"num_layers": 2, "mask_residual": True, "layers": "qwen3", "sliding_window": 20}),
     ("peagle", {"num_layers": 2, "first_token": False, "fc_norm": True}),
 ]
 TINY_LATTICE = {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import drafter_kinds
+from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
@@ -39,7 +39,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "draft_vocab_size": 40,
         },
     ],
-    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random", "draft_vocab_size": 40}],
+    "draft_model": [{"loss": "ce", "num_layers": 3, "init": "random", "draft_vocab_size": 40, "sliding_window": 6}],
     "dspark": [
         {"draft_vocab_size": 40, "markov_rank": 5, "loss": "ce", "anchor_ratio": 0.9},
         {
@@ -59,18 +59,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "draft_vocab_size": 40,
             "first_token": False,
             "teacher_mass": False,
+            "sliding_window": 7,
         }
     ],
     "eagle_parallel": [
         {"mask_residual": True, "keep_ratio": 0.8, "loss": "ce", "fc_bias": True, "first_token": False},
-        {"markov_rank": 5, "draft_vocab_size": 40},
+        {"markov_rank": 5, "draft_vocab_size": 40, "sliding_window": 6},
     ],
     "eagle3": [
         {"draft_vocab_size": 40, "feature_layers": [0, 3], "norm_before_fc": True, "norm_before_residual": True},
-        {"first_token": False, "fc_norm": True, "norm_output": True},
+        {"first_token": False, "fc_norm": True, "norm_output": True, "sliding_window": 6},
     ],
     "hydra": [
-        {"prefix_attention": True, "draft_vocab_size": 40, "lm_head_bias": True},
+        {"prefix_attention": True, "draft_vocab_size": 40, "lm_head_bias": True, "sliding_window": 4},
         {"num_layers": 2, "lm_heads": "shared", "loss": "kl", "draft_vocab_size": 40, "embedding_norm": False},
     ],
     "lilicorr": [
@@ -93,12 +94,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "medusa2": [{"lora_targets": ["q_proj", "down_proj"], "lm_loss": "ce", "draft_vocab_size": 40}],
     "parallel": [
         {"inputs": "embedding", "shared_mask": True, "num_layers": 2},
-        {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1]},
+        {"inputs": "hidden", "mask_residual": True, "feature_layers": [0, 2, -1], "sliding_window": 6},
         {"markov_rank": 5, "draft_vocab_size": 40, "loss": {"kl": 1.0, "tv": 0.5}},
     ],
-    "pass_embeddings": [{"draft_vocab_size": 40}],
+    "pass_embeddings": [{"draft_vocab_size": 40, "sliding_window": 6}],
     "peagle": [
-        {"num_layers": 2, "first_token": False, "fc_norm": True},
+        {"num_layers": 2, "first_token": False, "fc_norm": True, "sliding_window": 7},
         {"draft_vocab_size": 40, "keep_ratio": 0.8, "keep_ratio_min": 0.5, "loss": "ce", "markov_rank": 5},
     ],
 }
@@ -126,6 +127,10 @@ BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"until_first_error": True, "draft_vocab_size": 40, "loss": "ce"}),
     ("dflash2", {"until_first_error": True, "selector_rank": 6, "selector_top_k": 5}),
 ]
+
+
+def options_of(kind: str) -> set[str]:
+    return set(load_drafter_class(kind).config_class.Options.model_fields)
 
 
 def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:

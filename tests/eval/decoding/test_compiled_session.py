@@ -176,9 +176,11 @@ def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("parallel", {"markov_rank": 5}),
+        ("parallel", {"markov_rank": 5, "sliding_window": 8}),
         *(
-            (kind, {}) if kind in ("medusa", "eagle") else pytest.param(kind, {}, marks=pytest.mark.nightly)
+            (kind, {"sliding_window": 9} if kind == "eagle" else {})
+            if kind in ("medusa", "eagle")
+            else pytest.param(kind, {}, marks=pytest.mark.nightly)
             for kind in drafter_kinds()
         ),
         pytest.param("hydra", {"prefix_attention": True}, marks=pytest.mark.slow),

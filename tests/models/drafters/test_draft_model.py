@@ -7,12 +7,18 @@ from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
 from draftsmith.models.drafters.draft_model import DraftModel
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_as_a_model_of_its_own(model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "window"), [("llama", None), ("qwen3", None), ("mistral", 6), ("mistral", None)]
+)
+def test_as_a_model_of_its_own(model_type: str, window: int | None) -> None:
+    """With a window, by transformers' own mask for it; the target's window is not the drafter's."""
     target = tiny_target(model_type, num_hidden_layers=4)
-    drafter = tiny_drafter_of("draft_model", target, num_layers=2)
+    target.config.sliding_window = 3
+    drafter = tiny_drafter_of("draft_model", target, num_layers=2, sliding_window=window)
     assert isinstance(drafter, DraftModel)
     model = drafter.causal_lm(target)
+    if window is not None:
+        model.config.sliding_window = window
     ids = random_batch(target)["input_ids"]
     with torch.no_grad():
         ours = drafter.group_logits(ids, torch.zeros(*ids.shape, target.config.hidden_size))[:, 0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.drafter_cases import BY_GROUPS, CASES, TARGET_LAYERS, drafted_logits, target_and_drafter
+from support.drafter_cases import BY_GROUPS, CASES, TARGET_LAYERS, TINY, drafted_logits, options_of, target_and_drafter
 from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -117,6 +117,28 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, of
             drafted = drafter.vocab.columns.widened(drafted_logits(drafter, decoder, ids[0], end - 1), float("-inf"))
             expected = training[: len(drafted), end - 1]
             torch.testing.assert_close(drafted, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "attention" in options_of(kind)])
+def test_a_window_longer_than_the_text_changes_no_bit(kind: str) -> None:
+    """In the loss, its gradients and the drafts; one that is shorter changes all three."""
+    options = {**TINY.get(kind, {}), **({"prefix_attention": True} if kind == "hydra" else {})}
+    results, state = [], None
+    for window in (None, 2 * LENGTH, 7):
+        target, drafter = target_and_drafter(kind, {**options, "sliding_window": window})
+        state = drafter.state_dict() if state is None else state
+        drafter.eval().load_state_dict(state)
+        batch = random_batch(target, drafter=drafter)
+        loss = drafter(**batch).loss
+        loss.backward()
+        gradient = torch.cat([each.grad.flatten() for each in drafter.parameters() if each.grad is not None])
+        decoder = drafter.decoder(LENGTH)
+        decoder.start(batch["input_ids"][0, :9], batch["features"][0, :9])
+        decoder.observe(batch["input_ids"][0, 9:10], batch["features"][0, 8:9])
+        results.append((loss.detach(), gradient, drafted_logits(drafter, decoder, batch["input_ids"][0], 9)))
+    without, longer, shorter = results
+    assert [torch.equal(*pair) for pair in zip(without, longer, strict=True)] == [True] * 3
+    assert [torch.equal(*pair) for pair in zip(without, shorter, strict=True)] == [False] * 3
 
 
 @every_drafter

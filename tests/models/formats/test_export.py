@@ -42,10 +42,10 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle3", "vllm", "llama", {}),
     ("eagle3", "vllm", "llama", {"feature_layers": [0, 2, 3], "draft_vocab_size": 20}),
     ("eagle3", "vllm", "qwen2", {}),
-    ("eagle3", "vllm", "qwen3", {"draft_vocab_size": 20}),
+    ("eagle3", "vllm", "qwen3", {"draft_vocab_size": 20, "sliding_window": 9}),
     ("eagle3", "vllm", "llama", {"draft_vocab_size": VOCABULARY, "norm_before_residual": True}),
     ("eagle3", "vllm", "llama", {"fc_norm": True, "norm_output": True, "feature_layers": [0, 3]}),
-    ("peagle", "vllm", "llama", {"num_layers": 2, "draft_vocab_size": 20}),
+    ("peagle", "vllm", "llama", {"num_layers": 2, "draft_vocab_size": 20, "sliding_window": 9}),
     ("peagle", "vllm", "llama", {"fc_norm": True}),
     ("eagle", "vllm", "llama", {}),
     ("medusa", "vllm", "llama", {"num_layers": 2, "num_heads": 3}),
@@ -60,7 +60,7 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle", "sglang", "llama", {"fc_bias": True}),
     ("draft_model", "sglang", "qwen2", {}),
     ("eagle3", "speculators", "qwen3", {"draft_vocab_size": 20, "feature_layers": [1, 3]}),
-    ("eagle3", "speculators", "llama", {"norm_before_fc": True, "norm_output": True}),
+    ("eagle3", "speculators", "llama", {"norm_before_fc": True, "norm_output": True, "sliding_window": 9}),
     ("peagle", "speculators", "llama", {"num_layers": 2}),
     ("eagle3", "eagle", "llama", {**FEATURES, "draft_vocab_size": 20}),
     ("eagle", "eagle", "llama", {"fc_bias": True}),
@@ -106,6 +106,9 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("eagle3", "sglang", "llama", {**FEATURES, "norm_before_residual": True}, "as they are", "before_residual=false"),
     ("eagle3", "eagle", "llama", {**FEATURES, "norm_output": True}, "no norm_output", "norm_output=false"),
     ("eagle3", "eagle", "llama", {**FEATURES, "fc_norm": True}, "no fc_norm", "fc_norm=false"),
+    ("eagle3", "sglang", "llama", {**FEATURES, "sliding_window": 9}, "attends to all tokens", "sliding_window=null"),
+    ("eagle", "vllm", "llama", {"sliding_window": 9}, "no reader of EAGLE's layout", "sliding_window=null"),
+    ("parallel", "vllm", "llama", {**PARD, "sliding_window": 9}, "not written yet", "sliding_window=null"),
     ("medusa", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
     ("medusa", "medusa", "llama", {"lm_heads": "shared"}, "an LM head", "lm_heads=separate"),
     ("hydra", "hydra", "llama", {}, "embeddings as they are", "embedding_norm=false"),
@@ -193,6 +196,16 @@ def test_eagle3_in_both_engines_counting(tmp_path: Path) -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert "eagle_aux_hidden_state_layer_ids" not in config
     assert config["draft_vocab_size"] is None
+
+
+@pytest.mark.parametrize(("to", "place"), [("vllm", None), ("speculators", "transformer_layer_config")])
+def test_a_window_is_written_for_each_layer(to: str, place: str | None, tmp_path: Path) -> None:
+    """As vLLM reads it, by the layer's type; without one there is no word of it."""
+    config, _ = exported(drafter_of("peagle", "llama", {"num_layers": 2, "sliding_window": 9}), to, tmp_path)
+    layers = config if place is None else config[place]
+    assert (layers["layer_types"], layers["sliding_window"]) == (["sliding_attention"] * 2, 9)
+    export_drafter(drafter_of("peagle", "llama", {}), to, tmp_path / "theirs", "TARGET", tmp_path / "ours")
+    assert "sliding" not in (tmp_path / "theirs" / "config.json").read_text()
 
 
 def test_a_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> None:

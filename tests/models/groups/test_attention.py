@@ -157,6 +157,15 @@ def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causa
     torch.testing.assert_close(results[0], results[1], atol=1e-9, rtol=1e-9)
 
 
+def test_a_window_that_all_documents_fit_in_changes_no_bit() -> None:
+    """The last row of the longest document, of 7 tokens, stands at 6 + 3: it sees the first from a window of 10 on."""
+    documents = torch.tensor([0, *LENGTHS]).cumsum(0).int(), max(LENGTHS)
+    qkv = random_qkv((1, 4, 2, 4, sum(LENGTHS), 8), torch.float32)
+    out, same, other = (group_attention(*qkv, documents=documents, window=window) for window in (None, 10, 9))
+    assert torch.equal(out, same)
+    assert not torch.allclose(out, other)
+
+
 @pytest.mark.parametrize("query_depths", [3, 2, 1])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 3)])
 def test_gradcheck(query_depths: int, causal: bool, window: int | None) -> None:
