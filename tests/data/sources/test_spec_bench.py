@@ -1,4 +1,4 @@
-"""Spec-Bench's questions are fetched once, and what is not them is refused."""
+"""Spec-Bench's questions are fetched once, and a file with another hash is refused."""
 
 import hashlib
 import io
@@ -17,7 +17,7 @@ LINE = b'{"question_id": 81, "category": "writing", "turns": ["One.", "Two."]}\n
 
 @pytest.fixture
 def fetched_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requested addresses; each gives one line, whose hash is the right one."""
+    """Record the requested addresses; each response is one line with the expected hash."""
     addresses: list[str] = []
 
     def open_address(address: str, timeout: float) -> io.BytesIO:
@@ -30,14 +30,14 @@ def fetched_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     return addresses
 
 
-def test_fetched_once(fetched_addresses: list[str], tmp_path: Path) -> None:
+def test_questions_are_fetched_once(fetched_addresses: list[str], tmp_path: Path) -> None:
     assert [question.turns for question in load_questions("spec_bench")] == [("One.", "Two.")]
     assert questions_file("spec_bench") == tmp_path / "spec_bench" / "question.jsonl"
     assert fetched_addresses == [spec_bench.URL]
     assert [entry.name for entry in (tmp_path / "spec_bench").iterdir()] == ["question.jsonl"]
 
 
-def test_a_failed_fetch_is_reported(
+def test_failed_fetch_is_reported(
     fetched_addresses: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: str, timeout: float) -> Any:
