@@ -1,8 +1,7 @@
-"""Exports in real vLLM: each kind loads, changes no greedy token, and is accepted by position as in our decoder.
+"""Exports in real vLLM: each kind loads, changes no greedy token, and has our decoder's acceptance by position.
 
 Kinds that need vLLM's newer runner have its kernels run by Triton's interpreter, in a separate process.
-The drafters are trained for a moment on the very answers that they are measured on: enough that every depth is accepted
-now and then.
+The drafters are trained briefly on the answers that they are measured on, so that every depth is sometimes accepted.
 """
 
 import importlib.util
@@ -59,7 +58,7 @@ def setup() -> Setup:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_served_as_in_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
+def test_vllm_equals_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
     kind, to, options = SERVED[name]
     drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
     if "block_size" in options:
@@ -92,21 +91,21 @@ def printed_command(drafter: Drafter, folder: Path) -> list[str]:
     return shlex.split(result.stdout.strip().splitlines()[-1])
 
 
-def posted(url: str, body: dict[str, Any]) -> bytes:
+def post(url: str, body: dict[str, Any]) -> bytes:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
         return bytes(response.read())
 
 
-def counted(metrics: str, name: str) -> list[int]:
-    """The values of a counter in /metrics, by position if it has any."""
+def read_counter(metrics: str, name: str) -> list[int]:
+    """Return the values of a counter in /metrics, by position if it has positions."""
     return [
         int(float(value)) for value in re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} (\S+)$", metrics, re.M)
     ]
 
 
-def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
-    """Over HTTP, all questions in parallel: plain vLLM's answers, our decoder's acceptance. And streamed."""
+def test_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
+    """All questions in parallel over HTTP, also streamed: plain vLLM's answers and our decoder's acceptance."""
     kind, _, options = SERVED["eagle3"]
     drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
     server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))
@@ -115,17 +114,17 @@ def test_the_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
         bodies = [{**asked, "prompt": ids, "return_token_ids": True} for ids in setup.prompts]
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = [
-                json.loads(raw) for raw in pool.map(lambda body: posted(f"{server.url}/completions", body), bodies)
+                json.loads(raw) for raw in pool.map(lambda body: post(f"{server.url}/completions", body), bodies)
             ]
         with urllib.request.urlopen(server.url.replace("/v1", "/metrics"), timeout=60) as response:
             metrics = response.read().decode()
-        streamed = posted(f"{server.url}/completions", {**asked, "prompt": setup.prompts[0], "stream": True}).decode()
+        streamed = post(f"{server.url}/completions", {**asked, "prompt": setup.prompts[0], "stream": True}).decode()
     finally:
         server.stop()
     choices = [answer["choices"][0] for answer in answers]
     assert [choice["token_ids"] for choice in choices] == [answer[:NEW_TOKENS] for answer in setup.answers]
     rounds, accepted, _ = our_counts(drafter, setup)
     assert min(accepted) > 0
-    assert (counted(metrics, "drafts"), counted(metrics, "accepted_tokens_per_pos")) == ([rounds], accepted)
+    assert (read_counter(metrics, "drafts"), read_counter(metrics, "accepted_tokens_per_pos")) == ([rounds], accepted)
     events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == choices[0]["text"]
