@@ -1,4 +1,4 @@
-"""The page of one run that holds everything, by script; `test_sections.py` has the figures of its sections."""
+"""The page of a run with every section, parsed as HTML; `test_sections.py` checks the sections' figures."""
 
 import re
 from html.parser import HTMLParser
@@ -16,7 +16,7 @@ VOID = {"meta", "br", "img", "hr", "link", "input"}
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes and those that it stands in, and all text."""
+    """Parser that collects every element with its attributes and ancestors, and all text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """All that there is, of 24 methods at two temperatures."""
+    """Build a page with every section, for 24 methods at two temperatures."""
     folder = tmp_path_factory.mktemp("page")
     return write_report(folder, whole_facts(METHODS, (0.0, 1.0)), [])[1].read_text(encoding="utf-8")
 
@@ -65,7 +65,7 @@ def test_every_section_exists_and_is_linked(elements: Elements) -> None:
 
 
 def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> None:
-    """Neither clock readings nor traces, training logs or a data card."""
+    """It has no clock readings, traces, training logs or data card."""
     values = whole_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
     for record in values["records"]:
         for answer in record.answers.values():
@@ -77,7 +77,7 @@ def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> Non
     assert "The first rounds of one answer" not in shown
 
 
-def test_the_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
+def test_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
     """2 s against 0.7, 0.77 and 0.84 of the fastest; three tokens a round.
 
     By task 8 / 3.08, 4 / 1.54 and 4 / 1.47, whose mean is 2.64; pooled 16 / 6.09.
@@ -86,7 +86,7 @@ def test_the_first_screen_answers_four_questions(page: str, elements: Elements) 
     first = text[: text.index("Methods By category")]
     assert re.search(r"How much faster\? 2\.64× faster method-0, the fastest of 24 methods, generates at 2\.64", first)
     assert "in the mean over 3 tasks. speedup 2.64 (95 %: 2." in first
-    assert "2.63" not in first  # pooled, which is in a table below
+    assert "2.63" not in first  # the pooled one is in a table below
     assert "3 tasks (questions: mt_bench 4, translation 2, rag 2)" in text
     assert "tau 3.00 (95 %: 3.00 to 3.00) tokens per round · T = 0" in first
     assert "At T = 1: method-0 2.64×" in first
