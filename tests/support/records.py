@@ -5,7 +5,7 @@ from draftsmith.eval.decoding.generate import AnswerRecord
 
 
 def made_up(run: int, seconds: float, baseline_seconds: float, same: bool = True) -> QuestionRecord:
-    """10 tokens in 3 rounds of 3 after a first token; the baseline takes 9 rounds."""
+    """Build a record of 10 tokens in 3 rounds of 3 after a first token; the baseline takes 9 rounds."""
 
     def answered(method: str, wall: float, accepted: list[int], ids: list[int]) -> MethodResult:
         settings = {

@@ -327,7 +327,7 @@ def test_serve_learns_only_with_its_option(again: Recipe, monkeypatch: Any) -> N
     seconds: list[Any] = []
 
     def run(*_: Any) -> None:
-        if len(workers) == 2:  # a second server would wait while it serves and learns
+        if len(workers) == 2:  # try to start a second server while this one serves and learns
             seconds.append(CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn"]))
 
     monkeypatch.setattr(server, "run", run)

@@ -5,7 +5,7 @@ import torch
 from support.table_decoder import (
     Path,
     TableDecoder,
-    every_path,
+    list_paths,
     paths_in,
     random_table,
 )
@@ -95,7 +95,7 @@ def test_nodes_that_would_not_be_verified_are_not_expanded(monkeypatch: pytest.M
 def test_parent_stays_among_equally_likely_nodes() -> None:
     """Three equally likely first tokens, each followed by a certain one: every node is as likely as its parent."""
     certain = torch.tensor([0.0, -torch.inf, -torch.inf])
-    table = dict.fromkeys(every_path(3, range(1, 3)), certain) | {(): torch.zeros(3)}
+    table = dict.fromkeys(list_paths(3, range(1, 3)), certain) | {(): torch.zeros(3)}
     for nodes in range(1, 11):
         tree = BestFirstGrower(nodes, branch=3).propose(9, TableDecoder(table, 3), GREEDY, None)
         # The first ones stay, and tokens without probability are never drafted.

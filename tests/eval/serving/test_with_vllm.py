@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.finished_run import write_lines
-from support.served_drafters import SERVED, briefly_trained
+from support.served_drafters import SERVED, train_briefly
 from support.tiny_runs import recipe_in
 from support.vllm_server import vllm_environment
 
@@ -81,7 +81,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     for prompt in prompts[:8]:
         ids = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS + DEPTH + 1)
         answers.append(ids[0, len(prompt) :].tolist())
-    drafter = briefly_trained(KIND, OPTIONS, target, prompts[:8], answers)
+    drafter = train_briefly(KIND, OPTIONS, target, prompts[:8], answers)
     run = RunFolder(recipe)
     drafter.save_pretrained(run.drafter)
     training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.loader_rules import WEIGHTS_FILES, complaints
+from support.loader_rules import WEIGHTS_FILES, find_violations
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from transformers import AutoModelForCausalLM
@@ -168,7 +168,7 @@ def test_export_satisfies_the_readers_rules(
         return
     read = read_checkpoint(folder)
     config = json.loads((folder / "config.json").read_text())
-    assert complaints(kind, to, config, {name: tuple(value.shape) for name, value in read.tensors.items()}) == []
+    assert find_violations(kind, to, config, {name: tuple(value.shape) for name, value in read.tensors.items()}) == []
 
 
 @pytest.mark.parametrize(("kind", "to", "model_type", "options", "why", "line"), INEXPRESSIBLE)

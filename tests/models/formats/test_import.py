@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.eagle_reference import LayoutReference
-from support.loader_rules import asked_shapes
+from support.loader_rules import required_shapes
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from torch import Tensor
@@ -121,7 +121,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 def random_tensors(kind: str, to: str, config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    shapes = asked_shapes(kind, to, config)
+    shapes = required_shapes(kind, to, config)
     tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
     for name in tensors:
         if "norm" in name:

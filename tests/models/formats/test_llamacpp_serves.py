@@ -14,7 +14,7 @@ import pytest
 import torch
 from parts.llamacpp import Complete, LlamaAnswer, llama_server
 from support.gguf_target import embedded_gguf
-from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, briefly_trained, our_counts
+from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, count_our_rounds, train_briefly
 from support.tiny_runs import recipe_file, recipe_in
 from typer.testing import CliRunner
 
@@ -76,7 +76,7 @@ def test_target_of_the_server_equals_ours(setup: Setup) -> None:
 @pytest.mark.parametrize("name", IN_LLAMACPP)
 def test_server_equals_our_decoder(name: str, setup: Setup, folder: Path, tmp_path: Path) -> None:
     kind, options = IN_LLAMACPP[name]
-    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     target = folder / "target.gguf"
     made = export_drafter(drafter, "gguf", tmp_path / "served", str(target), tmp_path, (), GgufTarget(target, "f32"))
     assert made.command is not None
@@ -86,7 +86,7 @@ def test_server_equals_our_decoder(name: str, setup: Setup, folder: Path, tmp_pa
     with run_server(folder, *drafting) as complete:
         answers: list[LlamaAnswer] = [complete(prompt, NEW_TOKENS) for prompt in setup.prompts]
     assert [answer.ids for answer in answers] == [answer[:NEW_TOKENS] for answer in setup.answers]
-    _, accepted, drafted = our_counts(drafter, setup, within=True)
+    _, accepted, drafted = count_our_rounds(drafter, setup, within=True)
     assert min(accepted) > 0
     assert [sum(a.accepted for a in answers), sum(a.drafted for a in answers)] == [sum(accepted), drafted]
 
@@ -94,7 +94,7 @@ def test_server_equals_our_decoder(name: str, setup: Setup, folder: Path, tmp_pa
 def test_eval_through_the_server(setup: Setup, folder: Path, tmp_path: Path) -> None:
     """Its counters equal our decoder's chain by position, for two draft lengths and a given server."""
     kind, options = IN_LLAMACPP["eagle3"]
-    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     recipe = recipe_in(
         tmp_path,
         target={"model": "embedded", "dtype": "float32"},

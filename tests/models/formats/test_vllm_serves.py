@@ -19,12 +19,12 @@ from support.served_drafters import (
     NEW_TOKENS,
     SERVED,
     Setup,
-    briefly_trained,
-    our_counts,
+    count_our_rounds,
     share_first_key_norm,
+    train_briefly,
 )
 from support.tiny_runs import recipe_file, recipe_in
-from support.vllm_answers import answered, answered_by_the_newer_runner, has_triton
+from support.vllm_answers import generate_answers, generate_with_newer_runner, has_triton
 from support.vllm_server import VllmServer, vllm_environment
 from typer.testing import CliRunner
 
@@ -53,14 +53,14 @@ def setup() -> Setup:
     target, tokenizer = load_target(TargetRecipe(model="embedded", dtype="float32", device="cpu"))
     asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
     prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
-    answers, _ = answered(prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None)
+    answers, _ = generate_answers(prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None)
     return Setup(target, prompts, answers)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_vllm_equals_our_decoder(name: str, setup: Setup, tmp_path: Path) -> None:
     kind, to, options = SERVED[name]
-    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     if "block_size" in options:
         share_first_key_norm(drafter)
     made = export_drafter(drafter, to, tmp_path / "served", str(EMBEDDED_TARGET), tmp_path)
@@ -68,11 +68,11 @@ def test_vllm_equals_our_decoder(name: str, setup: Setup, tmp_path: Path) -> Non
     if kind in BY_THE_NEWER_RUNNER:
         if not has_triton():
             pytest.skip("Triton is not installed: make vllm-env")
-        answers, counters = answered_by_the_newer_runner(tmp_path, setup.prompts, NEW_TOKENS, speculative)
+        answers, counters = generate_with_newer_runner(tmp_path, setup.prompts, NEW_TOKENS, speculative)
     else:
-        answers, counters = answered(setup.prompts, NEW_TOKENS, speculative)
+        answers, counters = generate_answers(setup.prompts, NEW_TOKENS, speculative)
     assert answers == [answer[:NEW_TOKENS] for answer in setup.answers]
-    rounds, accepted, _ = our_counts(drafter, setup)
+    rounds, accepted, _ = count_our_rounds(drafter, setup)
     print(name, "vLLM:", counters, "ours:", rounds, accepted)
     assert made.num_speculative_tokens == len(accepted) == 3
     assert min(accepted) > 0
@@ -107,7 +107,7 @@ def read_counter(metrics: str, name: str) -> list[int]:
 def test_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
     """All questions in parallel over HTTP, also streamed: plain vLLM's answers and our decoder's acceptance."""
     kind, _, options = SERVED["eagle3"]
-    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))
     try:
         asked = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -123,7 +123,7 @@ def test_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
         server.stop()
     choices = [answer["choices"][0] for answer in answers]
     assert [choice["token_ids"] for choice in choices] == [answer[:NEW_TOKENS] for answer in setup.answers]
-    rounds, accepted, _ = our_counts(drafter, setup)
+    rounds, accepted, _ = count_our_rounds(drafter, setup)
     assert min(accepted) > 0
     assert (read_counter(metrics, "drafts"), read_counter(metrics, "accepted_tokens_per_pos")) == ([rounds], accepted)
     events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]

@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from support.tiny_runs import history_of, make_recipe, same_weights, token_rows
+from support.tiny_runs import have_equal_weights, history_of, make_recipe, token_rows
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.errors import UserError
@@ -152,7 +152,7 @@ def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
     ]
     for recipe in recipes:
         train_drafter(recipe)
-    assert same_weights(*recipes)
+    assert have_equal_weights(*recipes)
     never, always = ([e for e in history_of(recipe) if "eval_loss" in e] for recipe in recipes)
     assert (len(never), len(always)) == (1, 6)
     assert {key: value for key, value in never[0].items() if "eval" in key} == {

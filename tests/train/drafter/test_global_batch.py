@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_runs import recipe_in
 
 from draftsmith.models.groups.layout import active, depth_labels
@@ -89,7 +89,7 @@ def test_every_layout_trains_the_same_weights(target_folder: Path, drafter: dict
         if count == 1:
             train_and_record(recipe)
         else:
-            in_processes(train_and_record, count, recipe)
+            run_in_processes(train_and_record, count, recipe)
         folder = RunFolder(recipe)
         weights.append(load_file(folder.drafter / "model.safetensors"))
         histories.append(json.loads((folder.drafter / "training.json").read_text())["history"])

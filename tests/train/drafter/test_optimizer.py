@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import tiny_target
-from support.tiny_runs import InterruptAt, history_of, make_recipe, same_weights, save_small_target, train_until
+from support.tiny_runs import InterruptAt, have_equal_weights, history_of, make_recipe, save_small_target, train_until
 from torch import nn
 
 from draftsmith.errors import UserError
@@ -71,7 +71,7 @@ def test_resumed_training_is_bitwise_equal(target: Path, monkeypatch: pytest.Mon
     train_drafter(whole)
     train_until(InterruptAt(5), broken, monkeypatch)
     assert train_drafter(broken).steps == 6
-    assert same_weights(whole, broken)
+    assert have_equal_weights(whole, broken)
 
 
 def test_separate_rates_share_one_schedule(target: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from support.tiny_runs import (
     InterruptAt,
+    have_equal_weights,
     history_of,
     make_recipe,
-    same_weights,
     save_small_target,
     train_until,
 )
@@ -61,7 +61,7 @@ def broken(target: Path, request: pytest.FixtureRequest) -> Recipe:
 
 def check_equal_runs(whole: Recipe, broken: Recipe) -> None:
     """Check that weights are bitwise equal, and tokens and logs equal except for times."""
-    assert same_weights(whole, broken)
+    assert have_equal_weights(whole, broken)
     metrics = [json.loads((RunFolder(recipe).drafter / "training.json").read_text()) for recipe in (whole, broken)]
     assert metrics[0]["steps"] == metrics[1]["steps"] == STEPS
     assert metrics[0]["tokens"] == metrics[1]["tokens"] > STEPS * 3 * 12  # rows of 12 to 14 tokens, 3 a step
@@ -164,6 +164,6 @@ def test_training_is_deterministic_with_several_threads(target_folder: Path) -> 
             trained.append(recipe)
     finally:
         torch.set_num_threads(threads)
-    assert same_weights(*trained)
+    assert have_equal_weights(*trained)
     said = json.loads((RunFolder(recipe).drafter / "training.json").read_text())["reproducible"]
     assert "2 threads" in said

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from support.tiny_runs import InterruptAt, recipe_file, recipe_in, same_weights, tiny_run, weights_of
+from support.tiny_runs import InterruptAt, have_equal_weights, recipe_file, recipe_in, tiny_run, weights_of
 
 from draftsmith.errors import UserError
 from draftsmith.eval.commands import stages
@@ -244,7 +244,7 @@ def test_two_stages_resume_after_an_interruption_in_either(
     for left, right in (firsts, (whole, broken)):
         assert left is not None
         assert right is not None
-        assert same_weights(left, right)
+        assert have_equal_weights(left, right)
 
 
 def test_first_stage_uses_the_data_of_the_second() -> None:

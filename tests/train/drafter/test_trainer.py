@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
 from draftsmith.errors import UserError
@@ -99,7 +99,7 @@ def test_non_finite_loss_stops_training(target_folder: Path, trainer: type[Draft
 @pytest.mark.slow
 def test_all_processes_stop_together(target_folder: Path) -> None:
     """One process has NaN; no other waits for it."""
-    in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
+    run_in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
 
 
 def test_packing_is_part_of_the_settings(target_folder: Path) -> None:

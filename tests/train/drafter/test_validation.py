@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from support.tiny_runs import (
     InterruptAt,
+    have_equal_weights,
     history_of,
     make_recipe,
-    same_weights,
     save_small_target,
     train_until,
     weights_of,
@@ -72,7 +72,7 @@ def test_best_weights_are_kept(best: Recipe, target: Path) -> None:
     last = validated(target, "last", {})
     train_drafter(last)
     assert taus_by_step(last) == values
-    assert not same_weights(last, best)
+    assert not have_equal_weights(last, best)
     assert TrainReport.read(RunFolder(last).drafter).heldout_tau[-1] == values[STEPS]
 
 
@@ -107,7 +107,7 @@ def test_resumed_training_equals_uninterrupted(best: Recipe, target: Path, monke
     train_drafter(recipe)
     assert taus_by_step(recipe) == taus_by_step(best)
     assert best_step(recipe) == best_step(best)
-    assert same_weights(recipe, best)
+    assert have_equal_weights(recipe, best)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.held_targets import write_their_part
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_runs import (
     LENGTHS,
     recipe_file,
@@ -169,7 +169,7 @@ def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for name in ("index.json", "features-00001.safetensors"):  # for the same shards
             shutil.copy(RunFolder(alone).features / name, folder)
-    in_processes(write_their_part, 2, recipes)
+    run_in_processes(write_their_part, 2, recipes)
     for recipe in recipes:
         found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
         assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]

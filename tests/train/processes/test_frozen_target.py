@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.held_targets import hold_targets
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_models import tiny_target
 from support.tiny_runs import save_target, tiny_run
 from torch import distributed
@@ -48,7 +48,7 @@ def test_target_parts_of_each_process(tmp_path: Path) -> None:
         )
         for number, (features, kind, _, _) in enumerate(CASES)
     ]
-    in_processes(hold_targets, 2, recipes)
+    run_in_processes(hold_targets, 2, recipes)
     for recipe, (_, kind, share, reads) in zip(recipes, CASES, strict=True):
         found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
         target, _ = load_target(recipe.target)

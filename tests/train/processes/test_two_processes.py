@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launched_training import NOT_LEFT, launch, on_two_cpus, start_each
+from support.launched_training import NOT_LEFT, config_for_two_cpus, launch, start_processes
 from support.tiny_runs import tiny_run, weights_of
 
 from draftsmith.recipes.run_folder import RunFolder
@@ -46,7 +46,7 @@ def losses(recipe: Recipe) -> list[float]:
 
 
 def launched(name: str, recipe: Recipe) -> Recipe:
-    result = launch(on_two_cpus(name, Path(recipe.runs_dir).parent), recipe)
+    result = launch(config_for_two_cpus(name, Path(recipe.runs_dir).parent), recipe)
     assert result.returncode == 0, result.stderr[-3000:]
     return recipe
 
@@ -106,7 +106,7 @@ def test_resumed_training_is_bitwise_equal(
     trained: Callable[[str, bool], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
 ) -> None:
     """SIGTERM of one process saves in all of them; SIGKILL of one makes the other report it in one sentence."""
-    broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), on_two_cpus(name, tmp_path)
+    broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), config_for_two_cpus(name, tmp_path)
     result = launch(config, broken, signals={1: (5, number)})
     assert result.returncode != 0
     checkpoints = RunFolder(broken).drafter / "checkpoints"
@@ -151,7 +151,7 @@ def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
 def test_launch_by_slurm(tmp_path: Path) -> None:
     """Processes are configured by the environment without a launcher; SIGTERM of one ends both with 143, all saved."""
     recipe = tiny_run(tmp_path)
-    assert start_each(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]
+    assert start_processes(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]
     assert (RunFolder(recipe).drafter / "checkpoints" / "checkpoint-5" / "trainer_state.json").exists()
-    assert start_each(recipe) == [0, 0]
+    assert start_processes(recipe) == [0, 0]
     assert record(recipe)["steps"] == 6
