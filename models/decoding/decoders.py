@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
-from draftsmith.models.decoding.cached_attention import CachedAttention, hidden_from
+from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
 from draftsmith.models.decoding.kv_cache import to_device, write_numbers
 
 LONGEST_TREE_NODES = 256
@@ -175,7 +175,7 @@ class CachedDecoder:
         """
         if has_static_rope(self._drafter.layers_config):
             self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
-            self._cache.hold_still()
+            self._cache.mark_static()
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
@@ -223,7 +223,7 @@ class CachedDecoder:
                 inputs, num_masks = torch.cat([inputs, masks]), len(masks)
                 places = torch.cat([places, begin + count + columns[:num_masks]])
                 newest = torch.cat([newest, len(ids) + columns[:num_masks]])
-            hidden = run_rows(inputs, places, places, hidden_from(columns, places, True, window))
+            hidden = run_rows(inputs, places, places, masked_columns(columns, places, True, window))
             kept = hidden.index_select(0, newest)
             return kept, drafter.logits_of(kept).float()
 
