@@ -136,7 +136,7 @@ def ghost_device(capability: tuple[int, int] = (9, 0)) -> Iterator[type[GhostDev
 
 
 def _device_guards() -> Any:
-    """Give CUDA an entry in torch's table of device guards, which has none in builds without CUDA.
+    """Add an entry for CUDA to torch's table of device guards, which has none in builds without CUDA.
 
     It is the entry of meta tensors, which does nothing.
     """

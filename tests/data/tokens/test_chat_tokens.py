@@ -63,7 +63,7 @@ def test_separate_thoughts_join_the_answer(family: str, joined: str | None) -> N
 
 
 def test_opening_tag_in_the_prompt_carries_no_loss() -> None:
-    """The target does not generate the end of its own prompt."""
+    """The target does not generate the end of its prompt."""
     opened = QWEN3.replace(
         "'<|im_start|>assistant\n' }}{% if enable", "'<|im_start|>assistant\n<think>\n' }}{% if enable"
     )

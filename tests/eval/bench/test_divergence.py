@@ -52,7 +52,7 @@ def greedy_answer(target: Any) -> list[int]:
 
 
 def with_equal_logits(target: Any, token: int) -> int:
-    """Give the last token this one's row of the head and return it; greedy decoding takes the first of the two."""
+    """Copy this token's row of the head to the last token and return that one; greedy decoding takes the first."""
     other = len(target.lm_head.weight) - 1
     with torch.no_grad():
         target.lm_head.weight[other] = target.lm_head.weight[token]
