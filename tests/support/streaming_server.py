@@ -1,4 +1,4 @@
-"""A server that streams answers and counters like vLLM: two draft tokens per round, of which one is accepted."""
+"""A server that streams answers and shows counters as vLLM does: two drafted tokens a round, of which one is kept."""
 
 import json
 import threading
