@@ -94,7 +94,7 @@ def setting(**options: object) -> EngineSetting:
     return EngineSetting(Recipe.model_validate(values), None, (2,))
 
 
-def test_default_parallelism_uses_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallelism_uses_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, options, copies in (
         (8, {}, 8), (8, {"tensor_parallel_size": 2}, 4), (8, {"data_parallel_size": 1}, 1), (0, {}, 1),
         (1, {"tensor_parallel_size": 2}, 1),

@@ -77,7 +77,7 @@ def test_greedy_round_waits_for_draft_and_verification(kind: str, tree: str) -> 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_sampled_round_waits_for_every_verified_draw(tree: str) -> None:
-    """Three times if the first draw is accepted everywhere, six on average."""
+    """Three times if the first draw is always accepted, below six on average."""
     back, sent, _ = waits_and_calls("parallel", tree, Sampling(1.0))
     assert 3 <= back < 6
     assert sent == 0
