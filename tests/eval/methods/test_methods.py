@@ -97,13 +97,13 @@ class TestPromptLookup:
     def test_spec_bench_drafts_all_tokens_or_none(self) -> None:
         """Four tokens follow the 3-gram, but five the shorter 2-gram 2 3, which occurred before."""
         ids = [2, 3, 5, 1, 2, 3, 6, 1, 2, 3]
-        assert self.drafted(ids, num_tokens=4) == [3, 6, 1, 2, 3]
-        assert self.drafted(ids, num_tokens=5) == [3, 5, 1, 2, 3, 6]
-        assert self.drafted(ids, num_tokens=9) == [3]
-        assert self.drafted(ids, num_tokens=9, partial=True) == [3, 6, 1, 2, 3]
+        assert self.draft_tokens(ids, num_tokens=4) == [3, 6, 1, 2, 3]
+        assert self.draft_tokens(ids, num_tokens=5) == [3, 5, 1, 2, 3, 6]
+        assert self.draft_tokens(ids, num_tokens=9) == [3]
+        assert self.draft_tokens(ids, num_tokens=9, partial=True) == [3, 6, 1, 2, 3]
         # ... and more than the n-gram has.
-        assert self.drafted([1, 2, 3, 4, 1, 2, 3], num_tokens=1) == [3, 4]
-        assert self.drafted([1, 2, 3, 1, 2, 3], num_tokens=1, max_ngram=3) == [3, 1]
+        assert self.draft_tokens([1, 2, 3, 4, 1, 2, 3], num_tokens=1) == [3, 4]
+        assert self.draft_tokens([1, 2, 3, 1, 2, 3], num_tokens=1, max_ngram=3) == [3, 1]
 
     @pytest.mark.parametrize("seed", range(6))
     def test_prompt_lookup_equals_transformers(self, seed: int) -> None:
@@ -111,7 +111,7 @@ class TestPromptLookup:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, (12,), generator=generator)
         theirs = PromptLookupCandidateGenerator(None, num_output_tokens=4, max_matching_ngram_size=2, max_length=99)
-        assert self.drafted(ids.tolist(), num_tokens=4, max_ngram=2, partial=True) == [
+        assert self.draft_tokens(ids.tolist(), num_tokens=4, max_ngram=2, partial=True) == [
             int(ids[-1]),
             *theirs.get_candidates(ids[None])[0][0, len(ids) :].tolist(),
         ]
