@@ -206,7 +206,7 @@ def grouped_sdpa(
 
 
 def grouped_mask(*args: Any, **options: Any) -> Tensor | None:
-    """Return the mask of `sdpa`; none where documents are attended to apart."""
+    """Return the mask of `sdpa`, or None if documents are attended to separately."""
     return None if _document_lengths() is not None else sdpa_mask(*args, **options)
 
 

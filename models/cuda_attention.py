@@ -33,7 +33,7 @@ MOST_ROWS = 64  # of a draft tree; beyond it, as in a prompt, torch's own attent
 SPLIT, COLUMNS = 128, 64  # columns of a split, and of one product in it
 LEAST_SPLITS = 16  # of a merge: it is compiled again for every further power of two
 LEAST_HEAD_SIZE, MOST_HEAD_SIZE = 16, 256
-FAR_BELOW = -3.0e38  # of a column beyond the cache: weight 0 next to any other, and finite, so that no NaN comes of it
+LOWEST_SCORE = -3.0e38  # of columns beyond the cache: weight 0, and finite, since infinite scores would give NaN
 CLOSED = -6.0e4  # what a mask adds to a hidden column is below this, in float16 too
 TOLERANCE = 2e-2  # of the first check against torch, in bf16
 
@@ -65,7 +65,7 @@ def _kernels() -> tuple[Any, Any]:
         q_head, q_row, k_head, k_column, v_head, v_column, mask_row,
         scale, nodes, columns, splits,
         GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_C: tl.constexpr, SPLIT_C: tl.constexpr, HAS_MASK: tl.constexpr, FAR: tl.constexpr,
+        BLOCK_C: tl.constexpr, SPLIT_C: tl.constexpr, HAS_MASK: tl.constexpr, LOWEST_SCORE: tl.constexpr,
         HIDDEN: tl.constexpr,
     ):  # fmt: skip
         """Write sum(p v), max(s) and sum(p) of one split of the columns, of one key-value head and block of rows."""
@@ -78,22 +78,22 @@ def _kernels() -> tuple[Any, Any]:
             q_ptr + head[:, None] * q_head + node[:, None] * q_row + d[None, :],
             mask=is_row[:, None] & is_d[None, :], other=0.0,
         )  # fmt: skip
-        largest = tl.full([BLOCK_M], FAR, tl.float32)
+        largest = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, SPLIT_C, BLOCK_C):
             column = split * SPLIT_C + start + tl.arange(0, BLOCK_C)
             is_column = column < columns
-            bias = tl.where(is_row[:, None] & is_column[None, :], 0.0, FAR)
+            bias = tl.where(is_row[:, None] & is_column[None, :], 0.0, LOWEST_SCORE)
             if HAS_MASK:
                 seen = is_row[:, None] & is_column[None, :]
-                bias = tl.load(mask_ptr + node[:, None] * mask_row + column[None, :], mask=seen, other=FAR)
+                bias = tl.load(mask_ptr + node[:, None] * mask_row + column[None, :], mask=seen, other=LOWEST_SCORE)
                 bias = bias.to(tl.float32)
             if tl.max(tl.max(bias, 1), 0) > HIDDEN:
                 here = is_column[:, None] & is_d[None, :]
                 k = tl.load(k_ptr + kv_head * k_head + column[:, None] * k_column + d[None, :], mask=here, other=0.0)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + bias
-                s = tl.where(is_column[None, :], tl.maximum(s, FAR), FAR)
+                s = tl.where(is_column[None, :], tl.maximum(s, LOWEST_SCORE), LOWEST_SCORE)
                 new_largest = tl.maximum(largest, tl.max(s, 1))
                 p = tl.exp(s - new_largest[:, None])
                 shrink = tl.exp(largest - new_largest)
@@ -162,7 +162,7 @@ def _launch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     # sum(p v) of every split, head and row, then all max(s), then all sum(p).
     parts = query.new_empty(kv_heads * splits * rows * (head_size + 2), dtype=torch.float32)
     result = query.new_empty(1, nodes, heads, head_size)
-    shared = {"GROUP": group, "D": head_size, "BLOCK_D": block_d, "FAR": FAR_BELOW}
+    shared = {"GROUP": group, "D": head_size, "BLOCK_D": block_d, "LOWEST_SCORE": LOWEST_SCORE}
     partial_attention[(kv_heads, splits, -(-rows // block_m))](
         query, key, value, key if mask is None else mask, parts,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share, and what is settled before any test of any process runs."""
+"""Fixtures shared by several test files, and settings made before any test runs."""
 
 import os
 from collections.abc import Iterator
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 import openai
 import pytest
 import torch
-from support.openai_setup import StartEngine, StartServer, engines_to_start, servers_to_start
+from support.openai_setup import StartEngine, StartServer, starting_engines, starting_servers
 
 from draftsmith.data.engines import openai_engine
 from draftsmith.models.compiling import SWITCH
 from draftsmith.models.cpu_kernels import has_kernels
 
-# Compiling takes longer than what is tested: tests that want it ask for it. Subprocesses inherit this.
+# Compiling takes longer than the tested code, so tests that need it enable it. Subprocesses inherit this.
 os.environ.setdefault(SWITCH, "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Build the CPU kernels now, into the user's cache: later a test may point elsewhere. Tests on a GPU need none."""
+    """Build the CPU kernels into the user's cache before a test changes its path. Tests on a GPU need none."""
     if config.option.markexpr != "cuda":
         has_kernels()
 
 
-# Fixtures that live in the modules of what they make.
+# Modules with fixtures.
 pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]
 
 
@@ -33,15 +33,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def start_server() -> Iterator[StartServer]:
-    with servers_to_start() as start:
+    with starting_servers() as start:
         yield start
 
 
 @pytest.fixture
 def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
-    """The openai engine, with short pauses."""
+    """Start openai engines with short pauses."""
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
     monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
     monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
-    with engines_to_start() as start:
+    with starting_engines() as start:
         yield start

@@ -1,11 +1,10 @@
-"""Mistakes that the fast tests must catch: each is made in a copy of the tree, and the tests that should fail are run.
+"""Mistakes that the fast tests must catch: each is made in a copy of the tree, where the named tests must fail.
 
     python tests/mutants.py            # `make mutants`: all of them
     python tests/mutants.py residual   # those whose name holds a word
 
-A mistake is one line in place of another, which must be in its file exactly once: a line that was moved or rewritten is
-reported, not passed over. The tests are first run on the copy as it is, where they must pass. Tests that are `slow` or
-`nightly` count for nothing here.
+A mistake replaces one line, which must be in its file exactly once: a moved or rewritten line is reported, not skipped.
+The tests are first run on the unchanged copy, where they must pass. Tests marked `slow` or `nightly` do not count.
 """
 
 import os

@@ -398,7 +398,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
 
 
 class Learner:
-    """Trainer of new drafters (candidates) on the served answers, and judge of whether to adopt them.
+    """Trainer of new drafters (candidates) on the served answers, which also decides whether to adopt them.
 
     Args:
         learned: The folder with answers, drafters and state.

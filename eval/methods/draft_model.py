@@ -22,7 +22,7 @@ from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import ALL_TOKENS, LONGEST_TREE_NODES, GrowingTree
-from draftsmith.models.decoding.kv_cache import KVCache, open_mask, to_device
+from draftsmith.models.decoding.kv_cache import KVCache, to_device, zero_mask
 from draftsmith.models.target.loading import use_own_attention
 from draftsmith.models.target.windows import architecture, has_recurrent_layers, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained
@@ -103,7 +103,7 @@ class DraftModelDecoder:
     def _mask(self, seen: Tensor) -> Tensor:
         """Build the additive mask [1, 1, R, committed + columns] of [R, columns] bool; committed tokens are visible."""
         committed = self._cache.length
-        mask = open_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
+        mask = zero_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
         mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
         return mask[None, None]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
 from draftsmith.models.cuda_attention import can_split, has_split_attention, split_attention
-from draftsmith.models.decoding.kv_cache import KVCache, aligned, open_mask
+from draftsmith.models.decoding.kv_cache import KVCache, aligned, zero_mask
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
@@ -21,8 +21,8 @@ def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tup
     return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
 
 
-def hidden_from(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Return [R, S] bool, the columns a row does not see, from the places of both; the last place is a row's.
+def masked_columns(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Return [R, S] bool, True for columns that a row does not see, by the places of both; the last place is a row's.
 
     Args:
         causal: Whether a row sees no later row.
@@ -66,8 +66,8 @@ class CachedAttention(KVCache):
         self._causal = False  # whether the mask is that of causal order alone
         self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
 
-    def hold_still(self) -> None:
-        """Mark the memory as static for the compiler: CUDA graphs refuse to write into any other."""
+    def mark_static(self) -> None:
+        """Mark the cache as static for the compiler: CUDA graphs write into static memory only."""
         for part in (self.keys, self.values):
             torch._dynamo.mark_static_address(part)
 
@@ -107,8 +107,8 @@ class CachedAttention(KVCache):
         if self.is_beyond_window(num_rows):
             first = self._first_in_window()
             columns = torch.arange(first, end, device=self.keys.device)
-            hidden = hidden_from(columns, columns[-num_rows:], causal, self._window)
-            mask = open_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
+            hidden = masked_columns(columns, columns[-num_rows:], causal, self._window)
+            mask = zero_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
             self._prepare(begin, end, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
             return
         if begin == 0 or not causal:

@@ -183,7 +183,7 @@ class CachedDecoder:
         """
         if has_static_rope(self._drafter.layers_config):
             self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
-            self._cache.hold_still()
+            self._cache.mark_static()
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
@@ -231,7 +231,7 @@ class CachedDecoder:
                 inputs, num_masks = torch.cat([inputs, masks]), len(masks)
                 places = torch.cat([places, begin + count + columns[:num_masks]])
                 newest = torch.cat([newest, len(ids) + columns[:num_masks]])
-            hidden = run_rows(inputs, places, places, hidden_from(columns, places, True, window))
+            hidden = run_rows(inputs, places, places, masked_columns(columns, places, True, window))
             kept = hidden.index_select(0, newest)
             return kept, drafter.logits_of(kept).float()
 

@@ -20,8 +20,8 @@ def aligned(columns: int) -> int:
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 
-def open_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros [..., R, S], which hide nothing, in rows that start aligned."""
+def zero_mask(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an additive mask of zeros [..., R, S], which hides nothing, with aligned rows."""
     return torch.zeros(*shape[:-1], aligned(shape[-1]), dtype=dtype, device=device)[..., : shape[-1]]
 
 

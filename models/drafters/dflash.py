@@ -49,7 +49,7 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskTokenId, OneForwardOptions, layers_or
 from draftsmith.models.base.options import DepthWeights, Init, Loss, MaskResidual, NumLayers, Rope
-from draftsmith.models.decoding.cached_attention import hidden_from
+from draftsmith.models.decoding.cached_attention import masked_columns
 from draftsmith.models.decoding.decoders import CachedDecoder, DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, previous_features
@@ -309,7 +309,7 @@ class BlockDecoder(CachedDecoder):
             cache.store_at(places, to_keys_values(context[None], rotary))
             block = drafter.block_inputs(ids[:1], masks_kd)[0]
             places = begin + count + columns[: len(block)]
-            hidden = run_rows(block, places, places, hidden_from(columns, places, causal, window))
+            hidden = run_rows(block, places, places, masked_columns(columns, places, causal, window))
             newest = context.index_select(0, (place[1:] - 1).clamp(min=0))[0]
             return drafter.block_outputs(hidden[first_row:], torch.where(count > 0, newest, 0.0))
 

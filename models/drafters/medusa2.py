@@ -161,7 +161,7 @@ class Medusa2Drafter(MedusaDrafter):
         )
 
     def learning_rate_factors(self) -> dict[str, float]:
-        """Return factors on the recipe's learning rate, by the beginning of the parameters' names."""
+        """Return factors on the recipe's learning rate, by prefix of the parameters' names."""
         return {"lora.": self.config.lora_learning_rate}
 
     @property

@@ -1,4 +1,4 @@
-"""What a disk or a path refuses is one sentence, before the work where that can be known, and costs nothing."""
+"""Errors of disks and paths are one sentence, come before the work where possible, and lose nothing."""
 
 import subprocess
 import sys
@@ -39,7 +39,6 @@ def to_arrow(file: Path) -> None:
 def test_full_disk_is_reported_through_every_library(
     tiny_disk: Path, capsys: pytest.CaptureFixture[str], write: Any
 ) -> None:
-    """Whatever words they have for it."""
     with pytest.raises(SystemExit) as caught, exit_with_one_sentence():
         write(tiny_disk / "file")
     assert caught.value.code == 2
@@ -59,7 +58,7 @@ def test_full_disk_is_reported_through_every_library(
             RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed"),
             "input/output error: ",
         ),
-        # Nothing to do with files, or a bug of ours.
+        # Not about files, or a bug in draftsmith.
         (PermissionError(13, "Permission denied"), None),
         (ConnectionRefusedError(111, "Connection refused"), None),
         (FileNotFoundError(2, "No such file or directory", "a"), None),
@@ -71,7 +70,7 @@ def test_os_error_message(error: Exception, sentence: str | None) -> None:
     assert said is None if sentence is None else said is not None and said.startswith(sentence)
 
 
-def test_a_bug_keeps_its_traceback() -> None:
+def test_unexpected_error_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError), exit_with_one_sentence():
         raise ZeroDivisionError
 
@@ -87,11 +86,11 @@ def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_runs_dir_that_is_a_file_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    def too_late(*_: Any, **__: Any) -> None:
+    def fail_if_reached(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has started")
 
     for loaded in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
-        monkeypatch.setattr(loaded, "from_pretrained", too_late)
+        monkeypatch.setattr(loaded, "from_pretrained", fail_if_reached)
     in_the_way = tmp_path / "runs"
     in_the_way.write_text("no folder")
     result = RUNNER.invoke(cli.app, [command, "quickstart", f"runs_dir={in_the_way / 'below'}"])
@@ -137,8 +136,8 @@ with exit_with_one_sentence():
 """
 
 
-def test_file_limit_of_the_shell_is_one_sentence(tmp_path: Path) -> None:
-    """`ulimit -f`, where torch writes what it says nothing of: an optimiser's state, say."""
+def test_shell_file_size_limit_is_one_sentence(tmp_path: Path) -> None:
+    """`ulimit -f`, hit while torch saves a file, whose error does not name the cause."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path / "state.pt")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 2, result.stderr

@@ -1,4 +1,4 @@
-"""What the Hub refuses is one sentence with the way out, whatever huggingface_hub raises for it."""
+"""Every error of huggingface_hub becomes one sentence with the way out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,21 +27,21 @@ from draftsmith.hub import hub_errors
         (refused(404, RepositoryNotFoundError), "the Hub shows no repository me/x to this token"),
         (refused(404, RevisionNotFoundError), "me/x has no such revision"),
         (refused(403, GatedRepoError), "me/x is gated: ask for access"),
-        # hf_xet's, as it words them
+        # messages of hf_xet
         (RuntimeError("Data processing error: HTTP status client error (403 Forbidden) for url"), "(HTTP 403)"),
         (RuntimeError("Network error: error sending request for url"), "failed or broke off (RuntimeError)"),
         (httpx2.ReadTimeout("slow"), "failed or broke off (ReadTimeout)"),
         (ValueError("of\nanother kind"), "tried: of another kind"),
     ],
 )
-def test_errors_become_sentences(error: Exception, sentence: str) -> None:
+def test_hub_errors_become_sentences(error: Exception, sentence: str) -> None:
     with pytest.raises(UserError) as caught, hub_errors("tried", "me/x"):
         raise error
     assert str(caught.value).startswith("tried: ")
     assert sentence in str(caught.value)
 
 
-def test_full_disk_is_no_error_of_the_hub() -> None:
+def test_full_disk_is_not_reported_as_a_hub_error() -> None:
     with pytest.raises(RuntimeError, match="wrapped"), hub_errors("tried", "me/x"):
         raise RuntimeError("wrapped") from OSError(28, "No space left on device", "a")
 

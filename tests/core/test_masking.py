@@ -1,4 +1,4 @@
-"""What is secret in a recipe or a command line is written nowhere and shown to nobody."""
+"""Secrets in recipes and command lines are masked in every file and message."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ RUNNER = CliRunner()
         ("train.hub_token=hf_abc", "train.hub_token=***"),
         ("data.distill.options={llm: {hf_token: hf_abc}, n: 1}", "data.distill.options={llm: {hf_token: ***}, n: 1}"),
         ("data.distill.options.api_key_env=sk-proj-1", "data.distill.options.api_key_env=***"),
-        # Nothing secret in these.
+        # No secrets in these.
         ("data.distill.options.api_key_env=MY_KEY", None),
         ("http://me:$PASSWORD@h/v1", None),
         ("http://${TOKEN}@h/v1", None),
@@ -35,12 +35,12 @@ RUNNER = CliRunner()
         ("data.max_length_tokens=64 tokenizer.pad_token: <pad>", None),
     ],
 )
-def test_texts(open_text: str, shown: str | None) -> None:
+def test_secrets_in_text_are_masked(open_text: str, shown: str | None) -> None:
     assert masked(open_text) == (shown or open_text)
     assert str(UserError(open_text)) == (shown or open_text)
 
 
-def test_trees() -> None:
+def test_secrets_in_nested_values_are_masked() -> None:
     tree: dict[str, Any] = {"train": {"hub_token": "hf_abc", "max_steps": 3}, "urls": ["http://a:b@h"], "n": None}
     assert masked(tree) == {"train": {"max_steps": 3}, "urls": ["http://***@h"], "n": None}
     assert masked({"api_key_env": "MY_KEY"}) == {"api_key_env": "MY_KEY"}
@@ -53,10 +53,10 @@ def test_hub_token_in_a_recipe_is_refused(tmp_path: Path) -> None:
     assert "hf_abc" not in str(caught.value)
 
 
-def test_a_password_reaches_the_server_and_nothing_else(
+def test_password_reaches_only_the_server(
     tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Distilled, continued from the recipe that the run wrote, and refused where the password is needed again."""
+    """Distil, resume from the recipe in the run folder, and get an error where the password is needed again."""
     monkeypatch.setenv("PASSWORD", "pa/ss@word")
     server = start_server(token_ids=False)
     questions = tmp_path / "questions.jsonl"
@@ -87,7 +87,7 @@ def test_a_password_reaches_the_server_and_nothing_else(
         assert not any(secret.encode() in text for text in written)
     assert b"://***@127.0.0.1" in (recipe.parent / "provenance.json").read_bytes()
 
-    # All is settled: no request is sent, and nothing needs the password.
+    # Everything is distilled: no request is sent, so no password is needed.
     assert distill(str(recipe), None)[0] == 0
     questions.write_text(questions.read_text() + '{"prompt": "Say more"}\n')
     code, said = distill(str(recipe), None)
@@ -96,5 +96,5 @@ def test_a_password_reaches_the_server_and_nothing_else(
     code, said = distill(str(recipe), server.url.replace("://", "://me:$PASSWORD@"))
     assert code == 0, said
     assert server.headers[-1]["Authorization"] == "Basic bWU6cGEvc3NAd29yZA=="
-    # The name of a variable is no secret: this recipe can be run again as it is.
+    # The name of an environment variable is not secret: this recipe can be run again unchanged.
     assert "://me:$PASSWORD@127.0.0.1" in recipe.read_text()

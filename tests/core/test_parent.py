@@ -1,4 +1,4 @@
-"""No process outlives the one that started it, also where that one is killed."""
+"""Child processes end with the process that started them, also when it is killed."""
 
 import os
 import subprocess
@@ -75,4 +75,4 @@ def test_killed_process_leaves_no_children(tmp_path: Path, script: str) -> None:
         time.sleep(0.2)
         parent.kill()
     left = psutil.wait_procs(children, timeout=10)[1]
-    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]  # of an init that reaps none
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]  # where init does not reap orphans

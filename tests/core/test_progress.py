@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line now and then in a file, nothing where it is to be quiet."""
+"""Progress: a bar on a terminal, occasional lines in a file, nothing with --quiet."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 from draftsmith import progress
 from draftsmith.progress import IN_A_FILE, configure_progress_bars, progress_bar
 
-# Three thousand updates of two bars, one within the other, 20 ms apart by a clock of its own.
+# Three thousand updates of two nested bars, 20 ms apart by a fake clock.
 BARS = (
     "import sys, tqdm.std\n"
     "from draftsmith.progress import configure_progress_bars, progress_bar\n"
@@ -24,8 +24,8 @@ BARS = (
 )
 
 
-def test_a_log_file_has_whole_lines_half_a_minute_apart() -> None:
-    """In 60 s both bars say something at least once, and again at their ends."""
+def test_log_file_gets_a_whole_line_every_half_minute() -> None:
+    """In 60 s each bar writes at least one line, and one more when it ends."""
     result = subprocess.run([sys.executable, "-c", BARS], capture_output=True, check=True)
     assert result.stdout == b""
     assert not re.search(rb"[\r\x1b]|\n\n", result.stderr)
@@ -38,7 +38,7 @@ def test_a_log_file_has_whole_lines_half_a_minute_apart() -> None:
     )
 
 
-def test_a_short_stage_says_nothing_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_stage_writes_no_progress_to_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     with configure_progress_bars(), progress_bar(2, "tokenise", "conv") as bar:
         bar.update(2)
     assert capsys.readouterr() == ("", "")
@@ -52,7 +52,7 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_environment_disables_libraries_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_disables_progress_bars_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TQDM_MININTERVAL", "7")
     with configure_progress_bars():
         assert {name: os.environ[name] for name in IN_A_FILE} == IN_A_FILE

@@ -1,4 +1,4 @@
-"""What `import draftsmith` offers."""
+"""Public names of `import draftsmith`."""
 
 import subprocess
 import sys
@@ -18,6 +18,6 @@ def test_every_public_name_exists() -> None:
         draftsmith.load_everything  # noqa: B018
 
 
-def test_importing_it_does_not_import_torch() -> None:
+def test_importing_draftsmith_does_not_import_torch() -> None:
     code = "import sys, draftsmith; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'yaml')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The one form of measured figures: where they come from, and nothing of this machine's folders or secrets."""
+"""The common format of results: it records their origin, and no folders or secrets of this machine."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from draftsmith.provenance import Machine, Provenance
 from draftsmith.results import RESULT_KEYS, portable, write_result
 
 
-def test_figures_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_records_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "/some/where/benchmarks/step_price.py"
     monkeypatch.setattr("sys.argv", [script, "mine.yaml", "target.model=/a/b/weights"])
     write_result(tmp_path / "deep" / "a.json", {"tau": 2.5, "folder": "/a/b/drafter"})
@@ -33,7 +33,7 @@ def test_script_path_is_relative_to_the_working_directory(tmp_path: Path, monkey
     assert command == "python benchmarks/serving.py eval.runs=3"
 
 
-def test_figures_of_another_process(tmp_path: Path) -> None:
+def test_result_records_another_process(tmp_path: Path) -> None:
     machine = Machine("Linux", "x86", 2, "1", 3 * 2**30)
     provenance = Provenance("2026-01-01T00:00:00Z", "abc", {"python": "3.11"}, machine)
     write_result(tmp_path / "a.json", {"a": 1}, "draftsmith run mine hub_token=hf_123", provenance)
@@ -54,5 +54,5 @@ def test_figures_of_another_process(tmp_path: Path) -> None:
         ("3 / 4 tokens/s", "3 / 4 tokens/s"),
     ],
 )  # fmt: skip
-def test_folders_of_this_machine_are_left_out(text: str, shortened: str) -> None:
+def test_local_folders_are_shortened(text: str, shortened: str) -> None:
     assert portable({text: [text]}) == {shortened: [shortened]}

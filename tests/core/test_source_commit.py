@@ -1,4 +1,4 @@
-"""The commit with every figure: the source tree's own hash, or none."""
+"""The commit recorded with every result: the hash of the source tree, or none."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from draftsmith import provenance
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """One commit, which holds a file of somebody's."""
+    """A repository of one commit, with a file that is not draftsmith's."""
     (tmp_path / "theirs.py").write_text("")
     for words in (["init", "-q"], ["add", "theirs.py"], ["commit", "-q", "-m", "theirs"]):
         git(tmp_path, *words)
@@ -25,7 +25,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def installed_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def install_into(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = repository / ".venv" / "core" / "provenance.py"
     copy.parent.mkdir(parents=True)
     shutil.copyfile(ROOT / "core" / "provenance.py", copy)
@@ -34,12 +34,12 @@ def installed_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_repository_around_the_environment_is_ignored(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed_in(repository, monkeypatch)
+    install_into(repository, monkeypatch)
     assert provenance.source_commit() is None
 
 
-def test_a_tag_does_not_stand_for_the_hash(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = installed_in(repository, monkeypatch)
+def test_tag_does_not_replace_the_hash(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = install_into(repository, monkeypatch)
     git(repository, "add", str(copy))
     git(repository, "commit", "-q", "-m", "ours")
     git(repository, "tag", "-a", "v1.0.0", "-m", "v1.0.0")
@@ -49,6 +49,6 @@ def test_a_tag_does_not_stand_for_the_hash(repository: Path, monkeypatch: pytest
     assert provenance.source_commit() == f"{commit}-dirty"
 
 
-def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_none_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent / "nowhere"))
     assert provenance.source_commit() is None

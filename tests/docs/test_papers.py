@@ -1,4 +1,4 @@
-"""The papers' page: each figure is the file's, what was not measured is not told, and Leviathan's table 1 comes out."""
+"""The page of papers: its figures are the files', nothing unmeasured is claimed, Leviathan's table 1 is reproduced."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def results(folder: Path, **files: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_ratio_is_of_one_measurement(tmp_path: Path) -> None:
+def test_ratio_is_within_one_measurement(tmp_path: Path) -> None:
     folder = results(tmp_path, a={"p@0": row(3.0, 2.0), "q@0": row(2.0, 1.0)}, b={"q@0": row(1.0, 1.0)})
     above = Place(folder, "a", "p@0")
     assert ratio(above, Place(folder, "a", "q@0"), "speedup_mean") == "1.50x"
@@ -46,14 +46,13 @@ def test_a_ratio_is_of_one_measurement(tmp_path: Path) -> None:
     assert place(folder, "t", "p", 2.0).text("tau") == "-"
 
 
-def test_leviathans_table_1() -> None:
-    """As printed there."""
+def test_leviathans_table_1_is_reproduced() -> None:
     printed = ["1.53x 1.96x", "1.58x 2.53x", "1.23x 2.44x", "1.63x 3.69x", "1.11x 2.71x", "1.60x 6.86x"]
     lines = [line.strip("| ").split(" | ") for line in operations_and_speed().splitlines()]
     assert [" ".join(line[2:]) for line in lines[2:]] == printed
 
 
-def test_an_answer_shows_who_made_its_tokens(tmp_path: Path) -> None:
+def test_answer_marks_draft_and_target_tokens(tmp_path: Path) -> None:
     rounds = [
         TracedRound(["", " is", "\n", "its"], [-1, 0, 1, 2], [0, 1, 2, 3], " & own"),
         TracedRound(["", "x"], [-1, 0], [0], " end" + "." * 100),
@@ -75,7 +74,7 @@ def test_an_answer_shows_who_made_its_tokens(tmp_path: Path) -> None:
     assert max(lines) < float(drawn.attrib["height"])
 
 
-def test_the_page_says_what_the_files_say() -> None:
-    """`cd docs && python -m generate.papers` writes the page again."""
+def test_page_agrees_with_the_files() -> None:
+    """If it does not, `cd docs && python -m generate.papers` rewrites the page."""
     page = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     assert page.split() == page_text(ROOT / "docs" / "results").split()

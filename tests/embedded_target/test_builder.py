@@ -1,4 +1,4 @@
-"""The embedded target's builder, which is no part of the package: it still builds, trains and measures."""
+"""The embedded target's builder, which is not part of the package: it builds, trains and measures."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ BUILDER = ROOT / "embedded_target"
 
 
 @pytest.mark.nightly
-def test_a_few_conversations_and_a_training_step(tmp_path: Path) -> None:
-    """How many each category has is in the weights of `MAKERS`: 14 % of 50 are 7 from docstrings."""
+def test_conversations_and_a_training_step(tmp_path: Path) -> None:
+    """The share of each category is its weight in `MAKERS`: 14 % of 50 are 7 from docstrings."""
     build = (
         "from conversations import build_conversations, choose_questions\n"
         "made = build_conversations(50)\n"
@@ -31,7 +31,7 @@ def test_a_few_conversations_and_a_training_step(tmp_path: Path) -> None:
     done = subprocess.run(
         [*train, "--max-steps", "1", "--conversations", "3"], capture_output=True, text=True, check=True
     )
-    assert '"answers cut by the length limit": 1.0' in done.stdout  # after one step it says anything
+    assert '"answers cut by the length limit": 1.0' in done.stdout  # after one step its answers are arbitrary
     shipped = json.loads((ROOT / "models" / "embedded_target" / "config.json").read_text(encoding="utf-8"))
     trained = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     trained.pop("transformers_version"), shipped.pop("transformers_version")

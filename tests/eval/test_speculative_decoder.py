@@ -1,4 +1,4 @@
-"""The decoder for scripts: the loop's answers, with any drafter."""
+"""The decoder for scripts gives the loop's answers with any drafter."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ PROMPT = [1, 5, 6, 7]
 TREE = MethodConfig(name="tree", tree="best_first", nodes=6, branch=3)
 
 
-def test_answers_are_the_targets_own() -> None:
+def test_answers_equal_the_targets() -> None:
     target = tiny_target()
     with SpeculativeDecoder(target, None, max_length_tokens=64) as plain:
         expected = plain.answer(PROMPT, 24)
-    assert expected.rounds == 23  # the first token comes with the prompt
+    assert expected.rounds == 23  # the prefill gives the first token
     rounds = []
     with SpeculativeDecoder(target, None, tiny_parallel(target), TREE, max_length_tokens=64) as decoder:
         found = decoder.answer(PROMPT, 24, rounds.append)
@@ -29,8 +29,8 @@ def test_answers_are_the_targets_own() -> None:
     assert sum(round_.kept for round_ in rounds) == 23
 
 
-def test_every_tree_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups fill all the tree's places on a target that repeats itself; adaptive trees know what rounds cost."""
+def test_every_tree_of_a_recipe_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups fill the tree on a target that repeats itself; adaptive trees have measured round costs."""
     monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
     target = tiny_target(initializer_range=0.02)
     looking = MethodConfig(name="x", tree="best_first", nodes=6, branch=3, lookup=True)
@@ -51,7 +51,7 @@ def test_every_tree_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decoder.method.adaptive.costs is known
 
 
-def test_a_question_needs_a_tokenizer(tmp_path: Path) -> None:
+def test_question_needs_a_tokenizer(tmp_path: Path) -> None:
     target = tiny_target()
     with SpeculativeDecoder(target, None, max_length_tokens=64) as decoder, pytest.raises(ValueError, match="template"):
         decoder.ask("w5")

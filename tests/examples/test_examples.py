@@ -1,4 +1,4 @@
-"""Each script of `examples/`, in one folder: the first that needs a drafter trains it."""
+"""Each script of `examples/`, in one folder: the first one that needs a drafter trains it."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import Recipe
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-pytestmark = pytest.mark.slow  # one trains, the others need its drafter
+pytestmark = pytest.mark.slow  # one script trains the drafter that the others need
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a script here, with less data and fewer steps than it says; what it prints."""
+    """Return a function that runs a script with less data and fewer steps, and returns its output."""
 
     def load(name: str, overrides: list[str]) -> Recipe:
         return load_recipe(name, [*overrides, "data.conversations.limit=150", "train.max_steps=60"])
@@ -40,13 +40,13 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run_script
 
 
-def test_the_readme_names_each_script() -> None:
+def test_readme_names_each_script() -> None:
     readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"\]\((\w+\.py)\)", readme)) == [script.name for script in SCRIPTS]
 
 
 def test_decode_with_a_tree(run: Callable[..., str]) -> None:
-    """A mark for each token that a round commits."""
+    """It prints a mark for each committed token of a round."""
     out = run("decode_with_a_tree.py", "--new-tokens", "20")
     rounds = re.split(r"^round: ", out, flags=re.MULTILINE)[1:]
     assert len(rounds) == int(re.search(r"tokens in (\d+) rounds", out)[1])
@@ -59,7 +59,7 @@ def test_decode_with_a_tree(run: Callable[..., str]) -> None:
 
 
 def test_draw_acceptance(run: Callable[..., str], folder: Path) -> None:
-    """Sums of the marginal shares are the mean number of drafts that rounds kept."""
+    """The marginal acceptance rates sum to the mean number of accepted draft tokens per round."""
     out = run("draw_acceptance.py", "--new-tokens", "24")
     found = re.findall(r"^depth (\d): ([\d.]+) of rounds, ([\d.]+) where", out, re.MULTILINE)
     marginal, conditional = ([float(row[column]) for row in found] for column in (1, 2))
@@ -69,13 +69,13 @@ def test_draw_acceptance(run: Callable[..., str], folder: Path) -> None:
         for before, share, given in zip(marginal, marginal[1:], conditional[1:], strict=False)
     )
     tau, rounds = re.search(r"tau ([\d.]+) over (\d+) rounds", out).groups()
-    # Each of the 7 answers' last rounds may have kept the target's own token or not.
+    # The last round of each of 7 answers may or may not have committed the target's own token.
     assert float(tau) == pytest.approx(1 + sum(marginal), abs=7 / int(rounds) + 1e-3)
     assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_measure_a_drafter(run: Callable[..., str], folder: Path) -> None:
-    """Of the one in the folder; what is printed is what the run's result holds."""
+    """The printed figures are those of the run's result."""
     run("decode_with_a_tree.py", "--new-tokens", "4")
     out = run("measure_a_drafter.py", "runs/example/drafter", "--new-tokens", "16")
     found = re.findall(r"^(chain|tree): tau ([\d.]+), ([\d.]+)x \[([\d.]+), ([\d.]+)\], identical$", out, re.MULTILINE)
@@ -84,12 +84,12 @@ def test_measure_a_drafter(run: Callable[..., str], folder: Path) -> None:
     for name, tau, speedup, low, high in found:
         assert float(tau) == pytest.approx(rows[f"{name}@0"]["tau"], abs=0.006)
         assert float(low) <= float(speedup) <= float(high)
-    assert float(found[1][1]) > float(found[0][1]) > 1  # a tree has the chain in it
+    assert float(found[1][1]) > float(found[0][1]) > 1  # a tree contains the chain
     assert (folder / "runs/example-measured/report.html").is_file()
 
 
 def test_verify_a_distribution(run: Callable[..., str], folder: Path) -> None:
-    """The test has the power to see a verifier that is not lossless."""
+    """The script's test detects a lossy verifier."""
     p_values = {}
     for lenience in ("1.0", "0.3"):
         out = run("verify_a_distribution.py", "--samples", "700", "--lenience", lenience)

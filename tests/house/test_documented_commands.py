@@ -1,8 +1,8 @@
-"""Every command of the README and of docs/ would do what it says: each is parsed by what it calls.
+"""Every command of the README and of docs/ is valid: each is parsed by the program that it calls.
 
-`draftsmith` by its own command line, up to where a command would begin to work, its recipes and overrides by the
-schema and the drafter's options; make by `make --dry-run`, and what that would call as well; scripts by their own
-parsers; `accelerate launch` by accelerate's. A command that no rule knows fails by its name.
+`draftsmith` by its command line, up to the start of the work, with recipes and overrides checked by the schema and the
+drafter's options; make by `make --dry-run`, and the commands that it would run; scripts by their parsers;
+`accelerate launch` by accelerate's. A command without a rule fails by its name.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTrainingArguments
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
-OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # the smallest that a document names has this much
+OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # of the smallest target that a document names
 TRAINING = "draftsmith.train.train_parallel"
 PLACEHOLDERS = {"RECIPE": "mine.yaml", "FILES": "question.jsonl"}
 MODULES_ELSEWHERE = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")  # in separate environments
 FOREIGN = {"hf", "curl", "grep", "pip", "cp", "llama-server", "llama-bench"}
 PROGRAMS = "draftsmith|make|python|accelerate|pip"
-FENCED = re.compile(r"^( *)```bash\n(.*?)^\1```", re.DOTALL | re.MULTILINE)  # in lists too
+FENCED = re.compile(r"^( *)```bash\n(.*?)^\1```", re.DOTALL | re.MULTILINE)  # also in lists
 ANY_FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(rf"(?:^    (?:{PROGRAMS}) .*\n(?:^    .*\n)*)+", re.MULTILINE)
 SPAN = re.compile(rf"`((?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) [^`\n]+)`")
@@ -50,23 +50,23 @@ ASSIGNMENT = re.compile(r"""(?:^|\s)([A-Z])=(?:"([^"]*)"|'([^']*)'|(\S+))""")
 
 
 class Parsed(BaseException):
-    """A script has read its command line."""
+    """Raised when a script has parsed its command line."""
 
 
-def commands_of(page: Path) -> set[tuple[str, ...]]:
-    """The words of all commands in bash blocks, indented ones and code spans, without what is assigned before them.
+def list_commands(page: Path) -> set[tuple[str, ...]]:
+    """Yield the words of all commands in bash blocks, also indented, and code spans, without leading assignments.
 
     `draftsmith eval`, `draftsmith export --to vllm`, `accelerate launch` in a code span are names, not commands.
     """
-    text = without_made(page.read_text(encoding="utf-8"))  # the rest is the command line itself
+    text = without_made(page.read_text(encoding="utf-8"))  # the rest is the command line
     rest = ANY_FENCED.sub("", text)
     blocks = [match[2] for match in FENCED.finditer(text)] + INDENTED.findall(rest)
     found: set[tuple[str, ...]] = set()
     variables: dict[str, str] = {}
     for block in map(textwrap.dedent, blocks):
-        if not block.startswith("#!"):  # Slurm's script
+        if not block.startswith("#!"):  # a script for Slurm
             variables |= {name: "".join(values) for name, *values in ASSIGNMENT.findall(block)}
-            for _ in range(2):  # their values hold others
+            for _ in range(2):  # their values contain other commands
                 for name, value in variables.items():
                     block = block.replace(f"${name}", value)
             found |= set(commands_in(block))
@@ -87,7 +87,7 @@ def commands_in(block: str) -> Iterator[tuple[str, ...]]:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with what a reader would have made: a recipe, prompts, questions and measured runs."""
+    """Build a checkout with a reader's files: a recipe, prompts, questions and measured runs."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in ("runs", "site"):
             (tmp_path / entry.name).symlink_to(entry)
@@ -110,10 +110,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One command by the rule for its program.
+    """Check one command by the rule of its program.
 
     Raises:
-        AssertionError: It would not work, or there is no rule for it.
+        AssertionError: The command is invalid, or has no rule.
     """
     program = Path(words[0]).name
     arguments = tuple(PLACEHOLDERS.get(word, word) for word in words[1:])
@@ -145,14 +145,14 @@ def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
 
 
 def check_recipes(named: list[str], distils: bool = False) -> None:
-    """Recipes, and overrides for all of them."""
+    """Check recipes with the overrides that follow them."""
     overrides = [word for word in named if "=" in word]
     for name in (word for word in named if "=" not in word and not Path(word, "eval").is_dir()):
         check_recipe(load_recipe(name, overrides), distils)
 
 
 def check_recipe(recipe: Recipe, distils: bool = False) -> None:
-    """Check what the schema does not: options of the drafter, methods and the engine, the trainer's arguments."""
+    """Check beyond the schema: options of the drafter, methods and the engine, and the trainer's arguments."""
     embedded = json.loads((ROOT / "models" / "embedded_target" / "config.json").read_text(encoding="utf-8"))
     of_target = embedded if recipe.target.model == "embedded" else OTHER_TARGETS
     load_drafter_class(recipe.drafter.kind).config_class.Options.model_validate(
@@ -212,7 +212,7 @@ def check_accelerate(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("workplace")
 def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = {words: page for page in PAGES for words in commands_of(page)}
+    commands = {words: page for page in PAGES for words in list_commands(page)}
     wrong = []
     for words, page in commands.items():
         try:
@@ -236,6 +236,6 @@ def test_documented_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("workplace")
-def test_a_command_that_would_not_work_fails(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_command_fails(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((Exception, SystemExit)):
         check(tuple(line.split()), monkeypatch)

@@ -1,4 +1,4 @@
-"""Imports point one way, between folders and between files, and there is no circle."""
+"""Imports go one way between folders, and files have no circular imports."""
 
 import ast
 import sys
@@ -20,7 +20,7 @@ ORDER = [
     *["eval/trees", "eval/decoding", "eval/methods", "eval/bench", "eval/report", "eval/report/page"],
     *["eval/serving", "eval/commands", "eval"],
 ]
-# These import less than the order allows: themselves, and what is named here (`*`: and all folders in it).
+# These may import less than the order allows: themselves and the named folders (`*`: with all subfolders).
 ONLY = {
     "models": ["core", "recipes"],
     "models/target": ["core", "recipes", "models"],
@@ -32,21 +32,21 @@ ONLY = {
 }
 
 
-def module_of(file: Path) -> str:
+def module_name(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "core" else parts
     return ".".join(["draftsmith", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
-FILES = {module_of(file): file for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+FILES = {module_name(file): file for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
 
 
-def folder_of(module: str) -> str:
+def module_folder(module: str) -> str:
     return FILES[module].parent.relative_to(ROOT).as_posix()
 
 
-def imported(module: str) -> set[str]:
-    """The modules of draftsmith that this one imports, anywhere in it."""
+def list_imports(module: str) -> set[str]:
+    """Return the modules of draftsmith that this module imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -60,40 +60,40 @@ def imported(module: str) -> set[str]:
     return found
 
 
-# The root package imports its public names when they are first used.
-IMPORTS = {module: imported(module) for module in FILES if module != "draftsmith"}
+# The root package imports its public names on first use.
+IMPORTS = {module: list_imports(module) for module in FILES if module != "draftsmith"}
 
 
-def test_a_folder_imports_what_is_before_it() -> None:
+def test_folders_import_only_earlier_folders() -> None:
     wrong = []
     for module, others in IMPORTS.items():
-        folder = folder_of(module)
+        folder = module_folder(module)
         patterns = [folder, *ONLY.get(folder, ORDER)]
         allowed = [other for other in ORDER[: ORDER.index(folder) + 1] if any(fnmatch(other, p) for p in patterns)]
-        wrong += [f"{module} imports {other}" for other in others if folder_of(other) not in allowed]
+        wrong += [f"{module} imports {other}" for other in others if module_folder(other) not in allowed]
     assert wrong == []
 
 
-def test_no_circle_of_files() -> None:
+def test_files_have_no_circular_imports() -> None:
     TopologicalSorter(IMPORTS).prepare()  # CycleError names the circle
 
 
 def test_every_folder_is_a_package_of_pyproject() -> None:
-    """A folder that is not listed is silently absent from the wheel."""
+    """An unlisted folder would silently be missing in the wheel."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {folder_of(module) for module in FILES}
+    folders = {module_folder(module) for module in FILES}
     names = {".".join(["draftsmith", *name.split("/")]).replace("draftsmith.core", "draftsmith") for name in folders}
     assert sorted(setuptools["packages"]) == sorted(names)
 
 
-def test_the_links_for_type_checkers_are_there() -> None:
-    """mypy and pyright find `draftsmith.*` by the links in `.typing`: the files of `core` and the other packages."""
+def test_links_for_type_checkers_exist() -> None:
+    """mypy and pyright find `draftsmith.*` by links in `.typing` to the files of `core` and the other packages."""
     found = {link.name: link.readlink().as_posix() for link in (ROOT / ".typing" / "draftsmith").iterdir()}
     assert found == import_links(ROOT)
 
 
 def test_no_test_imports_another_test() -> None:
-    """Helpers that tests share are in `tests/support`."""
+    """Shared helpers are in `tests/support`."""
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -103,8 +103,8 @@ def test_no_test_imports_another_test() -> None:
             assert not any(part.startswith("test_") for part in parts), file
 
 
-def test_no_file_is_named_like_a_module_of_others() -> None:
-    """A launched script puts its own folder first on sys.path: a `tokenize.py` there would break `import torch`."""
+def test_no_file_shadows_a_third_party_module() -> None:
+    """A launched script's folder is first on sys.path: a `tokenize.py` there would break `import torch`."""
     names = {file.stem for file in FILES.values()} - {"__init__"}
     dependencies = {"torch", "transformers", "datasets", "tokenizers", "accelerate", "safetensors", "yaml", "jinja2"}
     assert names.isdisjoint(sys.stdlib_module_names | dependencies | {"rich", "openai", "tqdm"})

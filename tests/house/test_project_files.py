@@ -1,4 +1,4 @@
-"""What GitHub and Docker read: workflows call commands that exist, and name the versions that the package names."""
+"""Files for GitHub and Docker: workflows call existing commands and use the package's Python versions."""
 
 import re
 import tomllib
@@ -13,7 +13,7 @@ WORKFLOWS: dict[str, Any] = {
 }
 
 
-def test_workflows_call_targets_of_the_makefile() -> None:
+def test_workflows_call_existing_make_targets() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     steps = [step for flow in WORKFLOWS.values() for job in flow["jobs"].values() for step in job["steps"]]
     commands = [step["run"] for step in steps if "run" in step]
@@ -23,20 +23,20 @@ def test_workflows_call_targets_of_the_makefile() -> None:
     assert len(commands) == 6
 
 
-def test_workflows_run_the_versions_of_python_that_the_package_names() -> None:
+def test_workflows_run_the_packages_python_versions() -> None:
     versions = WORKFLOWS["tests"]["jobs"]["linux"]["strategy"]["matrix"]["python"]
     prefix = "Programming Language :: Python :: "
     assert versions == [name.removeprefix(prefix) for name in PROJECT["classifiers"] if name.startswith(prefix)]
     assert PROJECT["requires-python"] == f">={versions[0]}"
 
 
-def test_the_image_installs_extras_that_exist() -> None:
+def test_image_installs_existing_extras() -> None:
     extras = re.findall(r"/src\[([\w,]+)\]", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     assert len(extras) == 1
     assert set(extras[0].split(",")) <= PROJECT["optional-dependencies"].keys()
 
 
-def test_issue_forms_have_what_github_asks_for() -> None:
+def test_issue_forms_have_githubs_required_keys() -> None:
     for name in ("bug", "feature"):
         form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
         assert {"name", "description", "body"} <= form.keys()

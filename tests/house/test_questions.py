@@ -1,7 +1,7 @@
-"""Questions of users of drafter trainers, answered on one page or two, at most two links from the README.
+"""Users' questions about training drafters are answered on one or two pages, at most two links from the README.
 
-Twenty are from the issues of SpecForge, speculators, EAGLE, Medusa and vLLM, twelve are what newcomers with a model of
-their own asked; the page holds the answer's key words.
+Twenty are from the issues of SpecForge, speculators, EAGLE, Medusa and vLLM, twelve from newcomers with their own
+model; the page has the key words of the answer.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-# The question, the page that answers it, and words that its answer cannot do without.
+# The question, the page that answers it, and necessary words of the answer.
 QUESTIONS = [
     ("Which drafter should I train?", "guides/choose.md", ["the most tokens a round", "prompt_lookup"]),
     ("How much data do I need?", "guides/data.md", ["How many conversations are enough?", "train_answer_tokens"]),
@@ -22,18 +22,18 @@ QUESTIONS = [
     ("The target does not fit into one GPU.", "guides/scaling.md", ["data.features.sharded=true", "nf4"]),
     ("Training runs out of memory.", "guides/troubleshooting.md", ["--memory-gib"]),
     ("How long will it take?", "guides/train.md", ["draftsmith plan"]),
-    ("It was interrupted: how do I go on?", "guides/training.md", ["checkpoint"]),
+    ("It was interrupted: how do I resume?", "guides/training.md", ["checkpoint"]),
     ("Why is the acceptance length so low?", "guides/troubleshooting.md", ["tau"]),
     ("Accepted drafts, and yet it is not faster: why?", "guides/troubleshooting.md", ["the speedup is below 1"]),
     ("How do I serve it in vLLM or SGLang?", "guides/serving.md", ["--speculative-config", "SGLang"]),
     ("How do I run it in llama.cpp?", "guides/llamacpp.md", ["gguf", "llama-server"]),
     ("Is it lossless with sampling, and how do you know?", "concepts/lossless.md", ["temperature", "distribution"]),
     ("What exactly are tau and speedup?", "concepts/metrics.md", ["A **round** is", "over_tasks"]),
-    ("Can I measure or go on from a published drafter?", "guides/publishing.md", ["drafter: user/repo"]),
+    ("Can I measure or train a published drafter further?", "guides/publishing.md", ["drafter: user/repo"]),
     ("How do I try a loss or a head of my own?", "guides/write-a-drafter.md", ["one file"]),
     ("Can the drafter learn from what I serve?", "guides/use.md", ["--learn", "--rollback"]),
 ]
-# The question, and of one page or two the words that its answer cannot do without.
+# The question, and the necessary words of the answer on one or two pages.
 OF_NEWCOMERS: list[tuple[str, dict[str, list[str]]]] = [
     (
         "A fine-tuned Qwen3-8B, in vLLM",
@@ -75,7 +75,7 @@ OF_NEWCOMERS: list[tuple[str, dict[str, list[str]]]] = [
 MOST_CLICKS = 2
 
 
-def links_of(page: Path) -> set[Path]:
+def list_links(page: Path) -> set[Path]:
     found = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)\s]*)?\)", page.read_text(encoding="utf-8"))
     return {(page.parent / link).resolve() for link in found if not link.startswith("http")}
 
@@ -84,24 +84,24 @@ def links_of(page: Path) -> set[Path]:
 def reached() -> set[Path]:
     pages = {ROOT / "README.md"}
     for _ in range(MOST_CLICKS):
-        pages |= {link for page in pages if page.is_file() for link in links_of(page)}
+        pages |= {link for page in pages if page.is_file() for link in list_links(page)}
     return pages
 
 
 @pytest.mark.parametrize(("question", "page", "words"), QUESTIONS)
-def test_a_question_is_answered(question: str, page: str, words: list[str], reached: set[Path]) -> None:
+def test_question_is_answered(question: str, page: str, words: list[str], reached: set[Path]) -> None:
     check_page(question, page, words, reached)
 
 
 @pytest.mark.parametrize(("question", "pages"), OF_NEWCOMERS)
-def test_a_newcomer_needs_two_pages_at_most(question: str, pages: dict[str, list[str]], reached: set[Path]) -> None:
+def test_newcomers_need_at_most_two_pages(question: str, pages: dict[str, list[str]], reached: set[Path]) -> None:
     assert len(pages) <= 2
     for page, words in pages.items():
         check_page(question, page, words, reached)
 
 
 def check_page(question: str, page: str, words: list[str], reached: set[Path]) -> None:
-    """A page that can be reached and holds the words."""
+    """Check that the page is reachable and has the words."""
     place = (ROOT / "docs" / page).resolve()
     assert place in reached, question
     text = " ".join(place.read_text(encoding="utf-8").split()).lower()

@@ -1,4 +1,4 @@
-"""`make docs`: the site builds without a warning, with the pages made from the code, and fetches nothing."""
+"""`make docs`: the site builds without warnings, with generated pages, and fetches nothing."""
 
 import os
 import re
@@ -17,8 +17,8 @@ FETCHED = re.compile(r"""<(?:script|img|iframe|link(?! rel="canonical"))[^>]*?(?
 
 
 @pytest.mark.slow
-def test_the_site(tmp_path: Path) -> None:
-    """`--strict` makes errors of links and anchors that lead nowhere, and of pages that no navigation has."""
+def test_site_builds(tmp_path: Path) -> None:
+    """With `--strict` broken links and anchors, and pages outside the navigation, are errors."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -34,8 +34,8 @@ def test_the_site(tmp_path: Path) -> None:
     assert source.read_bytes() == (ROOT / "eval" / "trees" / "verify.py").read_bytes()
 
 
-def test_the_recipe_reference_has_every_key() -> None:
-    """By walking through a recipe itself, as it is written into a run's folder."""
+def test_recipe_reference_has_every_key() -> None:
+    """The keys are those of a recipe as written into a run folder."""
     page = "\n".join(reference.recipes())
     recipe = Recipe(name="mine", data={"conversations": {"mixture": [{"source": "a.json"}]}})
 

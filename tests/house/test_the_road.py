@@ -1,4 +1,4 @@
-"""The road of docs/guides/train.md on a tiny Qwen 3: from a copied recipe to what would go to the Hub."""
+"""The commands of docs/guides/train.md on a tiny Qwen 3: from a copied recipe to a dry run of the push."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands.cli import app
 
 PAGE = ROOT / "docs" / "guides" / "train.md"
-# What makes the recipe small, beside the keys that the page tells to set; all else is the shipped recipe's.
+# Small sizes, in addition to the keys set on the page; the rest is the shipped recipe's.
 SMALL: dict[str, Any] = {
     "name": "mine",
     "target": {"model": "target", "dtype": "float32", "device": "cpu"},
@@ -37,23 +37,23 @@ SMALL: dict[str, Any] = {
 }
 
 
-def road() -> list[list[str]]:
-    """Return the words of the page's first block of commands."""
+def guide_commands() -> list[list[str]]:
+    """Return the words of the commands in the page's first block."""
     block = re.search(r"## The road\n+```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     return [shlex.split(line) for line in block[1].splitlines() if not line.startswith("#")]
 
 
-def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     parts = {
-        key: merged(values.get(key) or {}, each) if isinstance(each, dict) else each for key, each in changes.items()
+        key: merge(values.get(key) or {}, each) if isinstance(each, dict) else each for key, each in changes.items()
     }
     return {**values, **parts}
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the shipped recipes, a tiny Qwen 3, prompts and questions."""
+    """Build a folder with the shipped recipes, a tiny Qwen 3, prompts and questions."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     torch.manual_seed(0)
     tokenizer = FAMILIES["Qwen3"].tokenizer()
@@ -73,7 +73,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what `accelerate launch` would start, in this process."""
+    """Run the script of an `accelerate launch` command in this process."""
     options = launch_command_parser().parse_args(words)
     assert options.module
     with monkeypatch.context() as patch:
@@ -82,12 +82,12 @@ def launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_road(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_training_guide(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = {}
-    for program, *words in road():
+    for program, *words in guide_commands():
         if program == "cp":
             mine = Path(shutil.copyfile(*words))
-            mine.write_text(yaml.safe_dump(merged(yaml.safe_load(mine.read_text()), SMALL)))
+            mine.write_text(yaml.safe_dump(merge(yaml.safe_load(mine.read_text()), SMALL)))
         elif program == "accelerate":
             assert words[0] == "launch"
             launch(words[1:], monkeypatch)

@@ -1,4 +1,4 @@
-"""What `make release` builds: of the tag's version, with nothing missing, and it runs anywhere."""
+"""The result of `make release` has the tag's version and all files, and runs anywhere."""
 
 import email
 import json
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the git checkout to know the tree"),
 ]
-# As of somebody who has never heard of this checkout, its branches or its git configuration.
+# An environment independent of this checkout, its branches and its git configuration.
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "PYTHON", "SETUPTOOLS_SCM"))}
 GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
 OF_THE_SDIST = {
@@ -38,7 +38,7 @@ def call(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of sdist and wheel, of a tree with one commit, its tag, and a run's folder that is in its way."""
+    """Build sdist and wheel from a tree with one tagged commit and an untracked run folder; return their folder."""
     tree = tmp_path_factory.mktemp("release") / "tree"
     for name in source_files():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,8 +53,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_both_hold_the_package_and_what_explains_it(built: Path) -> None:
-    """The wheel, built from the sdist, where there is no git, has the packages' files alone, and the licences."""
+def test_sdist_and_wheel_have_the_expected_files(built: Path) -> None:
+    """The wheel, built from the sdist without git, has only the packages' files and the licences."""
     with zipfile.ZipFile(built / "draftsmith-1.2.3-py3-none-any.whl") as archive:
         names = archive.namelist()
         metadata = email.message_from_bytes(archive.read("draftsmith-1.2.3.dist-info/METADATA"))
@@ -73,8 +73,8 @@ def test_both_hold_the_package_and_what_explains_it(built: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_installed_it_runs_the_quickstart_from_any_folder(built: Path, tmp_path: Path) -> None:
-    """In an environment that has the dependencies, and nothing that leads back here."""
+def test_installed_wheel_runs_the_quickstart_from_any_folder(built: Path, tmp_path: Path) -> None:
+    """The environment has the dependencies and no path to this checkout."""
     environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
     elsewhere.mkdir()
     venv.create(environment, with_pip=False)
@@ -83,7 +83,7 @@ def test_installed_it_runs_the_quickstart_from_any_folder(built: Path, tmp_path:
     wheel = built / "draftsmith-1.2.3-py3-none-any.whl"
     call(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=elsewhere)
     here = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere).strip())
-    # A folder on the path, whose own .pth files, such as those of editable installs, are not followed.
+    # As a folder on the path its .pth files, such as those of editable installs, are ignored.
     (here / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     assert call(program, "--version", cwd=elsewhere) == "draftsmith 1.2.3\n"
     short = [

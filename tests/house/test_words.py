@@ -1,4 +1,4 @@
-"""Texts and names of the source in plain words: the habits of an older private dialect may only become fewer.
+"""Texts and names of the source are in plain words: the counted habits of an older dialect may only decrease.
 
 `CONTRIBUTING.md` has the rules. `LIMITS` are today's counts: lower a folder's when you remove some, never raise it.
 """
@@ -88,7 +88,7 @@ def test_plain_words(folder: str) -> None:
     )
 
 
-def test_the_check_finds_them() -> None:
+def test_check_finds_habits() -> None:
     source = """
 def told(asked: int) -> None:
     \"\"\"What is asked for.\"\"\"

@@ -1,4 +1,4 @@
-"""docs/guides/write-a-drafter.md: the drafter on the page, taken from it. With it a drafter is one file."""
+"""The drafter of docs/guides/write-a-drafter.md works as a single file."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "guides" / "write-a-drafter.md").read_text(encoding="utf
 FILE, CHECK = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 (RECIPE,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 KIND = "one_block"
-# One process for all: `draftsmith` is imported once.
+# One process for all commands: `draftsmith` is imported once.
 COMMANDS = """
 import importlib.util, json, sys
 from draftsmith.eval.commands.cli import main
@@ -37,8 +37,8 @@ print(*reference.drafters(), *reference.formats(), sep="\\n")
 
 
 @pytest.mark.slow
-def test_a_drafter_is_one_file(tmp_path: Path) -> None:
-    """In a copy of the package with the page's file and nothing else changed, every command takes the new kind."""
+def test_drafter_is_one_file(tmp_path: Path) -> None:
+    """In a copy of the package with only the page's file added, every command accepts the new kind."""
     house = tmp_path / "house"
     for folder in (*PACKAGES, "docs/generate"):
         shutil.copytree(ROOT / folder, house / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -68,15 +68,15 @@ def test_a_drafter_is_one_file(tmp_path: Path) -> None:
     told = " ".join((ran.stdout + ran.stderr).split())
     assert "Traceback" not in told
     assert "train = decode" in told
-    assert f"`{KIND}`" in told  # the refusal of the export, and the documents
+    assert f"`{KIND}`" in told  # the export's error, and the documents
     assert f"### Drafter `{KIND}`" in ran.stdout
     assert "rows of A, columns of B" in ran.stdout
     answers = [json.loads(line) for line in (house / "runs/one_block/eval/records.jsonl").read_text().splitlines()]
     assert answers
 
 
-def test_training_equals_decoding_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the page's file as if it were in `models/drafters/`."""
+def test_training_equals_decoding_for_the_pages_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's file is loaded as if it were in `models/drafters/`."""
     (tmp_path / f"{KIND}.py").write_text(FILE, encoding="utf-8")
     kinds = registry.drafter_kinds()
     monkeypatch.setattr(registry, "drafter_kinds", lambda: [*kinds, KIND])

@@ -1,4 +1,4 @@
-"""Errors of compiled functions, and what remains where they fail. Nothing is compiled."""
+"""Errors of compiled functions, and the fallbacks. The tests compile nothing."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from draftsmith.models import compiling
 from draftsmith.models.compiling import StaticCall
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> StaticCall:
-    """Return a call that raises this error after `good_calls` runs of its function, a replay being one."""
+def failing_call(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good_calls: int) -> StaticCall:
+    """Return a call that raises this error after `good_calls` runs of its function, counting replays."""
     results = iter(range(good_calls))
 
     def run(*_: Any) -> int:
@@ -35,8 +35,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, good
 def test_launch_errors_of_the_first_calls_on_cuda_are_explained(
     good_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's and CUDA's own errors come when a kernel is first launched, or replayed."""
-    function = failing(monkeypatch, TypeError("OutOfResources"), "cuda", good_calls)
+    """Triton and CUDA raise their errors when a kernel is first launched or replayed."""
+    function = failing_call(monkeypatch, TypeError("OutOfResources"), "cuda", good_calls)
     if good_calls == 2:
         assert function() == "recorded"
     with pytest.raises(UserError, match=r"target tiny cannot be compiled .*OutOfResources.*eval\.compile=false"):
@@ -54,7 +54,7 @@ def test_launch_errors_of_the_first_calls_on_cuda_are_explained(
 def test_other_errors_pass_through(
     error: Exception, device: str, good_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = failing(monkeypatch, error, device, good_calls)
+    function = failing_call(monkeypatch, error, device, good_calls)
     for _ in range(max(good_calls - 1, 0)):
         function()
     with pytest.raises(type(error), match=str(error)):
@@ -62,24 +62,22 @@ def test_other_errors_pass_through(
 
 
 def test_errors_of_dynamo_are_explained_at_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    function = failing(monkeypatch, Unsupported("new shape"), "cpu", 5)
+    function = failing_call(monkeypatch, Unsupported("new shape"), "cpu", 5)
     for _ in range(5):
         function()
     with pytest.raises(UserError, match="cannot be compiled on this machine"):
         function()
 
 
-def test_what_cannot_be_compiled_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    function = failing(monkeypatch, RuntimeError("no C compiler"), "cuda", 0)
+def test_failed_compilation_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    function = failing_call(monkeypatch, RuntimeError("no C compiler"), "cuda", 0)
     assert [function.results() for _ in range(3)] == [None] * 3
     (message,) = caplog.messages
     assert message.startswith("target tiny cannot be compiled on this machine (RuntimeError: no C compiler)")
     assert message.endswith("; running without")
 
 
-def test_where_recording_fails_torchs_own_graphs_remain(
+def test_failed_recording_falls_back_to_torchs_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     modes: list[Any] = []
@@ -88,7 +86,7 @@ def test_where_recording_fails_torchs_own_graphs_remain(
         modes.append(options.get("mode"))
         return lambda *_: modes[-1]
 
-    function = failing(monkeypatch, RuntimeError(), "cuda", 0)
+    function = failing_call(monkeypatch, RuntimeError(), "cuda", 0)
     monkeypatch.setattr(torch, "compile", compile_as)
     monkeypatch.setattr(compiling, "record_graph", lambda *_: (_ for _ in ()).throw(RuntimeError("not permitted")))
     assert [function() for _ in range(3)] == ["reduce-overhead"] * 3

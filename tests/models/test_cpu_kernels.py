@@ -1,4 +1,4 @@
-"""Products and attention on a CPU: against fp64, the same bits wherever a token is, in models; without a compiler."""
+"""CPU products and attention: against fp64, bitwise independent of a token's place, in models, without a compiler."""
 
 import copy
 import os
@@ -27,12 +27,12 @@ from draftsmith.models.cpu_kernels import (
 
 KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-# Sums are of fp32; bf16 rounds them once, to within half of its last bit.
+# Sums are in fp32; bf16 rounds them once, to within half of its last bit.
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-8, "atol": 1e-5}}
 KERNEL = torch.ops.draftsmith
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -40,10 +40,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @EVERY_DTYPE
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 71), (1, 1), (64, 96)])
 def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """Of every number of rows that fits into registers, and of several times as many."""
-    weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, seed=1)
+    """Every number of rows that fits into registers, and several times as many."""
+    weight, bias = random_tensor(outputs, inputs, dtype=dtype), random_tensor(outputs, seed=1)
     packed = KERNEL.pack(weight)
-    rows = random(70, inputs, dtype=dtype, seed=2)
+    rows = random_tensor(70, inputs, dtype=dtype, seed=2)
     exact = rows.double() @ weight.double().T
     for count in (*range(14), 25, 70):
         for added in (None, bias):
@@ -54,9 +54,9 @@ def test_products(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @KERNELS
-def test_packed_weights_stay_when_others_go() -> None:
-    """Several share a piece of memory, which is freed with the last of them; these are of more than one piece."""
-    weights = [random(1024, 2048 + 7 * number, seed=number) for number in range(6)]
+def test_packed_weights_outlive_others_in_shared_memory() -> None:
+    """Several share a block of memory, which is freed with the last of them; these need more than one block."""
+    weights = [random_tensor(1024, 2048 + 7 * number, seed=number) for number in range(6)]
     packed = [KERNEL.pack(weight) for weight in weights]
     del packed[::2]
     others = [KERNEL.pack(torch.zeros(1024, 2048)) for _ in range(6)]
@@ -69,7 +69,7 @@ def test_packed_weights_stay_when_others_go() -> None:
 
 @KERNELS
 def test_sums_are_rounded_to_the_nearest_bf16() -> None:
-    """Ties go to even: bf16 has 7 bits behind the point, 2**-8 is half of the last."""
+    """Ties go to even: bf16 has 7 fraction bits, 2**-8 is half of the last."""
     inf, nan, largest = float("inf"), float("nan"), torch.finfo(torch.bfloat16).max
     cases = [
         (1, 2**-8, 1), (1 + 2**-7, 2**-8, 1 + 2**-6), (1, 2**-8 + 2**-15, 1 + 2**-7), (-1, -(2**-8), -1),
@@ -83,13 +83,13 @@ def test_sums_are_rounded_to_the_nearest_bf16() -> None:
     )
 
 
-def some_attention(
+def random_attention_inputs(
     heads: int, kv_heads: int, head_size: int, rows: int, columns: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As in a step: heads side by side in the query, keys and values in a cache that is longer; a mask with holes."""
-    query = random(1, rows, heads, head_size, dtype=dtype).transpose(1, 2)
-    caches = random(2, 3, 1, kv_heads, columns + 9, head_size, dtype=dtype, seed=1)
-    hidden = random(1, 1, rows, columns + 5, seed=2) > 0.3
+    """Build inputs as in a step: heads side by side in the query, a longer cache, a mask with holes."""
+    query = random_tensor(1, rows, heads, head_size, dtype=dtype).transpose(1, 2)
+    caches = random_tensor(2, 3, 1, kv_heads, columns + 9, head_size, dtype=dtype, seed=1)
+    hidden = random_tensor(1, 1, rows, columns + 5, seed=2) > 0.3
     hidden[..., columns // 2] = False
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
     return query, caches[0, 1, :, :, :columns], caches[1, 1, :, :, :columns], mask[..., :columns]
@@ -109,7 +109,7 @@ def exact_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(9, 3, 64), (8, 2, 32), (4, 4, 128)])
 def test_attention(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
     for rows, columns in ((1, 1), (5, 37), (MOST_ROWS, 130)):
-        query, keys, values, mask = some_attention(heads, kv_heads, head_size, rows, columns, dtype)
+        query, keys, values, mask = random_attention_inputs(heads, kv_heads, head_size, rows, columns, dtype)
         for scale in (head_size**-0.5, 1.0):
             found = KERNEL.attention(query, keys, values, mask, scale)
             assert found.is_contiguous()
@@ -123,9 +123,9 @@ def test_attention(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
 
 @KERNELS
 @EVERY_DTYPE
-def test_attention_has_the_same_bits_at_other_places(dtype: torch.dtype) -> None:
-    """Between the tokens that are seen lie others, which are not even read; and the call computes other rows too."""
-    query, keys, values, _ = some_attention(9, 3, 32, 7, 21, dtype)
+def test_attention_is_bitwise_independent_of_places(dtype: torch.dtype) -> None:
+    """Masked tokens between the visible ones are not read; the call computes other rows too."""
+    query, keys, values, _ = random_attention_inputs(9, 3, 32, 7, 21, dtype)
     wanted = KERNEL.attention(query[:, :, 3:4], keys, values, None, 0.2)
     generator = torch.Generator().manual_seed(3)
     for columns in (22, 40, 77, 200):
@@ -141,10 +141,10 @@ def test_attention_has_the_same_bits_at_other_places(dtype: torch.dtype) -> None
 @KERNELS
 @EVERY_DTYPE
 def test_attention_with_scores_far_apart(dtype: torch.dtype) -> None:
-    """The largest score is taken off: the best column alone is left, and what is not a number stays so."""
+    """The largest score is subtracted: only the best column remains, and NaN stays NaN."""
     query = torch.zeros(1, 1, 2, 32, dtype=dtype)
     query[..., 0] = 1
-    keys, values = torch.zeros(1, 1, 40, 32, dtype=dtype), random(1, 1, 40, 32, dtype=dtype)
+    keys, values = torch.zeros(1, 1, 40, 32, dtype=dtype), random_tensor(1, 1, 40, 32, dtype=dtype)
     keys[0, 0, :, 0], keys[0, 0, 17, 0] = -1000, 3000
     assert torch.equal(KERNEL.attention(query, keys, values, None, 1.0), values[:, :, 17].expand(1, 2, 32)[:, :, None])
     for wrong in (float("nan"), float("inf")):
@@ -153,8 +153,8 @@ def test_attention_with_scores_far_apart(dtype: torch.dtype) -> None:
 
 
 @KERNELS
-def test_attention_refuses_what_it_cannot_do() -> None:
-    query, keys, values, mask = some_attention(4, 2, 64, 3, 10, torch.float32)
+def test_attention_refuses_unsupported_inputs() -> None:
+    query, keys, values, mask = random_attention_inputs(4, 2, 64, 3, 10, torch.float32)
     mask[:, :, 1] = -1
     for arguments, sentence in (
         ((query, keys, values, mask), "a row sees nothing"),
@@ -168,7 +168,7 @@ def test_attention_refuses_what_it_cannot_do() -> None:
 
 
 @KERNELS
-def test_reading_reads_everything() -> None:
+def test_read_benchmark_reads_every_element() -> None:
     assert KERNEL.read(torch.ones(100_000 // 16 * 16, dtype=torch.int32)) == 100_000
     with pytest.raises(RuntimeError, match="contiguous"):
         KERNEL.read(torch.ones(4, 4)[:, :2])
@@ -177,7 +177,7 @@ def test_reading_reads_everything() -> None:
 # ---- attention in a model ----
 
 IDS = torch.tensor([[5, 9, 33, 7], [3, 4, 8, 2]])
-# The second row sees neither its first token nor, in the last place, its third.
+# The second row sees neither its first token nor its third in the last place.
 HIDDEN = torch.tensor([[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]] * 2, dtype=torch.bool)
 HIDDEN[1, 1:, 0] = True
 HIDDEN[1, 3, 2] = True
@@ -196,10 +196,10 @@ MASK = torch.zeros(2, 1, 4, 4).masked_fill(HIDDEN[:, None], torch.finfo(torch.fl
         ("strided", False),
     ],
 )
-def test_one_sequence_goes_through_the_kernels(
+def test_forward_of_one_sequence_uses_the_kernels(
     case: str, by_kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine heads on three, if mask, keys and values are of the query's form, and heads fill vectors."""
+    """Nine heads on three, if mask, keys and values match the query, and heads fill whole vectors."""
     torch.manual_seed(0)
     size = 62 if case == "odd heads" else 64
     query = torch.randn(1, 5, 9, size, dtype=dtype).transpose(1, 2)
@@ -223,7 +223,7 @@ def test_one_sequence_goes_through_the_kernels(
     assert (not used) == by_kernels
 
 
-def test_the_same_bits_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_is_bitwise_equal_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     with torch.inference_mode():
         expected = target(input_ids=IDS, attention_mask=MASK).logits
@@ -243,7 +243,7 @@ def test_the_same_bits_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(target(input_ids=IDS).logits, causal)
 
 
-def test_with_gradients_transformers_own_is_used() -> None:
+def test_gradients_use_transformers_attention() -> None:
     target = tiny_target().requires_grad_(True)
     use_grouped_sdpa(target)
     target(input_ids=IDS, attention_mask=MASK).logits.sum().backward()
@@ -257,8 +257,8 @@ def test_with_gradients_transformers_own_is_used() -> None:
 # ---- linear layers in a model ----
 
 
-def packed_of(plain: nn.Linear) -> PackedLinear:
-    """A packed layer with the same weight."""
+def pack_layer(plain: nn.Linear) -> PackedLinear:
+    """Return a packed layer with the same weight."""
     packed = copy.deepcopy(plain)
     packed.weight = plain.weight
     pack_linears(packed)
@@ -272,10 +272,10 @@ def frozen(inputs: int, outputs: int, dtype: torch.dtype = torch.float32, bias: 
 
 
 @KERNELS
-def test_gradients_are_the_plain_ones() -> None:
-    """Of the rows, and of a weight or a bias that is trained from some time on."""
+def test_gradients_equal_those_of_plain_layers() -> None:
+    """Gradients of rows, and of a weight or a bias that becomes trainable later."""
     plain = frozen(16, 40)
-    packed = packed_of(plain)
+    packed = pack_layer(plain)
     found, wanted = (torch.ones(3, 16, requires_grad=True) for _ in range(2))
     packed(found).sum().backward()
     plain(wanted).sum().backward()
@@ -292,9 +292,9 @@ def test_gradients_are_the_plain_ones() -> None:
 
 @KERNELS
 @EVERY_DTYPE
-def test_a_weight_that_changes_is_packed_again(dtype: torch.dtype) -> None:
-    """As when an adapter is merged into the target: the copy must not be that of the weight before."""
-    packed, x = packed_of(frozen(48, 64, dtype)), torch.randn(4, 48, dtype=dtype)
+def test_changed_weight_is_packed_again(dtype: torch.dtype) -> None:
+    """Merging an adapter into the target changes a weight: the packed copy must follow."""
+    packed, x = pack_layer(frozen(48, 64, dtype)), torch.randn(4, 48, dtype=dtype)
     before = packed(x)
     with torch.no_grad():
         packed.weight.mul_(2)
@@ -302,14 +302,14 @@ def test_a_weight_that_changes_is_packed_again(dtype: torch.dtype) -> None:
     with torch.no_grad():
         packed.bias.mul_(2)
     assert torch.equal(packed(x), 2 * before)
-    # Another parameter, which did not change since it was made, as the first one had not.
+    # A new parameter that is unmodified, as the first one was.
     packed.weight = nn.Parameter(torch.zeros_like(packed.weight), requires_grad=False)
     assert torch.equal(packed(x), packed.bias.expand(4, -1))
 
 
 @KERNELS
 def test_target_and_drafters_share_the_packed_layers() -> None:
-    """In place: a drafter that borrowed the head before it was packed has the packed one too."""
+    """Packing is in place: a drafter that borrowed the head before has the packed one too."""
     target = tiny_target()
     before = target(torch.tensor([[1, 2, 3]])).logits
     drafter = tiny_drafter_of("parallel", target).freeze()
@@ -324,7 +324,7 @@ def test_target_and_drafters_share_the_packed_layers() -> None:
 
 
 @KERNELS
-def test_what_is_trained_or_of_another_dtype_stays_plain() -> None:
+def test_trainable_layers_and_other_dtypes_stay_plain() -> None:
     biased = frozen(8, 8)
     biased.bias.requires_grad_(True)
     for model in (tiny_target().requires_grad_(True), tiny_target().double(), tiny_target().half(), biased):
@@ -337,7 +337,7 @@ def test_what_is_trained_or_of_another_dtype_stays_plain() -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As in a process that has not asked yet, of a user who has nothing built. Returns the folder of what is built."""
+    """Simulate a new process of a user without built kernels; return the cache folder."""
     monkeypatch.setattr(cpu_kernels, "_lanes", None)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kernels"
@@ -345,7 +345,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a C++ compiler of a version, which does not compile."""
+    """Return a function that installs a fake C++ compiler of a version, which cannot compile."""
 
     def make(version: str) -> Path:
         script = tmp_path / "c++"
@@ -361,7 +361,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
 
 def check_without(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
-    """There are no kernels, one sentence says why, and everything works without them."""
+    """Check that kernels are absent, one sentence gives the reason, and everything works without them."""
     linear = nn.Linear(8, 8).requires_grad_(False)
     assert not has_kernels()
     pack_linears(linear)
@@ -372,7 +372,9 @@ def check_without(caplog: pytest.LogCaptureFixture, sentence: str) -> None:
     assert sentence in told
 
 
-def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_compiler_is_reported(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     assert cpp_compiler() is None
     check_without(caplog, "there is no C++ compiler")
@@ -380,7 +382,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_a_compiler_that_refuses(
+def test_failing_compiler_is_reported(
     fresh: Path, compiler: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     script = compiler("1.0")
@@ -389,8 +391,9 @@ def test_a_compiler_that_refuses(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-def test_a_library_is_built_once(fresh: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again for another compiler."""
+def test_library_is_built_once_per_compiler(
+    fresh: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = []
 
     def build(with_compiler: str, library: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decoder layers in one call: against transformers, the same bits wherever a token is, in sessions and in drafters.
+"""Decoder layers in one call: against transformers, bitwise independent of a token's place, in sessions and drafters.
 
 Shapes: R rows, C context tokens, D hidden, L layers, G key-value heads, H head size, T feature layers, V vocabulary.
 """
@@ -52,11 +52,11 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 NUM_LAYERS, VOCAB_SIZE = 2, 333
-# The embeddings, the residual stream between and after the layers, and what the LM head reads.
+# The embeddings, the residual stream between and after the layers, and the LM head's input.
 TAPS = (0, 1, NUM_LAYERS, FINAL_FEATURES)
 MOST_TREE_NODES = 64
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-ROUNDED = {"rtol": 2**-5, "atol": 2**-4}  # of logits up to 4 in bf16, whose last bit is 2**-6 there
+ROUNDED = {"rtol": 2**-5, "atol": 2**-4}  # for bf16 logits up to 4, whose last bit is 2**-6
 GREEDY = Sampling()
 
 
@@ -67,7 +67,7 @@ def random_target(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Build an unpacked target whose hidden, MLP and vocabulary sizes fill no block, with biases and norms that count.
+    """Build an unpacked target with random biases and norms, whose sizes do not fill whole blocks.
 
     Args:
         heads: Query heads and key-value heads.
@@ -116,7 +116,7 @@ class Rows:
         return self.keys.shape[3]
 
     def first(self, count: int) -> "Rows":
-        """Return the first rows, which see none of the later ones."""
+        """Return the first rows, which see no later ones."""
         seen = self.seen[:count, : self.context + count]
         return Rows(self.ids[:count], self.positions[:count], seen, self.keys, self.values)
 
@@ -133,7 +133,7 @@ def random_rows(target: PreTrainedModel, rows: int, context: int, shape: str = "
     """Build the inputs of one forward in the target's dtype.
 
     Args:
-        shape: `chain`; `tree`, a random one; `window`, a tree whose nodes see the 7 positions before their own.
+        shape: `chain`; `tree`, random; `window`, a tree whose nodes see the 7 positions before their own.
     """
     generator = torch.Generator().manual_seed(rows + context)
     parents = torch.arange(-1, rows - 1)
@@ -164,7 +164,7 @@ class Outputs:
         return [self.features, self.logits, self.keys, self.values]
 
     def first(self, count: int) -> "Outputs":
-        """Return those of the first rows."""
+        """Return the outputs of the first rows."""
         return Outputs(
             self.features[:count], self.logits[:count], self.keys[..., :count, :], self.values[..., :count, :]
         )
@@ -197,12 +197,12 @@ def our_outputs(
     with_mask: bool = True,
     parents: list[int] | None = None,
 ) -> Outputs:
-    """Run one call, and check that nothing but the rows' own places of the cache is written.
+    """Run one call, and check that only the rows' own places of the cache are written.
 
     Args:
-        places: [C + R] where context and rows are in the cache; None: one after the other from the first column on.
+        places: [C + R], columns of context and rows in the cache; None: consecutive from the first column.
         with_mask: False: a causal forward without a mask.
-        parents: In place of a mask, of the nodes of a tree, whose last are the rows.
+        parents: Parents of a tree's nodes, the last of which are the rows, as an alternative to a mask.
     """
     context, end = rows.context, rows.context + len(rows.ids)
     columns = torch.arange(end) if places is None else places
@@ -234,18 +234,18 @@ def assert_same_bits(ours: Outputs, theirs: Outputs) -> None:
 
 
 def spread_places(count: int, room: int) -> Tensor:
-    """Return ascending places in a cache with other columns between them, so that sums have the same order."""
+    """Return ascending places in a cache with gaps between them, so that sums keep their order."""
     return torch.randperm(room, generator=torch.Generator().manual_seed(room))[:count].sort().values
 
 
 def is_covered(head_size: int) -> bool:
-    """Whether heads of this size fill whole vectors of this processor, and not too many."""
+    """Return whether heads of this size fill whole vectors of this processor, up to its limit."""
     return head_size % vector_lanes() == 0 and head_size <= MOST_VECTORS * vector_lanes()
 
 
 # ---- against transformers ----
 
-# Every family with every head size, and every number of heads with every context at least once.
+# Every family with every head size, every number of heads with every context at least once.
 SHAPES = [
     (family, heads, head_size, context)
     for (family, head_size), (heads, context) in zip(
@@ -260,7 +260,7 @@ ROW_COUNTS = (1, 2, 13, 14, 15, 33, 64)
 
 @EVERY_SHAPE
 def test_fp32_equals_transformers_in_fp64(family: str, heads: tuple[int, int], head_size: int, context: int) -> None:
-    """Features of every layer, logits, and the keys and values that are written, of every number of rows."""
+    """Compare features of every layer, logits, and written keys and values for every number of rows."""
     if not is_covered(head_size):
         pytest.skip(f"no heads of {head_size} on this processor")
     target = random_target(family, heads, head_size)
@@ -281,10 +281,10 @@ def test_bf16_is_as_near_to_fp64_as_transformers_in_bf16(
 ) -> None:
     """The reference has the same bf16 weights and context.
 
-    transformers rounds to bf16 wherever the kernels do, and at some places more, so that our error, the sum of fewer
-    roundings, must not be larger than its, but for chance. Over 13 rows and more chance is 1/10 of the root mean square
-    (measured: 0.87 to 0.90 of transformers' on average, 1.03 at most), over one row, whose errors come from few
-    roundings, half of it (1.38 at most), and a factor of 2 of the largest error (1.68).
+    transformers rounds to bf16 wherever the kernels do and in some places more, so our error, of fewer roundings, must
+    not exceed its error except by chance. Over 13 rows and more, chance is 1/10 of the root mean square (measured: 0.87
+    to 0.90 of transformers' on average, 1.03 at most); over one row, whose errors come from few roundings, half of it
+    (1.38 at most), and a factor of 2 of the largest error (1.68).
     """
     if not is_covered(head_size):
         pytest.skip(f"no heads of {head_size} on this processor")
@@ -306,8 +306,8 @@ def test_bf16_is_as_near_to_fp64_as_transformers_in_bf16(
 
 @EVERY_DTYPE
 @EVERY_FAMILY
-def test_parents_in_place_of_a_mask_change_no_bit(family: str, dtype: torch.dtype) -> None:
-    """Of a whole tree; and of its last rows, where the others are in the cache already."""
+def test_parents_and_mask_are_bitwise_equal(family: str, dtype: torch.dtype) -> None:
+    """For a whole tree, and for its last rows with the others in the cache."""
     ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
     for count, context in ((1, 0), (13, 40), (64, 300)):
         rows = random_rows(target, count, context, "tree")
@@ -326,8 +326,8 @@ def test_parents_in_place_of_a_mask_change_no_bit(family: str, dtype: torch.dtyp
 
 
 @EVERY_DTYPE
-def test_every_number_of_rows(dtype: torch.dtype) -> None:
-    """1 to 64 rows have the bits of the 64, of which those of fp32 are transformers'."""
+def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
+    """1 to 64 rows have the bits of all 64, which in fp32 are transformers'."""
     target = random_target("qwen3", (9, 3), 32, dtype)
     exact, ours = copy.deepcopy(target).double(), packed_target(target)
     rows = random_rows(target, MOST_TREE_NODES, 50, "tree")
@@ -354,8 +354,8 @@ def test_odd_sizes(dtype: torch.dtype, hidden_size: int, heads: tuple[int, int])
         assert error <= (1e-5 if dtype == torch.float32 else 2 * (their_part.double() - exact_part).abs().max())
 
 
-def test_rope_of_other_kinds_and_tied_heads() -> None:
-    """Angles that are scaled, by position and, as with YaRN, in size."""
+def test_scaled_rope_and_tied_heads() -> None:
+    """RoPE scaled in its angles and, as by YaRN, in its magnitude."""
     ropes = [
         {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
         {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 512},
@@ -378,8 +378,8 @@ def test_rope_of_other_kinds_and_tied_heads() -> None:
 
 @EVERY_DTYPE
 @EVERY_FAMILY
-def test_places_change_no_bit(family: str, dtype: torch.dtype) -> None:
-    """Context and rows lie anywhere in the cache, with columns between them that no row reads."""
+def test_bits_do_not_depend_on_places(family: str, dtype: torch.dtype) -> None:
+    """Context and rows are anywhere in the cache, with unread columns between them."""
     ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
     for rows, context, shape in ((13, 40, "tree"), (1, 5, "chain"), (30, 0, "window"), (64, 300, "tree")):
         some = random_rows(target, rows, context, shape)
@@ -390,8 +390,8 @@ def test_places_change_no_bit(family: str, dtype: torch.dtype) -> None:
 
 @EVERY_DTYPE
 @EVERY_FAMILY
-def test_a_node_has_the_bits_that_its_token_has_alone(family: str, dtype: torch.dtype) -> None:
-    """Each path of a tree, one token after the other without a mask, against all nodes in one call."""
+def test_node_of_a_tree_has_the_bits_of_its_path(family: str, dtype: torch.dtype) -> None:
+    """Each path of a tree, token by token without a mask, against all nodes in one call."""
     ours = packed_target(target := random_target(family, (9, 3), 32, dtype))
     tree = random_rows(target, 25, 21, "tree")
     whole = our_outputs(ours, tree)
@@ -416,8 +416,8 @@ def test_a_node_has_the_bits_that_its_token_has_alone(family: str, dtype: torch.
 
 
 @EVERY_DTYPE
-def test_rows_of_another_sequence_change_no_bit(dtype: torch.dtype) -> None:
-    """Two sequences in turns in one cache: each sees its own columns only."""
+def test_bits_do_not_depend_on_another_sequence(dtype: torch.dtype) -> None:
+    """Two sequences alternate in one cache: each sees only its own columns."""
     ours = packed_target(target := random_target("qwen2", (8, 1), 64, dtype))
     first, second = random_rows(target, 9, 30, "tree"), random_rows(target, 20, 11, "tree")
     both = [
@@ -438,7 +438,7 @@ def test_rows_of_another_sequence_change_no_bit(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Set the number of threads, and put it back at the end."""
+    """Return a function that sets the number of threads, which is restored at the end."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -446,8 +446,8 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @EVERY_DTYPE
 @EVERY_FAMILY
-def test_threads_change_no_bit(family: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
-    """Also more threads than there are blocks of a weight, and than rows."""
+def test_bits_do_not_depend_on_threads(family: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    """Also with more threads than blocks of a weight, and than rows."""
     ours = packed_target(target := random_target(family, (9, 3), 64, dtype))
     for rows in (1, 3, 13, 40):
         some = random_rows(target, rows, 70, "tree")
@@ -520,7 +520,7 @@ def test_unchanged_weights_are_not_read_again() -> None:
 
 
 def test_sessions_that_run_in_one_call_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared ones too, even with compiling on."""
+    """Also shared sessions, even with compilation on."""
     target = random_target()
     pack_linears(target)
 
@@ -535,7 +535,7 @@ def test_sessions_that_run_in_one_call_are_not_compiled(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("session_of", ["one", "several"])
-def test_a_session_reads_changed_weights(session_of: str) -> None:
+def test_session_reads_changed_weights(session_of: str) -> None:
     target = random_target()
     pack_linears(target)
 
@@ -557,8 +557,8 @@ def test_a_session_reads_changed_weights(session_of: str) -> None:
     assert torch.equal(after, fresh)
 
 
-def test_a_merged_adapter_is_read() -> None:
-    """Medusa-2 merges its LoRA into layers that were packed before, and takes it out again."""
+def test_merged_adapter_is_read() -> None:
+    """Medusa-2 merges its LoRA into layers that were packed before, and removes it again."""
     target = tiny_target(head_dim=32)
     pack_linears(target)
     ids = torch.tensor([[5, 9, 33]])
@@ -589,7 +589,7 @@ class OtherLlama(LlamaForCausalLM):
 
 
 def uncovered_target(case: str) -> PreTrainedModel:
-    """Build a target that differs in one thing from those that are covered."""
+    """Build a target that differs in one property from the covered ones."""
     lanes = vector_lanes()
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     if case in ("gemma", "gpt2"):
@@ -638,11 +638,11 @@ def uncovered_target(case: str) -> PreTrainedModel:
         "a head in bf16", "embeddings in bf16", "gemma", "gpt2",
     ],
 )  # fmt: skip
-def test_what_is_not_covered_runs_as_it_is(case: str) -> None:
+def test_uncovered_targets_run_unchanged(case: str) -> None:
     assert CpuTarget.of(uncovered_target(case), 64) is None
 
 
-def test_layers_of_no_number_and_of_an_unknown_norm() -> None:
+def test_zero_layers_and_unknown_norms_are_not_covered() -> None:
     target: Any = random_target()
     pack_linears(target)
     layers, config = list(target.base_model.layers), target.config
@@ -724,7 +724,7 @@ def test_bad_arguments_are_refused() -> None:
             native.forward(*{**good, **changed}.values())
 
 
-def test_layers_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_layers_are_refused() -> None:
     make = torch.classes.draftsmith.DecoderLayers
     with pytest.raises(RuntimeError, match="multiple of key-value heads"):
         make(3, 2, 32, 72, 1e-6, 0.2)
@@ -779,7 +779,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
 
 # ---- in sessions ----
 
-# Two windows are reached by the prompt, one by the answer; in the last the layers differ, so that it runs as it is.
+# The prompt reaches two windows, the answer one; the last target has different layers, so it runs unchanged.
 SESSION_TARGETS: dict[str, tuple[dict[str, Any], bool]] = {
     "llama": ({}, True),
     "qwen3": ({"num_attention_heads": 9, "num_key_value_heads": 3}, True),
@@ -834,8 +834,8 @@ def run_trees(session: TargetSession, prompt: list[int], rounds: Sequence[tuple[
 
 
 @pytest.mark.parametrize("name", SESSION_TARGETS)
-def test_a_session_gives_what_the_unpacked_target_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains, trees and single tokens, with features of several layers; and a tree of too many rows for one call."""
+def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains, trees and single tokens with features of several layers, and a tree with too many rows for one call."""
     in_one_call = SESSION_TARGETS[name][1]
     wide = DraftTree(list(range(3, 58)) + list(range(3, 23)), TreeShape.of((-1, *[0] * 74)))
     rounds = [*TREES, (wide, [0, 50]), *TREES]
@@ -853,8 +853,8 @@ def test_a_session_gives_what_the_unpacked_target_gives(name: str, monkeypatch: 
 
 @pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
 @pytest.mark.parametrize("name", SESSION_TARGETS)
-def test_greedy_answers_are_the_unpacked_targets(name: str, tree: str) -> None:
-    """A drafter that is right now and then, and no drafter."""
+def test_greedy_answers_equal_the_unpacked_targets(name: str, tree: str) -> None:
+    """With a drafter that is sometimes right, and without a drafter."""
     answers = []
     for packed in (False, True):
         target = session_target(name, packed)
@@ -880,10 +880,8 @@ def test_greedy_answers_are_the_unpacked_targets(name: str, tree: str) -> None:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("name", SESSION_TARGETS)
-def test_several_sequences_have_the_bits_of_each_alone(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In turns and together; with windows some are beyond theirs and some are not."""
+def test_sequences_have_the_bits_of_each_alone(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alternating and together; with windows some are beyond theirs and some are not."""
     target = session_target(name, packed=True, dtype=dtype)
     prompts = [[5, 6, 7, 8], [9, 3], [token % VOCABULARY for token in range(PAGE - 3)]]
     by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]
@@ -915,8 +913,8 @@ def test_several_sequences_have_the_bits_of_each_alone(
             torch.testing.assert_close(ours, theirs, **(CLOSE if dtype == torch.float32 else ROUNDED))
 
 
-def test_a_compiled_session_gives_the_features_that_are_wanted() -> None:
-    """All that were ever wanted are read."""
+def test_compiled_session_returns_the_requested_features() -> None:
+    """It reads all features requested so far."""
     outputs = []
     for compiler in (None, Compiler()):
         with TargetSession(session_target("llama", packed=True), 64, compiler=compiler) as session:
@@ -944,21 +942,21 @@ DRAFTERS: list[tuple[str, dict[str, Any]]] = [
     ("peagle", {"num_layers": 2, "first_token": False, "fc_norm": True}),
 ]
 TINY_LATTICE = {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}
-# Kinds whose rows run through their layers, the final norm and the LM head in this order and nothing else.
+# Kinds whose rows only run through their layers, the final norm and the LM head, in this order.
 IN_ONE_CALL = {"dflash", "draft_model", "dspark", "eagle", "eagle3", "eagle_parallel", "parallel", "peagle"}
 
 
-def layers_of(decoder: Any) -> CpuLayers | None:
-    """Return what runs few rows in a decoder, or in the decoder that it is made of."""
+def find_few_rows_runner(decoder: Any) -> CpuLayers | None:
+    """Return the decoder's runner of few rows, or that of the decoder it wraps."""
     while not hasattr(decoder, "_few_rows") and hasattr(decoder, "_decoder"):
         decoder = decoder._decoder
     return getattr(decoder, "_few_rows", None)
 
 
 def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple[list[Tensor], list[DraftTree]]:
-    """Return logits after a prompt and after chunks of tokens, and the trees that are drafted there.
+    """Return logits after a prompt and after chunks of tokens, and the trees drafted there.
 
-    Logits of a decoder that reads its drafts are those of the root and of two levels below.
+    For a decoder that reads its draft tokens these are the logits of the root and of two levels below.
     """
     logits, trees, end = [], [], prompt
     decoder.start(ids[:prompt], features[:prompt])
@@ -979,10 +977,10 @@ def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple
 
 @pytest.mark.parametrize(("kind", "options"), DRAFTERS, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(DRAFTERS)])
 @EVERY_DTYPE
-def test_drafters_draft_what_they_draft_unpacked(
+def test_drafts_equal_those_of_unpacked_layers(
     kind: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a short prompt, and after one of too many rows for one call."""
+    """After a short prompt, and after one with too many rows for one call."""
     options = {**(TINY_LATTICE if kind == "lilicorr" else {}), **options}
     target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
     drafter = tiny_drafter_of(kind, target, **options).to(dtype).freeze()
@@ -993,7 +991,7 @@ def test_drafters_draft_what_they_draft_unpacked(
         pack_linears(target)
         pack_linears(drafter)
         decoder, rows = drafter.decoder(128), list[int]()
-        layers = layers_of(decoder)
+        layers = find_few_rows_runner(decoder)
         assert (layers is not None) == (kind in IN_ONE_CALL)
         if layers is not None:
             count = layers.count_operations
@@ -1010,7 +1008,7 @@ def test_drafters_draft_what_they_draft_unpacked(
             torch.testing.assert_close(our_logits, their_logits, rtol=2**-5, atol=scale * 2**-5)
 
 
-def test_a_drafter_reads_changed_weights() -> None:
+def test_drafter_reads_changed_weights() -> None:
     """At the next sequence, as after a training step in the background."""
     target = tiny_target(num_hidden_layers=4, head_dim=32)
     ids = torch.randint(3, VOCABULARY, (30,), generator=torch.Generator().manual_seed(1))
@@ -1030,7 +1028,7 @@ def test_a_drafter_reads_changed_weights() -> None:
 @pytest.mark.parametrize("options", [{}, {"inputs": "hidden", "feature_layers": [0, 3]}, {"mask_residual": False}])
 @EVERY_DTYPE
 def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """A draft whose inputs are computed in the one call has the logits of one whose inputs are given to it."""
+    """Inputs computed within the call give the logits of inputs passed to it."""
     target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
     options = {"inputs": "both", "mask_residual": True, **options}
     drafter = tiny_drafter_of("parallel", target, **options).to(dtype).freeze()
@@ -1039,7 +1037,7 @@ def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype)
     batch = random_batch(target, 1, 40, drafter)
     ids, features = batch["input_ids"][0], batch["features"][0].detach()
     fused, given = drafter.decoder(64), drafter.decoder(64)
-    layers = layers_of(given)
+    layers = find_few_rows_runner(given)
     assert layers is not None
     assert layers.has_fusion
     layers._fusion = None
@@ -1049,7 +1047,7 @@ def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype)
 
 # ---- other processors ----
 
-# Baseline x86-64 has 4 lanes, AVX2 has 8, AVX-512 16, with products of bf16 or without.
+# Baseline x86-64 has 4 lanes, AVX2 has 8, AVX-512 16, with or without bf16 products.
 INSTRUCTION_SETS = ("x86-64", "x86-64-v3", "x86-64-v4", "native")
 # Runs in a separate process, which loads one library: for each case the outputs of 13 rows are written to a file.
 COMPUTE = """
@@ -1082,7 +1080,7 @@ def outputs_on_this_processor() -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
-def test_every_instruction_set_gives_the_same(tmp_path: Path) -> None:
+def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
     """Four libraries, each built in about half a minute: fp32 within 1e-5, bf16 within roundings."""
     compiler = cpp_compiler()
     assert compiler is not None
@@ -1094,7 +1092,7 @@ def test_every_instruction_set_gives_the_same(tmp_path: Path) -> None:
         command = [sys.executable, "-c", COMPUTE, str(library), tests, str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == -signal.SIGILL:
-            continue  # this processor has not these instructions
+            continue  # this processor lacks these instructions
         assert done.returncode == 0, done.stderr
         by_set[name] = torch.load(file)
     lanes = {name: outputs.pop("lanes") for name, outputs in by_set.items()}

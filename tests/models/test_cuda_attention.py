@@ -32,13 +32,13 @@ from draftsmith.models.cuda_attention import (
 )
 from draftsmith.models.decoding import cached_attention
 
-NUM_RESULTS = len(CASES) + 2  # cases of one row are run without a mask too
+NUM_RESULTS = len(CASES) + 2  # cases of one row also run without a mask
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: make vllm-env")
 def test_equals_torchs_attention_in_the_interpreter() -> None:
-    """In fp32; Triton 3.9's interpreter has no product of bf16."""
+    """Only in fp32: Triton 3.9's interpreter has no bf16 products."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(TRITON), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "support.split_attention", "cpu"]
@@ -145,13 +145,13 @@ def sample(rows: int = 5, kv_heads: int = 3, head_size: int = 64) -> dict[str, A
         (lambda given: {**given, "query": given["query"].expand(2, -1, -1, -1)}, False),
     ],
 )
-def test_takes_a_few_rows_of_one_sequence(
+def test_kernel_takes_few_rows_of_one_sequence(
     change: Callable[[dict[str, Tensor]], dict[str, Any]], is_taken: bool
 ) -> None:
     given = change(sample())
     with torch.no_grad():
         assert can_split(**given) is is_taken
-    assert not can_split(**given)  # it has no backward
+    assert not can_split(**given)  # the kernel has no backward
 
 
 def test_other_calls_go_to_transformers_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_kernels_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch, caplo
     error = 0.0
     assert has_split_attention(torch.device("cpu"), torch.float32)
     error = 0.5
-    assert has_split_attention(torch.device("cpu"), torch.float32)  # a process asks once
+    assert has_split_attention(torch.device("cpu"), torch.float32)  # checked once per process
     has_split_attention.cache_clear()
     assert not has_split_attention(torch.device("cpu"), torch.float32)
     assert "is not used on cpu (a result differs from torch's by 0.5)" in caplog.text
@@ -227,7 +227,7 @@ def test_sdpa_on_cuda_is_replaced(
     assert chosen == [SPLIT_SDPA] * is_replaced
 
 
-def test_cudnns_attention_is_off_inside_and_as_before_after() -> None:
+def test_cudnn_attention_is_off_inside_and_restored_after() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with without_cudnn_attention():
         assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,4 +1,4 @@
-"""Loss, gradients and drafts of every kind of drafter are the golden numbers; `support/goldens.py` remakes them."""
+"""Loss, gradients and drafts of every kind of drafter equal the golden numbers; `support/goldens.py` remakes them."""
 
 import json
 from typing import Any
@@ -20,13 +20,13 @@ def test_goldens(name: str, case: tuple[str, dict[str, Any]]) -> None:
     for batch in ("padded", "packed"):
         check_training(result[batch], golden[batch])
     assert [token for token, _ in result["drafts"]] == [token for token, _ in golden["drafts"]]
-    # Decoders give logits in fp32.
+    # Decoders return fp32 logits.
     probabilities = [probability for _, probability in golden["drafts"]]
     assert [probability for _, probability in result["drafts"]] == pytest.approx(probabilities, rel=1e-5)
 
 
 def check_training(result: dict[str, Any], golden: dict[str, Any]) -> None:
-    """Check counts exactly, sums relatively, and what of a gradient may cancel out relative to its length."""
+    """Check counts exactly, sums relatively, and gradient sums that may cancel relative to the gradient's norm."""
     for key in ("label_counts", "correct", "labels", "correct_groups"):
         assert result[key] == golden[key], key
     assert result["loss"] == pytest.approx(golden["loss"], rel=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Losses against hand-derived numbers and plain autograd; the chunked head gives the same and never holds [N, V]."""
+"""Losses against hand-derived numbers and plain autograd; the chunked head is equal and never holds [N, V]."""
 
 import math
 from collections.abc import Callable
@@ -45,8 +45,8 @@ BY_HAND = {
 }
 
 
-def rows(seed: int = 0, vocabulary: int = V) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafter's logits, labels, teacher's logits."""
+def random_rows(seed: int = 0, vocabulary: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the drafter's logits, labels and the teacher's logits."""
     generator = torch.Generator().manual_seed(seed)
     logits, teacher_logits = 2 * torch.randn(2, N, vocabulary, generator=generator, dtype=torch.float64)
     return logits, torch.randint(vocabulary, (N,), generator=generator), teacher_logits
@@ -61,8 +61,8 @@ def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_by_hand(name: str) -> None:
-    """Also: logits are only known up to a constant, and the other row does not interfere."""
+def test_row_losses_by_hand(name: str) -> None:
+    """Logits are only known up to a constant, and the other row does not interfere."""
     logits = torch.tensor([Q, P], dtype=torch.float64).log() + torch.tensor([[3.0], [0.0]])
     teacher_logits = torch.tensor([P, P], dtype=torch.float64).log() - 2.0
     values = LOSSES[name](logits, torch.tensor([2, 0]), teacher_logits)
@@ -70,9 +70,9 @@ def test_a_row_by_hand(name: str) -> None:
     torch.testing.assert_close(values, torch.tensor([BY_HAND[name], same], dtype=torch.float64))
 
 
-def test_gradients_of_rows() -> None:
+def test_gradients_of_row_losses() -> None:
     """ce: q - one-hot. kl: q - p. lk_alpha: that of TV over alpha. lk_lambda: a constant lambda mixes the two."""
-    logits, labels, teacher_logits = rows()
+    logits, labels, teacher_logits = random_rows()
     q, p = logits.softmax(-1), teacher_logits.softmax(-1)
     grads = {}
     for name, row_loss in LOSSES.items():
@@ -90,8 +90,8 @@ def test_gradients_of_rows() -> None:
 
 
 @pytest.mark.parametrize("name", TEACHER_NAMES)
-def test_where_p_and_q_share_nothing(name: str) -> None:
-    """alpha = 2 exp(-400) is 0 in fp32. The loss stays finite, and all but TV pull towards the teacher's token."""
+def test_losses_of_disjoint_p_and_q_are_finite(name: str) -> None:
+    """alpha = 2 exp(-400) is 0 in fp32. The gradients of all but TV point towards the teacher's token."""
     logits, labels, teacher_logits = torch.tensor([[400.0, 0.0]]), torch.tensor([1]), torch.tensor([[0.0, 400.0]])
     expected, slope = {
         "kl": (400.0, 1.0),
@@ -106,7 +106,7 @@ def test_where_p_and_q_share_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_softmax_is_in_fp32_at_least(name: str) -> None:
-    logits, labels, teacher_logits = rows()
+    logits, labels, teacher_logits = random_rows()
     half, half_teacher = logits.bfloat16(), teacher_logits.bfloat16()
     value = LOSSES[name](half, labels, half_teacher)
     assert value.dtype == torch.float32
@@ -116,7 +116,7 @@ def test_softmax_is_in_fp32_at_least(name: str) -> None:
 
 @pytest.mark.parametrize("vocabulary", [5, 16, 37, 1000])
 def test_cross_entropy_in_one_pass_on_a_cpu(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by torch's operations; of equals the first is the argmax, and what is not a number stays so."""
+    """It equals torch's operations; ties give the first argmax, and NaN stays NaN."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(9, vocabulary, generator=generator)).bfloat16()
     logits[0], logits[1] = 1.0, 2.0
@@ -149,7 +149,7 @@ def test_cross_entropy_in_one_pass_on_a_cpu(vocabulary: int, monkeypatch: pytest
 
 
 def test_smooth_l1() -> None:
-    """|d| = .5 costs .125, |d| = 2 costs 1.5, |d| = 1 costs .5; the mean of a row of 4 with one 0."""
+    """|d| = .5 costs .125, |d| = 2 costs 1.5, |d| = 1 costs .5; the loss is the mean of a row of 4 with one 0."""
     features = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
     teacher = torch.tensor([[1.5, 0.0, 4.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(smooth_l1(features, teacher), torch.tensor([(0.125 + 1.5 + 0.5) / 4, 0.0]))
@@ -168,7 +168,7 @@ def shaped(shape: LogitShape, product: Tensor) -> Tensor:
 
 
 class Setting:
-    """Rows with weights, a head with a bias, a teacher with a larger vocabulary and fewer rows, all fp64."""
+    """Rows with weights, a head with a bias, a teacher with a larger vocabulary and fewer rows, all in fp64."""
 
     def __init__(
         self, trained: bool = True, reduced: bool = True, low_rank: bool = False, shape: LogitShape = PLAIN
@@ -199,7 +199,7 @@ class Setting:
         if teacher is not None:
             mass_n = None if factors is None else factors[1]
             teacher = teacher._replace(head=self.teacher_head, columns_v=self.columns, mass_n=mass_n)
-        if factors is not None:  # -100 where the head has not the label
+        if factors is not None:  # -100 if the head lacks the label
             labels_n = labels_n.masked_fill(factors[0] == 0, -100)
         return head_loss(
             self.hidden_nd, self.head, labels_n, self.weights_n, loss, teacher, self.low_rank, self.shape,
@@ -211,7 +211,7 @@ class Setting:
         return self.teacher._replace(features_pd=self.teacher.features_pd.to(dtype))
 
     def reference(self, loss: LossWeights, factors: Factors | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted sum, losses and logits by plain autograd."""
+        """Return the weighted sum, losses and logits by plain autograd."""
         logits, teacher_logits = (
             shaped(self.shape, head(rows))
             for head, rows in ((self.head, self.hidden_nd), (self.teacher_head, self.teacher_nd))
@@ -263,7 +263,7 @@ def test_head_loss_equals_plain_autograd(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [LogitShape(0.25), LogitShape(1.0, 2.0), LogitShape(0.5, 1.5)], ids=str)
 def test_scaled_and_capped_heads(name: str, shape: LogitShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients of plain autograd; what is added to the logits is neither scaled nor capped."""
+    """Values and gradients equal plain autograd; the term added to the logits is neither scaled nor capped."""
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
     setting = Setting(low_rank=True, shape=shape)
     result, (expected, losses_n, _) = setting.run(name), setting.reference({name: 1.0})
@@ -274,7 +274,7 @@ def test_scaled_and_capped_heads(name: str, shape: LogitShape, monkeypatch: pyte
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("trained", [True, False])
 def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradients of hidden states and head, of chunks that were dropped before anybody knew the weights."""
+    """Gradients of hidden states and head stay equal, although chunks are freed before the weights are known."""
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
     setting = Setting(trained=trained)
     now, weights_n = setting.run(name), setting.weights_n
@@ -292,10 +292,10 @@ def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.Mo
     "loss", [{"ce": 0.1, "tv": 1.8}, {"kl": 1.0}, {"lk_alpha": 0.5, "kl": 0.2}, {"ce": 2.0}], ids=str
 )
 @pytest.mark.parametrize("later", [True, False])
-def test_weighted_sums_of_losses_and_what_rows_count(
+def test_weighted_sums_of_losses_and_row_weights(
     loss: LossWeights, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each term by its own factor of the row, in any order of the rows; a name is the sum with weight 1."""
+    """Each term has its own row weights, in any order of rows; a name is the sum with weight 1."""
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
     setting = Setting(low_rank=True)
     factors = torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double()
@@ -312,14 +312,16 @@ def test_weighted_sums_of_losses_and_what_rows_count(
 
 
 def focal(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
-    """(1 - q)^2 times the cross entropy: a loss of labels as somebody would add it."""
+    """Return (1 - q)^2 times the cross entropy: a loss of labels as a user would add it."""
     nats_n = F.cross_entropy(logits, labels, reduction="none")
     return (1 - (-nats_n).exp()) ** 2 * nats_n
 
 
 @pytest.mark.parametrize("loss", [{"focal": 1.0}, {"focal": 2.0, "ce": 0.5}, {"focal": 0.3, "kl": 1.0}], ids=str)
-def test_a_new_loss_of_labels_needs_a_function_and_a_name(loss: LossWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts where the label is in the draft vocabulary, and no teacher is computed for it."""
+def test_new_loss_of_labels_needs_only_a_function_and_a_name(
+    loss: LossWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts if the label is in the draft vocabulary, and needs no teacher."""
     monkeypatch.setitem(LOSSES, "focal", focal)
     assert has_teacher(loss) == ("kl" in loss)
     setting = Setting()
@@ -332,8 +334,8 @@ def test_a_new_loss_of_labels_needs_a_function_and_a_name(loss: LossWeights, mon
     torch.testing.assert_close(setting.grads(result.loss), setting.grads(expected))
 
 
-def test_the_mass_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p = (.5, .3, .2) of 0 and 2 is .7; on a CPU of the wanted tokens only, and in chunks."""
+def test_mass_inside_the_draft_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p = (.5, .3, .2) has mass .7 on tokens 0 and 2; a CPU computes only the requested tokens, in chunks."""
     head = nn.Linear(3, 3).requires_grad_(False)
     head.load_state_dict({"weight": torch.eye(3), "bias": torch.tensor(P).log()})
     inside_v, wanted_p = torch.tensor([True, False, True]), torch.tensor([True, False, True, True])
@@ -351,8 +353,8 @@ def test_the_mass_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["ce", "lk_lambda"])
 @pytest.mark.parametrize("master", [True, False])
 @pytest.mark.parametrize("later", [True, False])
-def test_fp16_keeps_what_the_loss_scale_will_lift(name: str, master: bool, later: bool) -> None:
-    """A mean over a million labels, scaled as a GradScaler does: no gradient is zero that is not zero in fp32."""
+def test_fp16_gradients_do_not_underflow_before_scaling(name: str, master: bool, later: bool) -> None:
+    """For a mean over a million labels, scaled as by a GradScaler, no gradient is zero unless it is zero in fp32."""
     setting, scale = Setting(reduced=False), 65536.0
     hidden_nd = setting.hidden_nd.detach().half()
     weights_n = 2.0**-20 * torch.tensor([2.0**-row for row in range(N)])
@@ -390,9 +392,9 @@ def test_fp16_without_rows_or_weights(weight: float) -> None:
 def test_rows_of_one_token_share_its_teacher(
     device_type: str, teacher_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three depths of four tokens, in chunks of eight rows: all of two tokens and two of the third, then the others.
+    """Three depths of four tokens in chunks of eight rows: all of two tokens and two of the third, then the others.
 
-    Elsewhere than on a CPU a chunk does not wait to hear how many tokens it has.
+    On other devices a chunk does not wait for its number of tokens.
     """
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 8 * V)
     monkeypatch.setattr(through_head, "DEVICE_ROWS", 8)
@@ -408,8 +410,8 @@ def test_rows_of_one_token_share_its_teacher(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three times the rows take a few [D] and numbers more for each, far less than their logits [V] would."""
+def test_logits_of_all_rows_are_never_in_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times the rows need a few [D] and numbers more per row, far less than their logits [V] would."""
     hidden_size, vocabulary, chunk = 4, 300, 10
     head = nn.Linear(hidden_size, vocabulary, bias=False)
 
@@ -427,14 +429,14 @@ def test_logits_of_all_rows_never_exist(name: str, monkeypatch: pytest.MonkeyPat
     assert few < 16 * chunk * vocabulary
     assert many - few < 200 * (4 * hidden_size + 10)
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 10**9)
-    assert peak(300) > 300 * vocabulary  # the count sees them where they do exist
+    assert peak(300) > 300 * vocabulary  # the count finds them if they exist
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_trained_heads_gradient_lies_in_memory_once(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three heads: what `.grad` holds in the end, and at most one more of them, however many batches add up.
+def test_gradient_of_a_trained_head_is_in_memory_once(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For three heads: the final `.grad` and at most one more of them, for any number of micro-batches.
 
-    The gradients are those that are kept where the size allows it, bit for bit.
+    The gradients are bitwise equal to those of the path that keeps them.
     """
     hidden_size, vocabulary, num_rows, num_heads = 40, 300, 10, 3
     generator = torch.Generator().manual_seed(2)
@@ -457,10 +459,10 @@ def test_a_trained_heads_gradient_lies_in_memory_once(micro_batches: int, monkey
         peak = gradients(heads)
         one_head = hidden_size * vocabulary
         peak -= num_heads * one_head  # the weights
-        others = 8 * num_rows * vocabulary  # a chunk's logits and their like
+        others = 8 * num_rows * vocabulary  # a chunk's logits and buffers of that size
         if large_bytes == 1:
             assert num_heads * one_head < peak < (num_heads + 1) * one_head + others
-        elif micro_batches > 1:  # the count sees them where all are kept
+        elif micro_batches > 1:  # the count finds them if all are kept
             assert peak > 2 * num_heads * one_head
         results.append([head.weight.grad for head in heads])
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)

@@ -1,4 +1,4 @@
-"""Targets that scale or cap their logits: teachers and drafters have the target's own distribution."""
+"""Targets that scale or cap their logits: teachers and drafters have the target's distribution."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ SCALED = [
     ("recurrent_gemma", {"logits_soft_cap": 20.0}, LogitShape(1.0, 20.0)),
     ("nanochat", {"final_logit_softcapping": 15.0}, LogitShape(1.0, 15.0)),
     ("llama", {}, PLAIN),
-    ("llama", {"logit_scale": 0.5}, PLAIN),  # a key that this class does not look at
+    ("llama", {"logit_scale": 0.5}, PLAIN),  # a key that this class ignores
 ]
-# Kinds that read the target's head in all the ways there are.
+# Kinds that cover all uses of the target's head.
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("parallel", {"num_masks": 2}),
     ("parallel", {"num_masks": 2, "draft_vocab_size": 40, "markov_rank": 5}),
@@ -46,14 +46,16 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def capped_target() -> PreTrainedModel:
-    """In fp64, with logits far beyond the cap."""
+    """Build a target in fp64 with logits far beyond its cap."""
     sizes = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
     return tiny_target("gemma2", tie_word_embeddings=False, **sizes).double()
 
 
 @pytest.mark.parametrize(("model_type", "keys", "expected"), SCALED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shape_of_the_logits(model_type: str, keys: dict[str, Any], expected: LogitShape, dtype: torch.dtype) -> None:
+def test_logit_scale_and_cap_are_detected(
+    model_type: str, keys: dict[str, Any], expected: LogitShape, dtype: torch.dtype
+) -> None:
     target = tiny_target(model_type, **keys).to(dtype)
     assert logit_shape(target) == expected
     ids = torch.randint(3, VOCABULARY, (1, 9))
@@ -63,12 +65,12 @@ def test_shape_of_the_logits(model_type: str, keys: dict[str, Any], expected: Lo
     torch.testing.assert_close(expected.apply_(product.clone()), expected(product))
 
 
-def test_without_weights_the_config_is_believed() -> None:
+def test_config_decides_without_weights() -> None:
     with torch.device("meta"):
         assert logit_shape(tiny_target("cohere", logit_scale=0.25)) == LogitShape(0.25)
 
 
-def test_logits_that_cannot_be_expressed_are_refused() -> None:
+def test_other_functions_of_logits_are_refused() -> None:
     target = tiny_target()
 
     forward = type(target).forward
@@ -85,8 +87,8 @@ def test_logits_that_cannot_be_expressed_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
-def test_the_teacher_is_the_target(kind: str, options: dict[str, Any]) -> None:
-    """The loss of a batch is the KL from the target's own logits to the drafter's, as decoding reads them."""
+def test_teacher_has_the_targets_distribution(kind: str, options: dict[str, Any]) -> None:
+    """A batch's loss is the KL from the target's own logits to the drafter's, as in decoding."""
     target = capped_target()
     drafter = tiny_drafter_of(kind, target, **{"loss": "kl", **options}).double()
     if "draft_vocab_size" in options:
@@ -98,7 +100,7 @@ def test_the_teacher_is_the_target(kind: str, options: dict[str, Any]) -> None:
     ids = batch["input_ids"]
     q = drafter.group_logits(ids, batch["features"]).log_softmax(-1)
     whole_p = target(input_ids=ids).logits.softmax(-1)
-    assert whole_p.amax() < 0.5  # else the cap would not be seen
+    assert whole_p.amax() < 0.5  # otherwise the cap would have no effect
     p = whole_p if drafter.vocab.ids is None else torch.zeros_like(whole_p)
     mass = torch.ones_like(whole_p[..., 0])
     if drafter.vocab.ids is not None:
@@ -117,8 +119,8 @@ def test_the_teacher_is_the_target(kind: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(drafter(**batch).loss, expected)
 
 
-def twins() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same function twice: the head divided by 8, and its product multiplied by 8 again."""
+def build_twins() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Build two equal functions: in one the head is divided by 8 and its product multiplied by 8."""
     one = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 8**-0.5}
     plain, scaled = (
         tiny_target("granite", tie_word_embeddings=False, logits_scaling=scale, **one).double()
@@ -139,9 +141,9 @@ MORE_KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "options"), MORE_KINDS, ids=str)
-def test_a_scaled_target_trains_and_drafts_as_its_unscaled_twin(kind: str, options: dict[str, Any]) -> None:
+def test_scaled_target_trains_and_drafts_like_its_unscaled_twin(kind: str, options: dict[str, Any]) -> None:
     losses, grads, answers = list[Tensor](), list[list[Tensor]](), list[Any]()
-    for target in twins():
+    for target in build_twins():
         torch.manual_seed(11)
         drafter = load_drafter_class(kind).from_target(target, options).double()
         drafter.attach(target)
@@ -163,8 +165,8 @@ def test_a_scaled_target_trains_and_drafts_as_its_unscaled_twin(kind: str, optio
     assert answers[0] == answers[1]
 
 
-def test_own_heads_start_as_what_the_target_gives() -> None:
-    plain, scaled = twins()
+def test_own_heads_start_with_the_targets_distribution() -> None:
+    plain, scaled = build_twins()
     heads = [
         load_drafter_class("medusa").from_target(target, {}).vocab.own_heads[0].weight for target in (plain, scaled)
     ]
@@ -184,7 +186,9 @@ def test_own_heads_start_as_what_the_target_gives() -> None:
     ],
     ids=str,
 )
-def test_exports_where_the_reader_has_other_logits(kind: str, options: dict[str, Any], to: str, refused: bool) -> None:
+def test_export_is_refused_if_the_reader_has_other_logits(
+    kind: str, options: dict[str, Any], to: str, refused: bool
+) -> None:
     target = tiny_target("cohere", num_hidden_layers=4, logit_scale=0.25)
     drafter = load_drafter_class(kind).from_target(target, options)
     why = refusal(drafter.config, to)
@@ -196,7 +200,7 @@ def test_exports_where_the_reader_has_other_logits(kind: str, options: dict[str,
         assert written.get("logit_scale") == (None if "draft_vocab_size" in options else 0.25)
 
 
-def test_a_capped_head_is_not_exported() -> None:
+def test_capped_head_is_not_exported() -> None:
     config = load_drafter_class("eagle3").from_target(capped_target(), {"feature_layers": [0, 1]}).config
     assert config.target_logits == LogitShape(1.0, 2.0)
     assert not EXPORTERS["eagle3", "vllm"].logits_fit(config)

@@ -1,4 +1,4 @@
-"""A model is loaded whole or not at all, and what is not as training wrote it is refused by name."""
+"""Models load completely or not at all, and weights that differ from training's are refused by name."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def change(folder: Path, how: Callable[[Weights, str], None], name: str) -> None
 
 @pytest.mark.parametrize(("how", "message"), CHANGES)
 @pytest.mark.parametrize("kind", ["parallel", "medusa", "eagle", "draft_model"])
-def test_drafters(tmp_path: Path, kind: str, how: Any, message: str) -> None:
+def test_incomplete_drafters_are_refused(tmp_path: Path, kind: str, how: Any, message: str) -> None:
     target = tiny_target()
     tiny_drafter_of(kind, target).save_pretrained(tmp_path)
     name = sorted(load_file(tmp_path / "model.safetensors"))[0]
@@ -63,7 +63,9 @@ def test_drafters(tmp_path: Path, kind: str, how: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "message"), CHANGES)
-def test_targets_and_draft_models(tmp_path: Path, target_folder: Path, how: Any, message: str) -> None:
+def test_incomplete_targets_and_draft_models_are_refused(
+    tmp_path: Path, target_folder: Path, how: Any, message: str
+) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     load_target(TargetRecipe(model=str(target_folder), device="cpu"))
     change(target_folder, how, name)
@@ -73,8 +75,8 @@ def test_targets_and_draft_models(tmp_path: Path, target_folder: Path, how: Any,
         load_weights("draft model", str(target_folder), AutoModelForCausalLM)
 
 
-def test_weights_of_another_training(target_folder: Path) -> None:
-    """Whole, of the right kind and shapes, and yet not what `training.json` is about."""
+def test_weights_of_another_training_are_refused(target_folder: Path) -> None:
+    """They are complete, with the right kind and shapes, but not those of `training.json`."""
     one, other = (make_recipe(target_folder, name, max_steps=steps) for name, steps in (("one", 1), ("other", 2)))
     target, _ = load_target(one.target)
     for recipe in (one, other):
@@ -85,7 +87,7 @@ def test_weights_of_another_training(target_folder: Path) -> None:
         load_drafter(RunFolder(one).drafter, target)
 
 
-def test_another_kind_of_drafter(target_folder: Path) -> None:
+def test_drafter_of_another_kind_is_refused(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "one", max_steps=1)
     train_drafter(recipe)
     file = RunFolder(recipe).drafter / "config.json"

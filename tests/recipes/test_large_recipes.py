@@ -1,4 +1,4 @@
-"""The recipes of large targets, on tiny checkpoints of the same architecture: answers, training, figures, an export."""
+"""Recipes of large targets on tiny checkpoints of the same architecture: answers, training, figures, an export."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-# Architecture, template, and what of the drafter is smaller for a target of 8 layers and a few hundred tokens.
+# Architecture, template, and smaller drafter options for a target of 8 layers and a few hundred tokens.
 LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "llama3.1-8b-eagle3": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
     "llama3.1-8b-parallel": ("llama", {"rope_parameters": LLAMA3_ROPE}, templates.LLAMA3, ["draft_vocab_size=200"]),
@@ -40,16 +40,16 @@ LARGE: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
 }
 
 
-# In the form of ParallelSpec's paper, which no engine loads.
+# As in ParallelSpec's paper, a layout that no engine loads.
 LONGER = ["data.max_length_tokens=256"]  # for the tokens of Vicuna's system prompt
-IN_HALF = ["target.dtype=float16", "train.bf16=true"]  # as these recipes have it
+IN_HALF = ["target.dtype=float16", "train.bf16=true"]  # as in these recipes
 PAPERS = ["vicuna-7b-medusa_parallel", "llama2-7b-chat-medusa_parallel", "llama2-7b-chat-eagle_parallel"]
 
 
-def on_a_tiny_target(
+def shrink_recipe(
     name: str, folder: Path, model_type: str, changes: dict[str, Any], template: str, further: list[str]
 ) -> Recipe:
-    """The recipe with a checkpoint, eight conversations and one question that are made here, for two steps."""
+    """Return the recipe for two steps with a tiny checkpoint, eight conversations and one question."""
     tokenizer = tiny_tokenizer(template)
     torch.manual_seed(0)
     values: dict[str, Any] = {
@@ -85,9 +85,9 @@ def on_a_tiny_target(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAPERS)
-def test_training_on_the_datas_answers_end_to_end(name: str, tmp_path: Path) -> None:
+def test_training_on_given_answers_end_to_end(name: str, tmp_path: Path) -> None:
     template = load_recipe(name).target.chat_template or chat_families.LLAMA2
-    recipe = on_a_tiny_target(name, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
+    recipe = shrink_recipe(name, tmp_path, "llama", {}, template, [*LONGER, *IN_HALF])
     assert run_distill(recipe)["conversations"]["kept"] == 8
     assert run_train(recipe)["steps"] == 2
     rows = {row["method"]: row for row in run_eval(recipe)}
@@ -107,7 +107,7 @@ def test_distillation_to_export_end_to_end(name: str, tmp_path: Path) -> None:
         "data.distill.cut_answers=keep",
     ]  # fmt: skip
     further = [*own_answers, *(f"drafter.options.{line}" for line in smaller)]
-    recipe = on_a_tiny_target(name, tmp_path, model_type, changes, template, further)
+    recipe = shrink_recipe(name, tmp_path, model_type, changes, template, further)
     assert run_distill(recipe)["conversations"]["kept"] >= 4
     found = run_train(recipe)
     assert found["steps"] == 2

@@ -1,6 +1,6 @@
-"""Recipes in the form of ParallelSpec's paper (arXiv 2410.05589): parameters, data, training and trees as it has them.
+"""Recipes of ParallelSpec's paper (arXiv 2410.05589) have its parameters, data, training and trees.
 
-Of the paper: section 5.1, equations 3 and 4, tables 1 and 2, figure 6.
+They follow section 5.1, equations 3 and 4, tables 1 and 2, and figure 6.
 """
 
 import re
@@ -18,12 +18,12 @@ from draftsmith.train.features.without_weights import models_without_weights
 
 TARGETS = ("vicuna-7b", "llama2-7b-chat")
 MEDUSA, EAGLE = ([f"{target}-{flavour}_parallel" for target in TARGETS] for flavour in ("medusa", "eagle"))
-# Hidden, intermediate size and layers of Llama 7B and 13B, whose heads are of 128.
+# Hidden size, intermediate size and layers of Llama 7B and 13B, whose head size is 128.
 SIZES = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}
 
 
-def parameters(recipe: Recipe) -> int:
-    """Count the trained parameters, which needs the target's config alone."""
+def count_parameters(recipe: Recipe) -> int:
+    """Count the trained parameters, which needs only the target's config."""
     _, drafter = models_without_weights(recipe)
     return sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
 
@@ -39,25 +39,25 @@ def recipe_of_size(name: str, size: str, tmp_path: Path) -> Recipe:
 
 
 @pytest.mark.parametrize(("size", "millions"), [("7B", 202), ("13B", 317)])
-def test_the_medusa_flavour_has_the_papers_parameters(size: str, millions: int, tmp_path: Path) -> None:
+def test_medusa_flavour_has_the_papers_parameters(size: str, millions: int, tmp_path: Path) -> None:
     """Section 5.1: 202M for 7B models, 317M for 13B. A layer with two norms, a final norm and four masks."""
     hidden, inner, _ = SIZES[size]
-    found = parameters(recipe_of_size(MEDUSA[0], size, tmp_path))
+    found = count_parameters(recipe_of_size(MEDUSA[0], size, tmp_path))
     assert found == 4 * hidden**2 + 3 * hidden * inner + (2 + 1 + 4) * hidden
     assert found // 10**6 == millions
 
 
-def test_the_eagle_flavour_has_a_projection_more(tmp_path: Path) -> None:
-    """EAGLE's layer has one norm and none behind it; a mask is an embedding and a feature."""
+def test_eagle_flavour_has_one_more_projection(tmp_path: Path) -> None:
+    """EAGLE's layer has one norm and no final norm; a mask is an embedding and a feature."""
     hidden, inner, _ = SIZES["7B"]
-    found = parameters(recipe_of_size(EAGLE[0], "7B", tmp_path))
+    found = count_parameters(recipe_of_size(EAGLE[0], "7B", tmp_path))
     assert found == 4 * hidden**2 + 3 * hidden * inner + 2 * hidden**2 + hidden + 4 * 2 * hidden
     assert round(found / 1e6, 1) == 236.0
 
 
 @pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
 def test_data_and_training_match_the_paper(name: str, tmp_path: Path) -> None:
-    """Table 1: ShareGPT as it is. What the paper does not name is off: a schedule, warm-up, clipping, a loss of p."""
+    """Table 1: unfiltered ShareGPT. Unnamed settings are off: schedule, warm-up, clipping, a loss of p."""
     recipe = load_recipe(name)
     assert recipe.data.distill.engine == "none"
     args = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
@@ -78,8 +78,8 @@ def test_both_targets_have_the_same_drafters_and_trees() -> None:
         assert load_recipe(vicuna).model_dump(include=parts) == load_recipe(llama).model_dump(include=parts)
 
 
-def test_the_trees_are_the_baselines() -> None:
-    """Nodes of each level as EAGLE's and Medusa's code has them; equal in both flavours."""
+def test_trees_are_those_of_the_baselines() -> None:
+    """Each level has the nodes of EAGLE's and Medusa's code; both flavours are equal."""
     trees = {method.name: method.paths or [] for method in load_recipe(MEDUSA[0]).eval.methods}
     levels = {name: [sum(len(path) == depth for path in tree) for depth in range(1, 6)] for name, tree in trees.items()}
     assert levels == {
@@ -92,7 +92,7 @@ def test_the_trees_are_the_baselines() -> None:
 
 @pytest.mark.parametrize("name", [*MEDUSA, *EAGLE])
 def test_table_2_overrides_in_the_recipe_header(name: str) -> None:
-    """The target answers, within what vLLM is given for a prompt and an answer; in its own run folder."""
+    """The target generates the answers, within vLLM's limits of prompt and answer, in a separate run folder."""
     (overrides,) = re.findall(r"^#   (name=.*)$", find_recipe(name).read_text(encoding="utf-8"), re.MULTILINE)
     recipe = load_recipe(name, overrides.split())
     assert recipe.name == f"{name}-table2"

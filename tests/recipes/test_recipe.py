@@ -1,4 +1,4 @@
-"""Recipes: each shipped one parses; each mistake is one sentence with the file, the key and the nearest valid key."""
+"""Recipes: shipped ones parse; each mistake is one sentence with the file, the key and the nearest valid key."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def write(folder: Path, values: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["vicuna-7b-parallel", "llama3-8b-parallel", "qwen3-8b-parallel"])
-def test_real_recipes_carry_the_papers_hyper_parameters(name: str) -> None:
+def test_shipped_recipes_have_the_papers_hyperparameters(name: str) -> None:
     recipe = load_recipe(name)
     train = recipe.train
     assert train["global_batch_size"] == 32
@@ -29,7 +29,7 @@ def test_real_recipes_carry_the_papers_hyper_parameters(name: str) -> None:
     assert recipe.drafter.options["num_masks"] == 4
 
 
-def test_a_shipped_recipe_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_recipe_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_recipe("quickstart") == load_recipe("recipes/quickstart.yaml")
 
@@ -46,7 +46,7 @@ def test_overrides_are_typed(tmp_path: Path) -> None:
 
 NAMES = ("../x", "a/b", "", ".hidden", "~", "a" * 81, "a\0b", "a b", "é", "a\n")
 METHOD_NAMES = ("../../x", "a/../b", "/a", "a/", "a//b", "a" * 300, "/".join(["a" * 80] * 3), "a\0b", "*bold*", "a|b")
-# Content of a recipe after its name, and its error.
+# Content of a recipe after its name, and the error.
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"evall": {}}, "unknown key `evall`: did you mean `eval`?"),
     ({"data": {"distill": {"temprature": 1}}}, "unknown key `data.distill.temprature`: did you mean `temperature`?"),
@@ -100,7 +100,7 @@ OF_FILES = [
     ("values", "overrides", "sentence"),
     [*(({"name": "a", **values}, [], sentence) for values, sentence in MISTAKES), *OF_FILES],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, values: Any, overrides: list[str], sentence: str) -> None:
+def test_mistake_is_one_sentence(tmp_path: Path, values: Any, overrides: list[str], sentence: str) -> None:
     file = write(tmp_path, values)
     with pytest.raises(UserError) as caught:
         load_recipe(file, overrides)
@@ -125,13 +125,13 @@ def test_override_reads_its_value_from_a_file(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, {"name": "a"}), [f"data.conversations.mixture=@{sources}"])
 
 
-def test_a_missing_recipe_names_the_nearest() -> None:
+def test_missing_recipe_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"recipe file quikstart.yaml does not exist: did you mean `quickstart`\?"):
         load_recipe("quikstart.yaml")
 
 
 def test_home_is_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever in a recipe it stands; what is no path stays as it is."""
+    """In every path of a recipe; other values stay unchanged."""
     monkeypatch.setenv("HOME", str(tmp_path))
     values = {
         "name": "a",
@@ -184,7 +184,7 @@ def test_extends_merges_key_by_key_and_overrides_come_last(tmp_path: Path) -> No
     assert "extends" not in recipe.model_dump()
 
 
-def test_options_belong_to_their_kind(tmp_path: Path) -> None:
+def test_options_are_dropped_with_their_kind(tmp_path: Path) -> None:
     shipped = "extends: llama3-8b-parallel\nname: child\n"
     recipe = load_recipe(write_files(tmp_path, child=shipped + "drafter: {options: {num_masks: 7}}\n"))
     assert recipe.drafter.options == {"num_masks": 7, "inputs": "both"}
@@ -224,7 +224,7 @@ def test_error_names_the_file_and_line(tmp_path: Path, child: str, sentence: str
     assert "\n" not in str(caught.value)
 
 
-def test_error_of_an_override_names_no_line(tmp_path: Path) -> None:
+def test_error_about_an_override_names_no_line(tmp_path: Path) -> None:
     file = write_files(tmp_path, child="extends: quickstart\nname: child\neval: {runs: 2}\n")
     with pytest.raises(UserError, match=r"child\.yaml: key `eval\.runs`"):
         load_recipe(file, ["eval.runs=0"])
@@ -241,7 +241,7 @@ def test_shipped_recipes_stay_short_and_chains_shallow() -> None:
 
 
 @pytest.mark.parametrize("key", ["target.model", "data.distill.model"])
-def test_a_lora_adapter_is_no_target(tmp_path: Path, key: str) -> None:
+def test_lora_adapter_as_the_target_is_refused(tmp_path: Path, key: str) -> None:
     (tmp_path / "lora").mkdir()
     file = tmp_path / "lora" / "adapter_config.json"
     for text, base in (('{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "Qwen/Qwen3-8B"), ("[", "another model")):

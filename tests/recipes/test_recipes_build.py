@@ -1,4 +1,4 @@
-"""Every shipped recipe builds: its drafter on a small target of its kind, its training arguments, its trees."""
+"""Every shipped recipe builds: its drafter on a small target of its architecture, training arguments, trees."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from draftsmith.train.drafter.training_arguments import training_arguments
 
 RECIPES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml") if file.stem != "target")
 SMOLLM2 = "smollm2-135m"
-# Layers and vocabulary of the real target, where a recipe counts on them; for the others these will do.
+# Layers and vocabulary of the real target if a recipe depends on them; these are enough for the others.
 SMOLLM2_SIZES, FEW = (30, 49_152), (8, 40)
 
 
@@ -33,7 +33,7 @@ def small_target(model_type: str, num_layers: int, vocabulary: int) -> PreTraine
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
+def test_recipe_builds(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
     arguments = training_arguments(recipe.train, tmp_path, recipe.seed, use_cpu=True)
@@ -52,8 +52,8 @@ def test_a_recipe_builds(name: str, tmp_path: Path) -> None:
     assert len(trees) == len(recipe.eval.methods) >= 1
 
 
-def test_every_kind_of_drafter_has_a_recipe_for_smollm2_and_they_share_one_dataset() -> None:
-    """`compare` distils once for recipes that say the same of target, data and seed, and measures them together."""
+def test_smollm2_recipes_cover_every_kind_and_share_one_dataset() -> None:
+    """`compare` distils once for recipes with equal target, data and seed, and measures them together."""
     recipes = [load_recipe(name) for name in RECIPES if name.startswith(SMOLLM2)]
     kinds = {file.stem for file in (ROOT / "models" / "drafters").glob("*.py") if file.stem != "__init__"}
     assert {recipe.drafter.kind for recipe in recipes} == kinds
@@ -61,10 +61,10 @@ def test_every_kind_of_drafter_has_a_recipe_for_smollm2_and_they_share_one_datas
     joint = joint_recipe(recipes, "table")
     _check_comparable(recipes, "table")
     assert len({method.name for method in joint.eval.methods}) == len(joint.eval.methods)
-    assert not any("/" in method.name for method in joint.eval.methods)  # no two recipes gave one name
+    assert not any("/" in method.name for method in joint.eval.methods)  # no name is used twice
 
 
-def test_vicunas_template_is_fastchats_and_masks_its_answers() -> None:
+def test_vicuna_template_equals_fastchat_and_masks_answers() -> None:
     if not (EMBEDDED_TARGET / "tokenizer.json").exists():
         pytest.skip("needs the embedded tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)

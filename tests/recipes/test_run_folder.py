@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process at a time, and is continued with what it was started with, or not at all."""
+"""A run folder belongs to one process at a time, and resumes only with its initial settings."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from draftsmith.recipes.run_folder import (
 from draftsmith.recipes.schema import Recipe
 
 
-def test_the_run_folder_records_recipe_and_provenance(tmp_path: Path) -> None:
+def test_run_folder_records_recipe_and_provenance(tmp_path: Path) -> None:
     recipe = Recipe(name="a", runs_dir=str(tmp_path / "runs"))
     folder = RunFolder(recipe)
     assert not folder.root.exists()
@@ -51,7 +51,7 @@ with run_lock(Path(sys.argv[1]), "train"):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that trains in `tmp_path/runs/mine`."""
+    """Start another process that trains in `tmp_path/runs/mine`."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "runs" / "mine")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -81,7 +81,7 @@ def test_dead_process_releases_the_lock(tmp_path: Path, holder: "subprocess.Pope
     holder.kill()
     holder.wait()
     root = tmp_path / "runs" / "mine"
-    assert (root / OWNER_FILE).is_file()  # it had no time to tidy up
+    assert (root / OWNER_FILE).is_file()  # it had no time to clean up
     with run_lock(root, "eval"):
         assert '"eval"' in (root / OWNER_FILE).read_text()
     assert not (root / OWNER_FILE).exists()
@@ -123,7 +123,7 @@ WAY_OUT = "restore the key, give the recipe another `name`, or delete that folde
 )
 def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], difference: str) -> None:
     file = tmp_path / "settings.json"
-    check_settings(file, SETTINGS, "measure again")  # nothing was started
+    check_settings(file, SETTINGS, "measure again")  # no stage has started
     write_settings(file, SETTINGS)
     check_settings(file, SETTINGS, "measure again")
     check_settings(file, SETTINGS | {"data.max_length_tokens": 8}, "measure again", ["data.max_length_tokens"])
@@ -133,7 +133,7 @@ def test_changed_settings_are_refused(tmp_path: Path, changed: dict[str, Any], d
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
-def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
+def test_damaged_file_is_named_with_the_way_out(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "settings.json"
     file.write_bytes(content)
     with pytest.raises(

@@ -1,1 +1,1 @@
-"""What tests share: tiny models and tokenizers, references written from the papers, fakes of servers and engines."""
+"""Shared by tests: tiny models and tokenizers, references written from the papers, fake servers and engines."""

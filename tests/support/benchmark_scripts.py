@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/`, which are no package: as modules, and as somebody runs them."""
+"""Import and run the scripts of `benchmarks/`, which is not a package."""
 
 import importlib.util
 import json
@@ -17,13 +17,13 @@ def benchmark(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass looks for its annotations
+    sys.modules[spec.name] = module  # where dataclasses resolve annotations
     spec.loader.exec_module(module)
     return module
 
 
 def figures_of(module: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """Run its `main` with `--json`, and read what it wrote."""
+    """Run the module's `main` with `--json`, and return the written figures."""
     file = folder / "figures.json"
     monkeypatch.setattr("sys.argv", [str(module.__file__), *arguments, "--json", str(file)])
     module.main()

@@ -1,6 +1,6 @@
-"""The chat formats of the families that people train drafters for, as their publishers render them, and their tokens.
+"""Chat formats of common model families, rendered as published, and their tokens.
 
-The templates are written for these tests; what they render is the published form, character by character.
+The templates are written for these tests; their output is the published form, character by character.
 """
 
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ GEMMA2 = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}" + GEMMA_TURNS
 )
-# Thoughts stay after the last user turn and leave the history; the last answer always has a block of them.
+# Thoughts stay after the last user turn and are removed before it; the last answer always has a think block.
 QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -71,14 +71,14 @@ QWEN3 = (
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{% endif %}"
 )
-# As published: it reads the thoughts' own field too.
+# As published: it also reads the separate field of thoughts.
 QWEN3_FIELD = QWEN3.replace(
     "{% if '</think>' in said %}",
     "{% if m.reasoning_content is string %}{% set thoughts = m.reasoning_content %}{% elif '</think>' in said %}",
 )
-# As one sets it who serves Qwen3 without thoughts: the block is of the prompt.
+# Qwen3 without thoughts: the empty block is part of the prompt.
 QWEN3_SILENT = "{% set enable_thinking = false %}" + QWEN3
-# DeepSeek R1's distillates: the prompt opens the thoughts, and no thoughts are ever written.
+# DeepSeek R1's distillates: the prompt opens the thoughts, and the template never writes any.
 R1 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}{% elif m.role == "
     "'assistant' %}{{ '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
@@ -163,7 +163,7 @@ MISTRAL_TOOLS = (
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the tokens that it needs, and the token that ends an answer."""
+    """A template, its special tokens, and the token that ends an answer."""
 
     template: str
     end: str = "</s>"

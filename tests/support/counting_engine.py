@@ -1,4 +1,4 @@
-"""An engine with known answers, times and counters, for what measures engines."""
+"""An engine with known answers, times and counters, for tests of measurements in engines."""
 
 import asyncio
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from draftsmith.data.engines.engine import Failure, Request
 from draftsmith.eval.serving.endpoint import DraftCounts, TimedAnswer
 
-KEPT = {5: [2, 0, 1], 6: [0, 0]}  # by the last id of a prompt but one: drafted tokens kept of two, by round
+KEPT = {5: [2, 0, 1], 6: [0, 0]}  # by the second to last id of a prompt: accepted ones of two draft tokens, by round
 
 
 class CountingEngine:
-    """`KEPT` says how an answer was drafted, and so how long it is. A prompt that holds `fails` has no answer."""
+    """Engine whose accepted draft tokens are `KEPT`. A prompt that holds `fails` has no answer."""
 
     def __init__(self, max_length_tokens: int | None = None, fails: int = -1) -> None:
         self.max_length_tokens, self.fails = max_length_tokens, fails

@@ -1,4 +1,4 @@
-"""Every kind of drafter, and every mechanism that an option turns on, for tests of what all of them keep."""
+"""Every kind of drafter, and every mechanism that an option enables, for tests of their common invariants."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
-# Every mechanism that an option turns on, once, together with others that it does not depend on.
+# Every mechanism that an option enables, once, combined with independent ones.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dflash": [
         {"sample_from_anchor": True, "causal": True, "loss": "kl", "block_size": 4, "markov_rank": 5, "init": "random"},
@@ -107,12 +107,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 FREQUENT = datasets.Dataset.from_dict(
     {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
 )
-# By default a lattice is a quarter as wide, with labels of 61 tokens seldom among 8 candidates.
+# By default a lattice is a quarter as wide, and labels of 61 tokens are rarely among 8 candidates.
 TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}}
 CASES = [
     (kind, {**TINY.get(kind, {}), **options}) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]
 ]
-# Rows weighed by what their group does.
+# Row weights that depend on their group.
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dpace_alpha": 0.3}),
     ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
@@ -134,13 +134,13 @@ def options_of(kind: str) -> set[str]:
 
 
 def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
-    """A draft vocabulary, if any, is of tokens all over the target's."""
+    """Build a target and a drafter, whose draft vocabulary, if any, is spread over the target's."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = tiny_drafter_of(kind, target, **options)
     drafter.vocab.prepare(FREQUENT)
     if "draft_vocab_size" in options:
         with torch.no_grad():
-            for head in drafter.vocab.own_heads:  # which have just started as the target's
+            for head in drafter.vocab.own_heads:  # which are initialised from the target's
                 head.weight.add_(0.1 * torch.randn_like(head.weight))
     return target, drafter
 
@@ -152,7 +152,7 @@ def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> 
     rows, parent = [decoder.begin()[0]], 0
     for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
         token = int(ids[newest + depth])
-        # The true token's sibling comes first: it must change nothing for the true one.
+        # The true token's sibling comes first: it must not affect the true one.
         rows.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
         parent += 2
     return torch.stack(rows)

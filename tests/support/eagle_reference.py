@@ -1,6 +1,6 @@
-"""EAGLE's forwards, and those of other published layouts, from their tensors and the papers alone, for Llama layers.
+"""Forwards of EAGLE and other published layouts with Llama layers, written from their tensors and the papers only.
 
-No cache, no streams. Every row has its own list of the rows that it sees.
+No cache, no packed depths: every row has a list of the rows that it sees.
 
 Shapes: R rows, E input width of the attention, D hidden, Dh head size.
 """
@@ -17,14 +17,14 @@ HEADS, KV_HEADS, HEAD_SIZE, ROPE_THETA, EPS = 4, 2, 8, 10000.0, 1e-6
 
 
 class LayoutReference:
-    """Reads `tensors` by the names of the layout, embedding and head from the target."""
+    """Reference that reads `tensors` by the layout's names, and embedding and head of the target."""
 
     def __init__(self, tensors: Mapping[str, Tensor], embedding: Tensor, head: Tensor) -> None:
         self.tensors, self.embedding, self.head = tensors, embedding, head
 
     @staticmethod
     def of(drafter: Drafter) -> "LayoutReference":
-        """With the drafter's own tensors, whose names are those of the layouts."""
+        """Build a reference from a drafter's tensors, whose names are those of the layouts."""
         tensors = {**dict(drafter.named_parameters()), **dict(drafter.named_buffers())}
         return LayoutReference(tensors, drafter.attached.embedding.weight, drafter.attached.lm_head.weight)
 
@@ -39,7 +39,7 @@ class LayoutReference:
     def layer(
         self, name: str, read_re: Tensor, residual_rd: Tensor, positions: list[int], sees: list[list[int]]
     ) -> Tensor:
-        """[R, D]: attention over `read`, added to `residual`, then the MLP."""
+        """Return [R, D]: attention over `read`, added to `residual`, then the MLP."""
 
         def heads(part: str, count: int) -> Tensor:
             return self.product(f"{name}.self_attn.{part}", read_re).unflatten(-1, (count, HEAD_SIZE)).transpose(0, 1)
@@ -57,10 +57,10 @@ class LayoutReference:
         gated = torch.nn.functional.silu(self.product(f"{name}.mlp.gate_proj", normed))
         return stream + self.product(f"{name}.mlp.down_proj", gated * self.product(f"{name}.mlp.up_proj", normed))
 
-    # ---- slot n: what the target knew at n, and token n + 1 ----
+    # ---- slot n: the target's features at n, and token n + 1 ----
 
     def eagle3_fused(self, features_rf: Tensor) -> Tensor:
-        """[R, D] of the features of three layers, normed as the tensors say."""
+        """Return [R, D], the fused features of three layers, with norms if the tensors have them."""
         if "input_norm.weight" in self.tensors:
             features_rf = self.norm("input_norm", features_rf)
         if "fc_norm.0.weight" in self.tensors:
@@ -70,7 +70,7 @@ class LayoutReference:
         return self.product("fc", features_rf)
 
     def eagle3_slots(self, tokens: list[int], g_rd: Tensor, normed_residual: bool = False) -> Tensor:
-        """[R, D] before the final norm, of slots that each see all before them."""
+        """Return [R, D] before the final norm, for slots that see all earlier ones."""
         first = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"
         embedded = self.norm(f"{first}.input_layernorm", self.embedding[tokens])
         normed = self.norm(f"{first}.hidden_norm", g_rd)
@@ -97,12 +97,12 @@ def causal(count: int) -> list[list[int]]:
 
 
 def eagle_features(drafter: Drafter, inputs_rd: Tensor, positions: list[int], sees: list[list[int]]) -> Tensor:
-    """[R, D] predicted features of a Llama target's EAGLE. `sees[r]`: the rows that row r attends to."""
+    """Return EAGLE's predicted features [R, D] for a Llama target. `sees[r]`: the rows that row r attends to."""
     return LayoutReference.of(drafter).layer("layers.0", inputs_rd, inputs_rd, positions, sees)
 
 
 def pairs(drafter: Drafter, target: PreTrainedModel, ids: list[int], features_rd: Tensor) -> Tensor:
-    """[R, D] inputs of the layer: fc of [embedding; feature]."""
+    """Return the layer's inputs [R, D]: fc of [embedding; feature]."""
     embedded = target.get_input_embeddings().weight[ids].to(features_rd.dtype)
     return torch.cat([embedded, features_rd], dim=1) @ drafter.fc.weight.T
 

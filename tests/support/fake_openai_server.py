@@ -1,7 +1,7 @@
 """An OpenAI-compatible server in a thread: deterministic answers, and faults on demand.
 
-Its answer to a prompt is a function of the prompt's ids (completions) or of the last message (chat), so a test knows
-what every request must get, whichever server answered it and however often it was sent.
+Its answer is a function of the prompt's ids (completions) or of the last message (chat), so a test knows the answer of
+every request, whichever server gives it and however often it is sent.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ MODEL = "fake"
 
 
 def answer_ids(prompt: Any) -> list[int]:
-    """1 to 9 ids and the end token."""
+    """Return 1 to 9 ids and the end token."""
     digest = zlib.crc32(json.dumps(prompt).encode())
     return [10 + digest % 50 + position for position in range(1 + digest % 9)] + [END_ID]
 
 
 class BreakingHTTPServer(ThreadingHTTPServer):
-    """Listener of the fake servers: many concurrent connections, which may break."""
+    """Listener of the fake servers: it accepts many concurrent connections, which may break."""
 
     daemon_threads = True
     request_queue_size = 512
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections break here on purpose."""
+        """Ignore errors: connections break on purpose."""
 
 
 @dataclass
@@ -51,17 +51,17 @@ class Fault:
     drip_s: float = 0.0
 
 
-# Sees the request's JSON and its number at this server, from 1; None: the ordinary answer.
+# Gets the request's JSON and its number at this server, from 1; returns None for the ordinary answer.
 Script = Callable[[dict[str, Any], int], Fault | None]
 
 
 class FakeServer:
-    """Serves on `url`; `stop` closes every connection, `start` comes back on the same port.
+    """A server on `url`; `stop` closes every connection, `start` listens on the same port again.
 
     Args:
-        script: Faults; not called for the request of one token that the engine checks a server with.
-        token_ids: Give token ids back when asked to.
-        fields: Known fields; a request with another one is refused, as strict servers do. None: all are.
+        script: Faults; not called for the one-token request by which the engine checks a server.
+        token_ids: Return token ids on request.
+        fields: Known fields; a request with another one is refused, as by strict servers. None: all are known.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.check_fault: Fault | None = None
         self.in_flight = self.most_in_flight = 0
-        self.headers: list[Message] = []  # names in any case
+        self.headers: list[Message] = []  # case-insensitive names
         self._lock = threading.Lock()
         self._connections: set[Any] = set()
         self._http: BreakingHTTPServer | None = None
@@ -105,7 +105,7 @@ class FakeServer:
                 connection.shutdown(2)
 
     def answer(self, path: str, body: dict[str, Any]) -> Fault:
-        """Make the ordinary response."""
+        """Return the ordinary response."""
         chat = path.endswith("/chat/completions")
         if self.fields is not None and (unknown := sorted(body.keys() - self.fields)):
             return Fault(400, body={"error": {"message": f"Unrecognized request argument: {unknown[0]}"}})

@@ -1,4 +1,4 @@
-"""A run of a tiny target that went through all stages, to be damaged and tried again."""
+"""A run of a tiny target that went through all stages, for tests that damage and rerun it."""
 
 import json
 import shutil
@@ -17,12 +17,12 @@ from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
 from draftsmith.recipes.schema import MethodConfig
 
-LONGEST_S = 30.0  # of a command; a run here takes a second or two
+LONGEST_S = 30.0  # for a command; a run takes a second or two
 INPUTS = ("chats.jsonl", "questions.jsonl", "run.yaml")
 
 
 class Hangs(BaseException):
-    """Passes everything that catches exceptions."""
+    """Exception that no `except Exception` catches."""
 
 
 @dataclass
@@ -42,8 +42,8 @@ class FinishedRun:
         shutil.copytree(self.whole, self.folder)
 
     def call(self, command: str, *arguments: str) -> Result:
-        """A command in this process, ended when it hangs."""
-        console._buffer.clear()  # of a command that failed while it printed
+        """Run a command in this process, ended if it hangs."""
+        console._buffer.clear()  # from a command that failed while printing
 
         def hangs(*_: Any) -> None:
             raise Hangs
@@ -66,7 +66,7 @@ LIGHT = {
 
 
 def finished_run(parent: Path) -> FinishedRun:
-    """Its conversations as they are, trained for two steps, measured on two questions, proved; features on disk."""
+    """Build a run with given conversations, two training steps, two measured questions, a proof, features on disk."""
     folder, whole = parent / "run", parent / "whole"
     save_target(folder / "target")
     answers = ["w8 w9 w10 w11 w12 w13", "w15 w16 w17 w18"]
@@ -112,6 +112,6 @@ def finished_once(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 @pytest.fixture
 def finished(finished_once: FinishedRun) -> FinishedRun:
-    """As it was when it was finished."""
+    """Return the run restored to its finished state."""
     finished_once.restore()
     return finished_once

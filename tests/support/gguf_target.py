@@ -12,7 +12,7 @@ from draftsmith.models.formats.llamacpp import Key, architecture_of, write_gguf
 
 
 def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:
-    """A byte-level BPE tokenizer's keys."""
+    """Return the GGUF keys of a byte-level BPE tokenizer."""
     kinds = gguf.GGUFValueType
     names = [tokenizer.convert_ids_to_tokens(number) or f"[unused{number}]" for number in range(vocabulary)]
     special = set(tokenizer.all_special_ids)
@@ -34,7 +34,7 @@ def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:
 
 
 def embedded_gguf(folder: Path, target: PreTrainedModel, tokenizer: Any, template: str | None = None) -> Path:
-    """Write the target in fp32, as a draft model of all its layers would be, with its chat template or another."""
+    """Write the target in fp32 like a draft model of all its layers, with its chat template or another."""
     config, file = target.config.to_dict(), folder / "target.gguf"
     tensors = {name: value.cpu() for name, value in target.state_dict().items() if name != "lm_head.weight"}
     keys = tokenizer_keys(tokenizer, config["vocab_size"])

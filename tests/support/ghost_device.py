@@ -1,7 +1,7 @@
 """A CUDA device for machines without one: tensors that say `cuda:0` and hold their values on the CPU.
 
-What mixes devices raises, as there. What would make the host wait, or copy, is counted with the line that caused
-it. No CUDA kernel runs: speed and the kernels' own behaviour are not shown.
+Mixing devices raises, as on CUDA. Operations that would make the host wait or copy are counted with their line. No
+CUDA kernel runs: speed and the kernels' behaviour are not tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 DEVICE_TYPES = {"cuda": 1, "meta": 14}  # c10/core/DeviceType.h
 aten = torch.ops.aten
-# Operations whose result's size or value the host must know.
+# Operations whose result's size or value the host needs.
 WAITING = {
     aten._local_scalar_dense: "item", aten.nonzero: "nonzero", aten.masked_select: "masked_select",
     aten.bincount: "bincount", aten.equal: "equal", aten.unique_dim: "unique", aten._unique2: "unique",
@@ -37,13 +37,13 @@ NOT_LAUNCHED = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach, aten.alias,
     aten._local_scalar_dense, aten.lift_fresh, aten._fused_sdp_choice, aten.resize_, aten.set_, aten._unsafe_view,
 }  # fmt: skip
-# What a copy that the host does not wait for is counted as.
+# The name under which copies without a wait are counted.
 NOT_WAITED_FOR = "copy, not waited for"
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 
 
 class GhostTensor(Tensor):
-    """See the module's docstring. `held`: the values."""
+    """Tensor that claims to be on CUDA. `held`: its values on the CPU."""
 
     held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -69,7 +69,7 @@ class GhostTensor(Tensor):
 
 
 class GhostDevice(TorchDispatchMode):
-    """Tensors made for CUDA in here are ghosts.
+    """Mode in which tensors made for CUDA are ghosts.
 
     counts: ("back" | "in" | "kernel" | "launch", what) to how often, while `counting`; `lines`: the same with the
     file's line. A launch is any operation that runs on the device, a kernel one of attention's.
@@ -95,7 +95,7 @@ class GhostDevice(TorchDispatchMode):
 
     @classmethod
     def of(cls, kind: str) -> int:
-        """All that was counted of `back`, `in`, `kernel` or `launch`."""
+        """Return the total of `back`, `in`, `kernel` or `launch`."""
         return sum(count for (found, _), count in cls.counts.items() if found == kind)
 
     @classmethod
@@ -106,7 +106,7 @@ class GhostDevice(TorchDispatchMode):
 
 @contextmanager
 def ghost_device(capability: tuple[int, int] = (9, 0)) -> Iterator[type[GhostDevice]]:
-    """In here `cuda` is a ghost of this compute capability."""
+    """Make `cuda` a ghost device of this compute capability within the context."""
     guards = _device_guards()
     guard_before, guards[DEVICE_TYPES["cuda"]] = guards[DEVICE_TYPES["cuda"]], guards[DEVICE_TYPES["meta"]]
     torch._C._set_only_lift_cpu_tensors(True)
@@ -136,9 +136,9 @@ def ghost_device(capability: tuple[int, int] = (9, 0)) -> Iterator[type[GhostDev
 
 
 def _device_guards() -> Any:
-    """torch's table of what switches between devices of each type: without CUDA it has no entry for it.
+    """Add an entry for CUDA to torch's table of device guards, which has none in builds without CUDA.
 
-    That of meta tensors, which does nothing, will do.
+    It is the entry of meta tensors, which does nothing.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     return (ctypes.c_void_p * 20).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -150,7 +150,7 @@ class _Stream:
 
 
 class _Event:
-    """Of a device that does everything immediately."""
+    """Event of a device that finishes everything immediately."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.recorded = 0
@@ -167,7 +167,7 @@ class _Event:
 
 @cache
 def _in_repository(file: str) -> Path | None:
-    """The path of a file of this repository, this one excepted."""
+    """Return the path of a file of this repository except this one, or None."""
     path = Path(file).resolve()
     is_ours = path.is_relative_to(ROOT) and ".venv" not in file and path != Path(__file__).resolve()
     return path.relative_to(ROOT) if is_ours else None
@@ -178,7 +178,7 @@ def _held(value: Any) -> Any:
 
 
 def _each(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """All tensors of some arguments or results changed; torch's own tree functions take five times as long."""
+    """Apply `change` to all tensors of arguments or results; torch's tree functions take five times as long."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -250,7 +250,7 @@ def _copy_into(func: Any, target: Tensor, source: Tensor, rest: Any, kwargs: Any
 
 
 def _check_devices(func: Any, packet: Any, args: Any, tensors: list[Tensor]) -> None:
-    """Scalars on the CPU are allowed, and indices, which are copied."""
+    """Raise if devices are mixed; scalars on the CPU are allowed, and indices, which are copied."""
     others = [tensor for tensor in tensors if not isinstance(tensor, GhostTensor) and tensor.dim() > 0]
     if packet in INDEXING:
         indices = [index for index in args[1] if index is not None]
@@ -266,7 +266,7 @@ def _check_devices(func: Any, packet: Any, args: Any, tensors: list[Tensor]) -> 
 
 
 def _with_defaults(given: Any, *defaults: Any) -> tuple[Any, ...]:
-    """Arguments at the end of a call, of which torch leaves out those that have their default value."""
+    """Return the last arguments of a call with the defaults that torch leaves out."""
     return *given, *defaults[len(given) :]
 
 
@@ -287,7 +287,7 @@ def _flash_backward(args: Any, options: Any) -> Any:
 
 
 def _packed_flash(args: Any, options: Any) -> Any:
-    """Documents one after the other, [T, H, Dh]; the host says how long the longest is."""
+    """Run attention of concatenated documents, [T, H, Dh]; the host passes the length of the longest."""
     GhostDevice.note("kernel", "packed flash")
     q, k, v, bounds = map(_held, args[:4])
     outs, lses = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
@@ -314,7 +314,7 @@ def _packed_flash_backward(args: Any, options: Any) -> Any:
 
 
 def _seen_by(q: Tensor, causal: bool, options: Any) -> dict[str, Any]:
-    """The CPU kernel's arguments for a causal kernel with a window."""
+    """Return the CPU kernel's arguments for a causal kernel with a window."""
     left = options.get("window_size_left")
     if left is None:
         return {"is_causal": causal}

@@ -1,11 +1,11 @@
 """Golden numbers of every kind of drafter: loss, counts, gradients and drafts of one fixed batch, in fp64.
 
-Remake them, after a change that is meant to move them, with
+Remake them, after a change that should change them, with
 
     PYTHONPATH=tests python -m support.goldens
 
-Weights come from integers, and norms and RoPE are computed in fp64 in place of transformers' fp32, so that the numbers
-are those of any processor up to the rounding of fp64.
+Weights are made of integers, and norms and RoPE are computed in fp64 in place of transformers' fp32, so the numbers are
+equal on all processors up to the rounding of fp64.
 """
 
 import json
@@ -32,9 +32,9 @@ from draftsmith.train.drafter.trainer import collate_right_padded
 FILE = Path(__file__).resolve().parents[1] / "models" / "goldens.json"
 DOCUMENT_LENGTHS = (9, 14, 4, 1, 7)
 WARM_UP_DONE = 10_000
-# Those of all documents; LM heads make them likely, so that some labels are drafted.
+# Tokens of all documents; LM heads make them likely, so that some labels are drafted.
 TOKENS = (3, 9)
-# Beyond the cases of all tests: dropped rows together with credit, and noise together with a Markov head.
+# In addition to the cases of all tests: dropped rows with row weights, and noise with a Markov head.
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("parallel", {"keep_ratio": 0.7, "keep_ratio_min": 0.3, "dpace_alpha": 0.5, "until_first_error": True}),
     ("eagle3", {"until_first_error": True, "loss": "lk_alpha"}),
@@ -46,7 +46,7 @@ NAMES = [f"{kind} {json.dumps(options, sort_keys=True)}" for kind, options in GO
 
 
 def get_goldens(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the golden numbers of one case: those of padded and of packed documents, and drafts."""
+    """Return the golden numbers of one case, for padded and packed documents, and its drafts."""
     with _in_fp64():
         target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
         _fill(target, seed=1)
@@ -67,7 +67,7 @@ def get_goldens(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained(drafter: Drafter, target: Any, batch: dict[str, Tensor], is_part: bool) -> dict[str, Any]:
-    """Return loss, counts by depth and fingerprints of gradients: of each weight, or of a part of a batch of all."""
+    """Return loss, counts by depth and fingerprints of gradients, per weight or, for a part of a batch, of all."""
     drafter.train().zero_grad()
     ids, mask, positions = batch["input_ids"], batch["loss_mask"], batch.get("position_ids")
     drafter.generator = torch.Generator().manual_seed(5)
@@ -91,7 +91,7 @@ def _trained(drafter: Drafter, target: Any, batch: dict[str, Tensor], is_part: b
 
 
 def _drafts(drafter: Drafter, target: Any, ids: list[int]) -> list[list[float]]:
-    """Return the token and the probability of the most likely path, depth by depth, of two rounds."""
+    """Return the tokens and probabilities of the most likely path by depth, for two rounds."""
     prompt, drafts = torch.tensor(ids), list[list[float]]()
     features = target_features(target, prompt[None], None, None, drafter.feature_layers)[0]
     decoder: Any = drafter.decoder(len(ids) + 16)
@@ -113,7 +113,7 @@ def _drafts(drafter: Drafter, target: Any, ids: list[int]) -> list[list[float]]:
 
 
 def _fingerprint(gradient: Tensor) -> list[float]:
-    """Return the length, and the product with a fixed vector."""
+    """Return the norm, and the product with a fixed vector."""
     fixed = _integers(gradient.numel(), -500, 501, 9).double() / 500
     return [float(gradient.double().norm()), float(gradient.double().flatten() @ fixed)]
 
@@ -123,13 +123,13 @@ def _integers(count: int, low: int, high: int, seed: int) -> Tensor:
 
 
 def _mask(length: int) -> list[int]:
-    """Return a loss mask with an answer that begins with the document, so that none may reach into the next."""
+    """Return a loss mask whose answer starts with the document, so leaks between documents would show."""
     return [int(token % 7 != 2) for token in range(length)]
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
-    """Fill all weights but the drafter's borrowed ones with thousandths, around 1 in norms."""
+    """Fill all weights except the drafter's borrowed ones with multiples of 1/1000, around 1 in norms."""
     for number, (name, weight) in enumerate(model.named_parameters()):
         values = _integers(weight.numel(), -1000, 1001, 100 * seed + number).double().view(weight.shape) / 1000
         weight.copy_(1 + 0.2 * values if "norm" in name and weight.dim() == 1 else 0.35 * values)

@@ -1,4 +1,4 @@
-"""Tiny targets of many architectures, drafters that are right now and then, and every tree to draft with them."""
+"""Tiny targets of many architectures, drafters that are sometimes right, and every kind of tree."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ TINY = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "mistral with a window": MistralConfig(**SIZES, sliding_window=64),  # longer than the sequences: must not matter
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=64),  # longer than the sequences, so without effect
     "gemma": GemmaConfig(**SIZES, head_dim=8),
     "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=64),
     "phi": PhiConfig(**SIZES),
@@ -70,7 +70,7 @@ TINY = {
 
 
 class HalfRightDecoder:
-    """Knows the answer and drafts it, with each depth spoiled now and then, so that all kinds of paths are accepted."""
+    """Decoder that drafts the known answer with random wrong depths, so that all kinds of paths are accepted."""
 
     columns = ALL_TOKENS
 
@@ -90,7 +90,7 @@ class HalfRightDecoder:
         return torch.cat([self._logits_after(self._answer[self._done : self._done + depth]) for depth in range(DEPTHS)])
 
     def _logits_after(self, drafted: list[int]) -> Tensor:
-        """[1, V]: noise, with the answer's next token where what was drafted is the answer so far."""
+        """Return logits [1, V]: noise, with the answer's next token if the path so far is right."""
         logits = torch.rand(1, self._vocabulary, generator=self._generator)
         rest = self._answer[self._done :]
         if drafted == rest[: len(drafted)] and len(drafted) < len(rest):
@@ -100,7 +100,7 @@ class HalfRightDecoder:
 
 
 class HalfRightStepwiseDecoder(HalfRightDecoder):
-    """The same, a level at a time: a node knows how to continue only where the path to it is right."""
+    """Stepwise variant: it drafts the answer's next token only below nodes whose path is right."""
 
     num_depths = DEPTHS
 
@@ -115,7 +115,7 @@ class HalfRightStepwiseDecoder(HalfRightDecoder):
 
 
 def greedy_reference(target: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """transformers' own greedy tokens, not stopped by an end token."""
+    """Return transformers' greedy tokens, not stopped by an end token."""
     ids = target.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -1,4 +1,4 @@
-"""What each of two processes over gloo holds of a frozen target, for `support.processes` to start."""
+"""Functions for `support.processes` that record the part of a frozen target held by each of two gloo processes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from draftsmith.train.processes.frozen_target import load_frozen_target, outside
 
 
 def write_their_part(recipes: list[Recipe]) -> None:
-    """Write each recipe's features, and `<rank>.json` into its run: the shards that this process wrote."""
+    """Write each recipe's features, and the shards written by this process as `<rank>.json` into its run."""
     for recipe in recipes:
         written: list[str] = []
         write_shard = write.write_shard
@@ -35,13 +35,13 @@ def write_their_part(recipes: list[Recipe]) -> None:
 
 
 def hold_targets(recipes: list[Recipe]) -> None:
-    """Write `<rank>.json` into each recipe's run, one after the other in one group of processes."""
+    """Write `<rank>.json` into each recipe's run, sequentially in one group of processes."""
     for recipe in recipes:
         _hold_target(recipe)
 
 
 def _hold_target(recipe: Recipe) -> None:
-    """Write bytes of the layers held here, files read, features, drafter."""
+    """Write the bytes of layers held by this process, files read, features and drafter."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""`train/train_parallel.py` under a launcher, with a process that gets a signal at the beginning of a step.
+"""`train/train_parallel.py` under a launcher, with signals to processes at the start of a step.
 
 launch(CPU_X2, recipe)                              # as `accelerate launch` starts it
 launch(CPU_X2, recipe, signals={1: (5, "SIGKILL")})  # the second process, in its fifth step
@@ -29,8 +29,8 @@ SIGNALS = "TEST_SIGNALS"  # {rank: [step, name]}
 NOT_LEFT = "the interpreter ends while its process group is there"
 
 
-def on_two_cpus(name: str, folder: Path) -> Path:
-    """A shipped configuration with what makes it run here; zero1 is zero2 with what its header says."""
+def config_for_two_cpus(name: str, folder: Path) -> Path:
+    """Write a shipped configuration changed to run on two CPUs; zero1 is zero2 with the change in its header."""
     shipped = "zero2" if name == "zero1" else name
     values = yaml.safe_load((SHIPPED / f"{shipped}.yaml").read_text(encoding="utf-8"))
     if name == "zero1":
@@ -48,8 +48,8 @@ def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:
     return values
 
 
-def start_each(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None) -> list[int]:
-    """Two processes with ranks from the environment, as a scheduler's tasks are; what they end with."""
+def start_processes(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None) -> list[int]:
+    """Start two processes with ranks from the environment, as a scheduler does; return their exit codes and output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,9 +68,9 @@ def start_each(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None
 def launch(
     config: Path, recipe: Recipe, *overrides: str, signals: dict[int, tuple[int, str]] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` on a free port, until it ends."""
+    """Run `accelerate launch` on a free port until it ends."""
     if signals is None and config.stem.startswith("launch-zero"):
-        signals = {}  # by `main`, which spares the compilation of an operator
+        signals = {}  # by `main`, which avoids compiling an operator
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
     script = SCRIPT if signals is None else Path(__file__)
     return subprocess.run(
@@ -92,7 +92,7 @@ def _say_whether_it_left() -> None:
 
 
 def main() -> None:
-    """The script, whose trainer has one callback more."""
+    """Run the script with one more callback in its trainer."""
     from draftsmith.train.drafter import stage
     from draftsmith.train.drafter.trainer import DrafterTrainer
 
@@ -104,7 +104,7 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
-        # Else DeepSpeed compiles its all-reduce through shared memory, for minutes on a busy machine; gloo has one.
+        # Otherwise DeepSpeed compiles its shared-memory all-reduce, for minutes on a busy machine; gloo has one.
         deepspeed.ops.__compatible_ops__ = {}
     atexit.register(_say_whether_it_left)  # the first one registered is the last one called
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -1,4 +1,4 @@
-"""What tensors hold in memory, seen operation by operation, whatever the allocator."""
+"""The memory held by tensors, counted after every operation, independent of the allocator."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveMemory(TorchDispatchMode):
-    """The most that storages which were made or seen inside held after any one operation."""
+    """Peak bytes after any operation of all storages created or seen within the context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak_elements = self.peak_bytes = 0
         self._live = dict[int, tuple[StorageWeakRef, int, int]]()
-        self._elements = self._bytes = 0  # of these, of which some may have gone
+        self._elements = self._bytes = 0  # of these storages, some of which may be freed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

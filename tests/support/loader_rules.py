@@ -1,7 +1,7 @@
-"""What loaders ask of a checkpoint for the tiny target: tensors by name and shape, and values of the config.
+"""Requirements of loaders on a checkpoint for the tiny target: tensors by name and shape, and values of the config.
 
-Most loaders leave a missing tensor at random, or skip one that they do not know, without a word; then the drafter loads
-and nothing is accepted. These rules were read off the loaders' sources, vLLM 0.32's and SGLang 0.5.23's among them, and
+Most loaders silently leave a missing tensor at random values, or skip an unknown one; then the drafter loads and no
+draft token is accepted. These rules were read from the loaders' sources, such as vLLM 0.32's and SGLang 0.5.23's, and
 share nothing with the code that writes a layout:
 
 * EAGLE: vllm/model_executor/models/llama_eagle.py:50-190, sglang/srt/models/llama_eagle.py, SafeAILab/EAGLE's
@@ -59,7 +59,7 @@ Shapes = dict[str, tuple[int, ...]]
 def layer_shapes(
     prefix: str, width: int = HIDDEN, norms: tuple[str, ...] = ("input",), config: Config = NO_BIAS
 ) -> Shapes:
-    """A decoder layer of Llama's kind, whose attention reads `width`, with the biases and q/k norms of the config."""
+    """Return the shapes of a Llama layer whose attention reads `width`, with the config's biases and q/k norms."""
     attention = {"q": (HIDDEN, width), "k": (KEYS, width), "v": (KEYS, width), "o": (HIDDEN, HIDDEN)}
     mlp = {"gate": (MLP, HIDDEN), "up": (MLP, HIDDEN), "down": (HIDDEN, MLP)}
     shapes: Shapes = {f"{prefix}.mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
@@ -74,12 +74,12 @@ def layer_shapes(
 
 
 def head_block(name: str, outputs: int = HIDDEN, inputs: int = HIDDEN) -> Shapes:
-    """A linear layer with a bias."""
+    """Return the shapes of a linear layer with a bias."""
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
 def draft_vocabulary(config: Config, always: bool = False) -> Shapes:
-    """The head of a draft vocabulary and its maps; with `always` a head even where all tokens are drafted."""
+    """Return the shapes of a draft vocabulary's head and maps; with `always` a head even if all tokens are drafted."""
     drafted = config.get("draft_vocab_size") or VOCABULARY
     head: Shapes = {"lm_head.weight": (drafted, HIDDEN)}
     if drafted == VOCABULARY:
@@ -87,8 +87,8 @@ def draft_vocabulary(config: Config, always: bool = False) -> Shapes:
     return {**head, "d2t": (drafted,), "t2d": (VOCABULARY,)}
 
 
-def asked_shapes(kind: str, to: str, config: Config) -> Shapes:
-    """The tensors that must be there."""
+def required_shapes(kind: str, to: str, config: Config) -> Shapes:
+    """Return the required tensors."""
     if kind == "eagle":
         biased = to == "sglang" or (to == "eagle" and config.get("bias"))
         layer = layer_shapes("layers.0", norms=(), config=config)
@@ -170,7 +170,7 @@ def _blocks(kind: str, to: str, config: Config) -> Shapes:
 
 
 def _lattice(own: Config, config: Config) -> Shapes:
-    """Of vllm's lilicorr.py."""
+    """Return the shapes of vllm's lilicorr.py."""
     width, heads, size, factor = own["hidden_size"] or HIDDEN, own["num_heads"], config["block_size"], own["factor_dim"]
     linear = {
         "pass_hidden_proj": (width, HIDDEN), "context_proj": (width, HIDDEN), "feature_mlp.up_proj": (width, 5),
@@ -195,10 +195,10 @@ def _lattice(own: Config, config: Config) -> Shapes:
     return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
 
 
-def complaints(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List what a loader would find wrong with a checkpoint of this config and these tensors."""
-    asked = asked_shapes(kind, to, config)
-    # An own head for all tokens may be there in place of the target's.
+def find_violations(kind: str, to: str, config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a loader's violations by a checkpoint with this config and these tensors."""
+    asked = required_shapes(kind, to, config)
+    # A separate head for all tokens may replace the target's.
     known = {**draft_vocabulary(config, always=kind in ("eagle3", "peagle")), **asked}
     found = [f"{name} is missing" for name in asked.keys() - shapes.keys()]
     found += [f"{name} is {shape}, not {known.get(name)}" for name, shape in shapes.items() if known.get(name) != shape]

@@ -1,4 +1,4 @@
-"""Requests to the openai engine, and servers and engines that are stopped again."""
+"""Requests to the openai engine, and servers and engines that are stopped at the end of a test."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ StartEngine = Callable[..., OpenAIEngine]
 
 
 @contextmanager
-def servers_to_start() -> Iterator[StartServer]:
+def starting_servers() -> Iterator[StartServer]:
     started: list[FakeServer] = []
 
     def start(*script: Any, **how: Any) -> FakeServer:
@@ -38,7 +38,7 @@ def servers_to_start() -> Iterator[StartServer]:
 
 
 @contextmanager
-def engines_to_start() -> Iterator[StartEngine]:
+def starting_engines() -> Iterator[StartEngine]:
     started: list[OpenAIEngine] = []
 
     def start(

@@ -1,4 +1,4 @@
-"""Where this checkout is, and real data next to it that is in no repository: tests that want it skip without it."""
+"""Path of this checkout, and its import links."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ MATERIAL = ROOT.parent / "shared" / "material"
 
 
 def import_links(folder: Path) -> dict[str, str]:
-    """Return the links of `.typing/draftsmith` in a checkout, name to target: by them its `draftsmith` is imported."""
+    """Return the links of `.typing/draftsmith` in a checkout by name, through which `draftsmith` is imported."""
     files = {file.name: f"../../core/{file.name}" for file in (folder / "core").glob("*.py")}
     return files | {name: f"../../{name}" for name in PACKAGES if name != "core"}
 
 
 def make_importable(folder: Path) -> None:
-    """Make the links of `.typing` in a copy of the checkout."""
+    """Create the links of `.typing` in a copy of the checkout."""
     links = folder / ".typing" / "draftsmith"
     links.mkdir(parents=True)
     for name, target in import_links(folder).items():

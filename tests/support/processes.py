@@ -1,6 +1,6 @@
-"""Several processes of one training, as a launcher would start them: gloo, on the CPU.
+"""Processes of one training, as started by a launcher: gloo, on the CPU.
 
-They are forked from a server that has imported everything and computed nothing, so that each costs no import.
+They are forked from a server that has imported everything and computed nothing, so they need no import time.
 """
 
 import multiprocessing
@@ -14,11 +14,11 @@ PRELOADED = ["draftsmith.train.drafter.stage"]
 LONGEST_S = 300.0
 
 
-def in_processes(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
-    """Call it in every one of them; all must end well.
+def run_in_processes(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
+    """Call `function` in every process; raise if one fails.
 
     Args:
-        function: Of a module that can be imported.
+        function: A function of an importable module.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -1,4 +1,4 @@
-"""What a report is made of, made up: a summary, its timing, and facts of every section of the page."""
+"""Invented inputs of a report: a summary, its timing, and facts of every section of the page."""
 
 from dataclasses import replace
 from typing import Any
@@ -109,7 +109,7 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
 def records_of(
     methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,), questions: int = 8
 ) -> list[QuestionRecord]:
-    """Two questions of each of four categories, of three tasks; the baseline takes 2 s for each, a method what is said.
+    """Build two questions of each of four categories, of three tasks; `methods` has seconds, the baseline takes 2 s.
 
     Rounds have phases: 20 ms of drafting, 50 of the target's forward, 5 and 5; the baseline's step takes 60.
     """
@@ -132,8 +132,8 @@ def records_of(
     return records
 
 
-def whole_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,)) -> dict[str, Any]:
-    """Of a run that holds all that the page can show."""
+def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,)) -> dict[str, Any]:
+    """Return the facts of a run with every section of the page."""
     records = records_of(methods, temperatures)
     summary = [row | {"target_change": None} for row in summarize(records)]
     rounds = [

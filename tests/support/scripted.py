@@ -1,4 +1,4 @@
-"""A method that knows the answer, and spoils it on purpose."""
+"""A method that knows the answer and makes deliberate mistakes."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ V = 11
 
 
 class Scripted:
-    """A drafter that knows the answer and offers it, spoils it, or spoils the token at one depth."""
+    """Method that proposes the known answer, a wrong one, or the answer with a wrong token at one depth."""
 
     name = "scripted"
 

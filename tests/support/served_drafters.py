@@ -1,4 +1,4 @@
-"""Drafters that real engines are shown: kind, format and options, each drafting three tokens; what ours accepts."""
+"""Drafters for real engines by kind, format and options, each drafting three tokens, and our decoder's acceptance."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target.features import target_features
 
-NEW_TOKENS = 48  # of an answer that is compared
-TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks learn slowly
+NEW_TOKENS = 48  # of a compared answer
+TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks train slowly
 
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle": ("eagle", "vllm", {"draft_depth": 3, "first_token": False}),
@@ -60,10 +60,10 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lilicorr": ("lilicorr", "vllm", {"block_size": 4, "num_layers": 2, "lattice_hidden_size": 48}),
 }
 
-# Kinds of its newer runner alone.
+# Kinds that only vLLM's newer runner supports.
 BY_THE_NEWER_RUNNER = ("dflash2", "dspark", "lilicorr")
 
-# What real llama.cpp is shown.
+# Kinds for real llama.cpp.
 IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"ttt_steps": 3, "first_token": False}),
     "eagle3-reduced": (
@@ -89,10 +89,10 @@ IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def briefly_trained(
+def train_briefly(
     kind: str, options: dict[str, Any], target: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> Drafter:
-    """On the very answers that it is measured on: enough that every depth is accepted now and then."""
+    """Train on the answers that are measured, so that every depth is sometimes accepted."""
     torch.manual_seed(5)
     drafter = load_drafter_class(kind).from_target(target, options)
     if options.get("draft_vocab_size"):
@@ -115,7 +115,7 @@ def briefly_trained(
 
 @torch.no_grad()
 def share_first_key_norm(drafter: Drafter) -> None:
-    """Copy vLLM 0.32's fault on a CPU, where `rms_norm` takes the first row of a weight for each layer.
+    """Reproduce a bug of vLLM 0.32 on a CPU, where `rms_norm` uses the first row of a weight for each layer.
 
     It norms the context's keys of all layers in one call (qwen3_dflash.py, _normalize_context_k).
     """
@@ -125,15 +125,15 @@ def share_first_key_norm(drafter: Drafter) -> None:
 
 @dataclass
 class Setup:
-    """The target, prompts, and greedy answers past the length that is compared."""
+    """The target, prompts, and greedy answers beyond the compared length."""
 
     target: Any
     prompts: list[list[int]]
-    answers: list[list[int]]  # greedy, past the length that is compared
+    answers: list[list[int]]  # greedy, beyond the compared length
 
 
 def chain(decoder: Any, depth: int) -> list[int]:
-    """Greedy tokens of the next depths."""
+    """Draft the greedy tokens of the next depths."""
     if hasattr(decoder, "draft"):
         logits = decoder.draft()[:depth]
         return decoder.columns.tokens(logits.argmax(-1).tolist())
@@ -146,11 +146,11 @@ def chain(decoder: Any, depth: int) -> list[int]:
     return tokens
 
 
-def our_counts(drafter: Drafter, setup: Setup, within: bool = False) -> tuple[int, list[int], int]:
-    """Rounds, accepted drafts by position, and drafted tokens of a chain in our decoder.
+def count_our_rounds(drafter: Drafter, setup: Setup, within: bool = False) -> tuple[int, list[int], int]:
+    """Count rounds, accepted draft tokens by position, and draft tokens of a chain in our decoder.
 
     Args:
-        within: As llama.cpp drafts, nothing beyond the last token but one; vLLM always drafts a whole chain.
+        within: Draft up to the second to last token only, as llama.cpp; vLLM always drafts a whole chain.
     """
     longest = drafted_tokens(drafter.config)
     rounds, accepted, drafted = 0, [0] * longest, 0
@@ -160,7 +160,7 @@ def our_counts(drafter: Drafter, setup: Setup, within: bool = False) -> tuple[in
         decoder = drafter.decoder(len(ids))
         known = len(prompt)
         decoder.start(ids[:known], features[:known])
-        new = 1  # the prefill's own
+        new = 1  # the prefill's token
         while known - len(prompt) < NEW_TOKENS:
             decoder.observe(ids[known : known + new], features[known - 1 : known + new - 1])
             known += new

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.models.cuda_attention import COLUMNS, split_attention
 
-# Query heads, key-value heads, rows, columns, head size: a split and a block that are not full, several blocks of rows.
+# Query heads, key-value heads, rows, columns, head size: partial splits and blocks, several blocks of rows.
 CASES = ((9, 3, 1, 5, 64), (9, 3, 13, 200, 64), (8, 8, 5, 129, 96), (32, 1, 5, 260, 128), (6, 2, 1, 128, 32))
 
 
@@ -26,7 +26,7 @@ def differences(device: torch.device, dtype: torch.dtype) -> list[float]:
     found = []
     for heads, kv_heads, rows, columns, head_size in CASES:
         query = torch.randn(1, rows, heads, head_size, device=device, dtype=dtype).transpose(1, 2)
-        # Views of a longer cache, as in a session; what is beyond them must not count.
+        # Views of a longer cache, as in a session; columns beyond them must not count.
         key, value = torch.randn(2, 1, kv_heads, columns + 40, head_size, device=device, dtype=dtype)
         key, value = (part[:, :, :columns] for part in (key, value))
         mask = torch.zeros(1, 1, rows, columns, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A stepwise decoder whose logits are a table over all paths."""
+"""A stepwise decoder whose logits are in a table over all paths."""
 
 import itertools
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ Path = tuple[int, ...]
 
 
 class TableDecoder:
-    """A `StepwiseDecoder` that looks its logits up by the path of tokens, and notes the width of each call.
+    """A `StepwiseDecoder` that looks up its logits by the path of tokens, and records the width of each call.
 
-    The table has all tokens; of a draft vocabulary, the decoder gives the `columns`.
+    The table has all tokens; with a draft vocabulary the decoder returns the `columns`.
     """
 
     def __init__(self, logits_of: dict[Path, Tensor], num_depths: int, columns: TokenColumns = ALL_TOKENS) -> None:
@@ -63,28 +63,28 @@ class DepthsDecoder:
         return self._logits
 
 
-def every_path(vocabulary: int, lengths: range) -> list[Path]:
+def list_paths(vocabulary: int, lengths: range) -> list[Path]:
     return [path for length in lengths for path in itertools.product(range(vocabulary), repeat=length)]
 
 
 def random_table(seed: int, vocabulary: int, num_depths: int) -> dict[Path, Tensor]:
-    """Logits [V] after every path, each different."""
+    """Return random logits [V] after every path."""
     generator = torch.Generator().manual_seed(seed)
     return {
         path: torch.randn(vocabulary, generator=generator, dtype=torch.float64) * 2
-        for path in every_path(vocabulary, range(num_depths))
+        for path in list_paths(vocabulary, range(num_depths))
     }
 
 
 def paths_in(tree: DraftTree) -> list[Path]:
-    """The tokens from the root to each node but the root, in node order."""
+    """Return the tokens from the root to each node except the root, in node order."""
     return [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(1, len(tree))]
 
 
 def draw_rows(
     chooser: Outcomes, q: Tensor, count: int, _: object, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
-    """In place of `draw_without_replacement`: the draws of an outcome."""
+    """Replace `draw_without_replacement` by the draws of an outcome."""
     rows = []
     for row in q:
         left, drawn = row.clone(), []
@@ -98,11 +98,11 @@ def draw_rows(
 def check_three_tokens(
     drawn: Iterable[tuple[float, DraftTree]], p_logits: dict[Path, Tensor], sampling: Sampling, vocabulary: int
 ) -> None:
-    """The first three tokens have exactly the target's distribution, over all trees and verdicts.
+    """Check that the first three tokens have exactly the target's distribution over all trees and verifications.
 
     Args:
-        drawn: Every tree that can be drawn, with its probability.
-        p_logits: Of the target after 0, 1 and 2 tokens.
+        drawn: Every possible tree with its probability.
+        p_logits: The target's logits after 0, 1 and 2 tokens.
     """
     p_of = {path: sampling.probabilities(logits) for path, logits in p_logits.items()}
     joint = torch.zeros([vocabulary] * 3, dtype=torch.float64)
@@ -112,7 +112,7 @@ def check_three_tokens(
         logits = torch.stack([p_logits.get(path, nothing) for path in [(), *paths_in(tree)]])
         for probability, verification in every_verification(tree, logits, sampling):
             committed = (*(tree.tokens[node] for node in verification.path[1:]), verification.next_token)
-            # What the round did not commit comes from the target itself.
+            # Tokens that the round did not commit come from the target.
             for rest in itertools.product(range(vocabulary), repeat=3 - len(committed)):
                 path, mass = (*committed, *rest), weight * probability
                 for length in range(len(committed), 3):

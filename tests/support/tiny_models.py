@@ -12,7 +12,7 @@ from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.features import target_features
 
 VOCABULARY, LENGTH = 61, 14
-# Of targets of experts, by their type.
+# Config keys of targets of experts, by model type.
 EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -55,7 +55,7 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
 
 
 def tiny_chat_llama() -> LlamaForCausalLM:
-    """In float64, with the vocabulary of `tiny_tokenizers`."""
+    """Build a target in float64 with the vocabulary of `tiny_tokenizers`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=340,
@@ -72,7 +72,7 @@ def tiny_chat_llama() -> LlamaForCausalLM:
 
 
 def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausalLM:
-    """In float64, for what makes many answers: 16 features."""
+    """Build a target in float64 with 16 features, for tests with many answers."""
     values: dict[str, Any] = {
         "vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.4,
@@ -82,7 +82,7 @@ def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausal
 
 
 def tiny_drafter_of(kind: str, target: PreTrainedModel, **options: Any) -> Drafter:
-    """A drafter away from its initial values, where mistakes could hide among ones and zeros."""
+    """Build a drafter with random changes of its initial values, whose ones and zeros could hide mistakes."""
     torch.manual_seed(11)
     drafter = load_drafter_class(kind).from_target(target, options)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def tiny_parallel(target: PreTrainedModel, **options: Any) -> ParallelDrafter:
 def random_batch(
     target: PreTrainedModel, batch: int = 2, length: int = LENGTH, drafter: Drafter | None = None
 ) -> dict[str, Tensor]:
-    """Random tokens, the features that the drafter reads (final ones by default), and two assistant turns."""
+    """Return random tokens, the features that the drafter reads (final ones by default), and two assistant turns."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""A run of a tiny target: recipe, target and tokens, all in one folder. And training that is interrupted."""
+"""A run of a tiny target with recipe, target and tokens in one folder; and interrupted training."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ from draftsmith.recipes.schema import Recipe
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 LENGTHS = (12, 14, 9, 13, 11, 16, 10, 15)
-SMALL_VOCABULARY = 40  # of `target_folder`
+SMALL_VOCABULARY = 40  # of the target in `target_folder`
 
 
 def save_tokenizer(
     folder: Path, vocabulary: int, template: str | None = "{% for m in messages %}{{ m.content }} {% endfor %}"
 ) -> None:
-    """Words w0 (padding), w1, w2 (the end), ..."""
+    """Save a tokenizer of the words w0 (padding), w1, w2 (the end), ..."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
@@ -33,7 +33,7 @@ def save_tokenizer(
 
 
 def save_target(folder: Path, **changes: Any) -> Path:
-    """A model and a tokenizer with a chat template."""
+    """Save a model and a tokenizer with a chat template."""
     tiny_target(num_hidden_layers=TARGET_LAYERS, **changes).save_pretrained(folder)
     save_tokenizer(folder, VOCABULARY)
     return folder
@@ -41,7 +41,7 @@ def save_target(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def target_folder(tmp_path: Path) -> Path:
-    """A smaller one, of a single layer."""
+    """Return the folder of a smaller target of a single layer."""
     return save_small_target(tmp_path / "target")
 
 
@@ -58,7 +58,7 @@ def save_small_target(folder: Path) -> Path:
 
 
 def token_rows(lengths: tuple[int, ...] = LENGTHS) -> datasets.Dataset:
-    """Rows that count upwards, the last two thirds labelled."""
+    """Return rows that count upwards, the last two thirds labelled."""
     rows = []
     for number, length in enumerate(lengths):
         ids = [3 + (7 * number + place) % 50 for place in range(length)]
@@ -67,7 +67,7 @@ def token_rows(lengths: tuple[int, ...] = LENGTHS) -> datasets.Dataset:
 
 
 def recipe_in(folder: Path, name: str = "run", **sections: Any) -> Recipe:
-    """A recipe for the target in `folder/target`, without making anything; `sections` go over the values here."""
+    """Return a recipe for the target in `folder/target`, which is not created; `sections` override its values."""
     values: dict[str, Any] = {
         "name": name,
         "runs_dir": str(folder / "runs"),
@@ -84,14 +84,14 @@ def recipe_in(folder: Path, name: str = "run", **sections: Any) -> Recipe:
 
 
 def recipe_file(recipe: Recipe) -> str:
-    """The recipe as a file, for the command line."""
+    """Write the recipe to a file for the command line."""
     file = Path(recipe.runs_dir).parent / f"{recipe.name}.yaml"
     file.write_text(recipe.model_dump_json())  # JSON is YAML
     return str(file)
 
 
 def tiny_run(folder: Path, name: str = "run", **sections: Any) -> Recipe:
-    """A recipe whose target and tokens are on disk; they are made if they are not there."""
+    """Return a recipe whose target and tokens are on disk; missing ones are created."""
     options = {"num_masks": 2, "feature_layers": [1, 3, -1]}
     recipe = recipe_in(folder, name, **{"drafter": {"options": options}, **sections})
     if not (folder / "target").exists():
@@ -103,7 +103,7 @@ def tiny_run(folder: Path, name: str = "run", **sections: Any) -> Recipe:
 
 
 def make_recipe(target_folder: Path, name: str, **train: Any) -> Recipe:
-    """A recipe whose tokens are on disk: 12 rows that count upwards, so that a drafter can learn something."""
+    """Return a recipe whose tokens are on disk: 12 rows that count upwards, so that a drafter can learn."""
     recipe = recipe_in(target_folder.parent, name, train=train)
     rows = [{"input_ids": [3 + (s + i) % 30 for i in range(12 + s % 3)]} for s in range(12)]
     for row in rows:
@@ -122,7 +122,7 @@ class InterruptAt(TrainerCallback):
 
 
 def train_until(callback: TrainerCallback, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> KeyboardInterrupt:
-    """Train with a callback that interrupts; what it ended with."""
+    """Train with a callback that interrupts; return the exception."""
     from draftsmith.train.drafter import stage
 
     class Interrupted(stage.DrafterTrainer):
@@ -141,8 +141,8 @@ def weights_of(recipe: Recipe) -> dict[str, torch.Tensor]:
     return load_file(RunFolder(recipe).drafter / "model.safetensors")
 
 
-def same_weights(first: Recipe, second: Recipe) -> bool:
-    """Bit for bit."""
+def have_equal_weights(first: Recipe, second: Recipe) -> bool:
+    """Return whether two runs have bitwise equal weights."""
     expected, found = weights_of(first), weights_of(second)
     return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 

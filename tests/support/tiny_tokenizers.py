@@ -1,4 +1,4 @@
-"""A byte-level tokenizer made in the process, and chat templates of the families that people use, for tests."""
+"""A byte-level tokenizer built in the process, and common chat templates, for tests."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -50,7 +50,7 @@ NO_END_TOKEN = (
 def tiny_tokenizer(
     chat_template: str | None, trim_offsets: bool = False, special: tuple[str, ...] = ()
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few merges, so that tokens span several characters and may cross borders.
+    """Build a byte-level BPE with a few merges, so that tokens span several characters and may cross borders.
 
     Args:
         chat_template: Jinja text.

@@ -1,4 +1,4 @@
-"""What belongs to the tree: the files that are in git, or would be."""
+"""Files of the source tree: tracked by git, or untracked and not ignored."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ from support.places import ROOT
 
 
 def source_files() -> list[str]:
-    """Return the files that are in git, or would be."""
+    """Return the files that git tracks or would add."""
     listing = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True, text=True, check=True,

@@ -15,10 +15,10 @@ TRITON = Path(sys.prefix) / "triton"  # see .ci/vllm_env
 NEWER_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 
-def answered(
+def generate_answers(
     prompts: list[list[int]], new_tokens: int, speculative: dict[str, Any] | None
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Greedy answers of this length, and the counters of drafting."""
+    """Return greedy answers of this length, and the counters of drafting."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -38,12 +38,12 @@ def answered(
 
 
 def has_triton() -> bool:
-    """Whether the newer runner can be had."""
+    """Return whether the newer runner is available."""
     return TRITON.is_dir()
 
 
-def answered_by_the_newer_runner(folder: Path, *arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
-    """The same of vLLM's newer runner (see `interpreted_triton`); `arguments` are `answered`'s."""
+def generate_with_newer_runner(folder: Path, *arguments: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the same by vLLM's newer runner (see `interpreted_triton`); `arguments` are `generate_answers`'s."""
     (folder / "asked.json").write_text(json.dumps(arguments))
     path = os.pathsep.join(map(str, (INTERPRETED, INTERPRETED.parents[1], TRITON)))
     command = [sys.executable, "-m", "support.vllm_answers", str(folder / "asked.json"), str(folder / "answered.json")]
@@ -53,4 +53,4 @@ def answered_by_the_newer_runner(folder: Path, *arguments: Any) -> tuple[list[li
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(answered(*json.loads(Path(sys.argv[1]).read_text()))))
+    Path(sys.argv[2]).write_text(json.dumps(generate_answers(*json.loads(Path(sys.argv[1]).read_text()))))

@@ -15,7 +15,7 @@ import pytest
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 
 START_S = 300.0
-# For vLLM on a few cores: one thread, no process pinned to a core, nobody called at home.
+# For vLLM on a few cores: one thread, no pinned processes, no usage statistics.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -28,7 +28,7 @@ EMBEDDED_ALONE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_environment() -> Iterator[None]:
-    """Of a module that imports it."""
+    """Set the environment of every module that imports this fixture."""
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     yield
@@ -37,11 +37,11 @@ def vllm_environment() -> Iterator[None]:
 
 
 class VllmServer:
-    """Serves on `url` once `__init__` has returned; `stop` ends it and everything that it has started.
+    """A server on `url` once `__init__` has returned; `stop` ends it and its child processes.
 
     Args:
         options: Added to the command's own.
-        command: With `python` in front, which is this one; the embedded target alone if it is not given.
+        command: Starts with `python`, replaced by this interpreter; by default the embedded target without a drafter.
     """
 
     def __init__(self, log: Path, *options: str, command: Sequence[str] = EMBEDDED_ALONE) -> None:

@@ -1,6 +1,6 @@
-"""Reads what wandb writes offline: records in LevelDB's log format behind a header of 7 bytes.
+"""Read wandb's offline files: records in LevelDB's log format after a header of 7 bytes.
 
-Its own reader is in Go since version 0.31.
+wandb's own reader is in Go since version 0.31.
 """
 
 import json
@@ -13,11 +13,11 @@ FULL, FIRST, LAST = 1, 2, 4
 
 
 def wandb_records(root: Path) -> dict[str, list[Any]]:
-    """Of all offline runs in `root/wandb`, by type, in order."""
+    """Return the records of all offline runs in `root/wandb`, by type, in order."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    wandb.teardown()  # its service writes behind our back
+    wandb.teardown()  # its service writes asynchronously
     found: dict[str, list[Any]] = {}
     for file in sorted((root / "wandb").glob("offline-run-*/*.wandb")):
         for data in _messages(file.read_bytes()):
@@ -29,7 +29,7 @@ def wandb_records(root: Path) -> dict[str, list[Any]]:
 
 
 def items_of(records: list[Any], field: str) -> dict[str, list[Any]]:
-    """Values by key, in order."""
+    """Return values by key, in order."""
     values: dict[str, list[Any]] = {}
     for record in records:
         for item in getattr(record, field):
@@ -38,7 +38,7 @@ def items_of(records: list[Any], field: str) -> dict[str, list[Any]]:
 
 
 def _messages(data: bytes) -> Iterator[bytes]:
-    """A message is one record or several; none begins where a block has no room for a header."""
+    """Yield messages of one or several records; none starts where a block has no room for a header."""
     place, message = FILE_HEADER_BYTES, b""
     while place + HEADER_BYTES <= len(data):
         room = BLOCK_BYTES - place % BLOCK_BYTES

@@ -62,7 +62,7 @@ def write_drafter_card(
     proof: str | None = None,
     publication: Publication | None = None,
 ) -> Path | None:
-    """Write the card of the run's own drafter. Returns its file, or None if the card is not ours to write.
+    """Write the model card of the run's drafter; return its file, or None if a user's own card is kept.
 
     Args:
         figures: `rows` of the summary, one a method at one temperature, each with its `acceptance_by_depth` where it
@@ -114,7 +114,7 @@ def write_drafter_card(
 def front_matter(
     recipe: Recipe, figures: dict[str, Any] | None = None, publication: Publication | None = None
 ) -> dict[str, Any]:
-    """Return the Hub's metadata: ids of the target and the conversations only where they are the Hub's."""
+    """Return the card's metadata for the Hub; target and conversations are named only if they are on the Hub."""
     values: dict[str, Any] = {"library_name": "draftsmith", "pipeline_tag": "text-generation"}
     values |= {} if publication is None else publication.license
     if publication is not None and publication.base_model is not None:
@@ -154,7 +154,7 @@ def _results(figures: dict[str, Any]) -> Iterator[EvalResult]:
 
 
 def _acceptance(figures: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return by depth the share of the rounds reaching it that accepted a token there, and the share of all rounds."""
+    """Return by depth the acceptance rate of the rounds that reached it, and of all rounds."""
     rows = [] if figures is None else figures["rows"]
     return [
         {

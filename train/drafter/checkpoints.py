@@ -56,7 +56,7 @@ def describe_damage(checkpoint: Path) -> str | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-N`, unchecked: for where `set_damaged_aside` has looked."""
+    """Return the newest `checkpoint-N` without checking it; call `set_damaged_aside` first."""
     return next(iter(_newest_first(folder)), None)
 
 
@@ -79,7 +79,7 @@ def set_damaged_aside(folder: Path) -> list[str]:
 
 
 def is_last_checkpoint(checkpoint: Path) -> bool:
-    """Whether all steps of the training were done when it was written, or validation had ended it."""
+    """Return whether the training was finished when this checkpoint was written, by its steps or by validation."""
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     early = state["stateful_callbacks"].get("EarlyStoppingCallback")
     stopped = early is not None and (

@@ -21,7 +21,7 @@ OptimizerName = Literal["adamw", "muon"]
 
 
 def get_learning_rate_factors(drafter: Drafter) -> dict[str, float]:
-    """Return a kind's factors on the learning rate, by the beginning of the parameters' names; most kinds have none."""
+    """Return a kind's factors on the learning rate, by prefix of the parameters' names; most kinds have none."""
     factors: dict[str, float] = getattr(drafter, "learning_rate_factors", dict)()
     return factors
 

@@ -40,7 +40,7 @@ class ShownTraining(TrainerCallback):
 
     @staticmethod
     def create_if_supported() -> "ShownTraining":
-        """With a panel if stderr is a terminal."""
+        """Create the callback, with a live panel if stderr is a terminal."""
         return ShownTraining(Console(stderr=True) if sys.stderr.isatty() and sys.stdout.isatty() else None)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
@@ -79,7 +79,7 @@ class ShownTraining(TrainerCallback):
             self._live.stop()
 
     def _left_s(self, state: TrainerState) -> float | None:
-        """Seconds to go, at the pace of this run; None before the first step."""
+        """Return the remaining seconds at this run's speed; None before the first step."""
         done = state.global_step - self._begun_step
         if done < 1:
             return None
@@ -106,13 +106,13 @@ def line_of(logs: dict[str, float], left_s: float | None) -> str:
 
 
 def by_depth(logs: dict[str, float], prefix: str) -> list[tuple[int, float]]:
-    """(depth, value) of the keys with this beginning, ascending."""
+    """Return (depth, value) of the keys with this prefix, ascending by depth."""
     found = ((key.removeprefix(prefix), float(value)) for key, value in logs.items() if key.startswith(prefix))
     return sorted((int(depth), value) for depth, value in found if depth.isdigit())
 
 
 def span(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min`."""
+    """Format seconds as `45 s`, `12 min` or `3 h 20 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -120,7 +120,7 @@ def span(seconds: float) -> str:
 
 
 def sparks(values: list[float]) -> str:
-    """Values as a line of bars from their least to their greatest, the newest last; means where they are many."""
+    """Draw values as a line of bars from their minimum to their maximum, the newest last; many values are averaged."""
     if not values:
         return ""
     step = max(1.0, len(values) / LINE_WIDTH)

@@ -167,7 +167,7 @@ class Progress(TrainerCallback, ExportableState):
         self.unlogged_3g = (earlier + sums_3g).tolist()
 
     def take_log(self) -> dict[str, float]:
-        """Means over the labels of each depth since the last log, and tokens per second."""
+        """Return the means over the labels of each depth since the last log, and tokens per second."""
         logs: dict[str, float] = {}
         for depth, (loss, correct, count) in enumerate(zip(*self.unlogged_3g, strict=True), start=1):
             if count:
@@ -410,7 +410,7 @@ class DrafterTrainer(Trainer):
         super().log(logs, start_time)
 
     def _scheduled(self) -> dict[str, float]:
-        """Return the shares of the depths in the last step's loss, where they change."""
+        """Return the depths' shares in the last step's loss, if they change during training."""
         of_progress = self._drafter.config.options.depth_shares
         if of_progress(0.0) == of_progress(1.0):
             return {}
@@ -470,7 +470,7 @@ class DrafterTrainer(Trainer):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best evaluation whose weights were saved, where the best ones are wanted."""
+        """The step of the best evaluation whose weights were saved, if the recipe keeps the best ones."""
         best = self.state.best_model_checkpoint
         return int(best.rpartition("-")[2]) if self.args.load_best_model_at_end and best else None
 

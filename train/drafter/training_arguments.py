@@ -76,7 +76,7 @@ def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
 def training_arguments(
     values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False
 ) -> DrafterTrainingArguments:
-    """Hand `values` to `TrainingArguments` as they are, over a few defaults of ours, the global batch shared out.
+    """Build `TrainingArguments` from our defaults and `values`, with the global batch split over the processes.
 
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.

@@ -10,7 +10,7 @@ from draftsmith.recipes.schema import Recipe
 
 
 def models_without_weights(recipe: Recipe) -> tuple[PreTrainedModel, Drafter]:
-    """Build the target and, attached to it, the drafter as training begins with it.
+    """Build the target and, attached to it, the drafter as at the start of training.
 
     Raises:
         UserError: The target's config cannot be read, or as `Drafter.from_target`.

@@ -183,7 +183,7 @@ def step_bytes(
 
 
 def row_bytes(layer: nn.Module, config: Any, wide: int, narrow: int) -> int:
-    """Return the bytes that a decoder layer saves of a row for its backward, without attention's own.
+    """Return the bytes that a decoder layer saves per row for its backward, without those of attention.
 
     Of each norm its input and its result, of each linear layer its input, and of the MLP what its activation reads and
     gives, and the product. Under autocast, into `narrow` bytes, every linear layer has a copy of its input.

@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plan:
-    """Answers of the command; `memory` adds up to `peak_bytes`, `processes` has the bytes of one by launch."""
+    """Result of `draftsmith plan`; `memory` adds up to `peak_bytes`, `processes` has the bytes of one by launch."""
 
     name: str
     parameters: list[Line]
@@ -198,7 +198,7 @@ def ways_out(cost: StepCost) -> str:
 def training_batch(
     recipe: Recipe, batch_size: int, labelled_share: float | None = None
 ) -> tuple[dict[str, Tensor], int | None, str]:
-    """Return the largest batch that can come, the number of all tokens if it is known, and how the batch was chosen.
+    """Return the largest possible batch, the number of all tokens if it is known, and how the batch was chosen.
 
     It has the longest and the most labelled rows of the distilled tokens, packed where the recipe packs them. Without
     any, or with a `labelled_share`, it has rows of `data.max_length_tokens`.

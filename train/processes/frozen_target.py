@@ -47,7 +47,7 @@ def outside_the_launch() -> Iterator[None]:
 
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """Load the target to make a drafter from, which `sync_models` is called with afterwards; both `outside_the_launch`.
+    """Load the target for making a drafter; call `sync_models` with both afterwards, each `outside_the_launch`.
 
     Args:
         device: Device of this process.
@@ -87,7 +87,7 @@ def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, devic
 
 @torch.no_grad()
 def load_split_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """The target of one of several processes that run it and train nothing: split if `sharded`, else whole.
+    """Load the target for one of several processes that run it without training: split if `sharded`, else whole.
 
     Raises:
         UserError: As `load_target`.

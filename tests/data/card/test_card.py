@@ -1,4 +1,4 @@
-"""The data card: its counts add up, its samples and hashes do not depend on order, the Hub can read it."""
+"""The data card: its counts add up, samples and hashes do not depend on order, the Hub can read it."""
 
 import json
 import random
@@ -23,10 +23,11 @@ TOKENIZER = tiny_tokenizer(templates.CHATML)
 ANSWER = "So ```it``` is\n---\n" + "very " * 200
 
 
-def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
-    """Of two sources: of twelve prompts one is a duplicate and one a question; one answer fails, two are cut short.
+def write_card(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
+    """Distil two sources and write the data card; return its text and its JSON.
 
-    The name of `order`'s run is the same, its folder is its own.
+    Of twelve prompts one is a duplicate and one an evaluation question; one answer fails, two are cut short.
+    `order` seeds the order of the records and names the runs folder.
     """
     prompts = {"a": [f"question {n}" for n in range(8)], "b": ["Question 0", "is this the question?", "x", "y"]}
     for name, texts in prompts.items():
@@ -58,7 +59,7 @@ def written(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
 
 
 def test_every_record_is_accounted_for(tmp_path: Path) -> None:
-    text, values = written(tmp_path)
+    text, values = write_card(tmp_path)
     a, b = values["sources"]["a"], values["sources"]["b"]
     assert (a["read"], a["kept"], a["distilled"], a["without_answer"]) == (8, 8, 7, 1)
     assert (b["read"], b["duplicates"], b["contaminated"], b["kept"]) == (4, 1, {"is a question": 1}, 2)
@@ -81,10 +82,10 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert "| failed | all | a \\| b c | 1 |" in text
 
 
-def card_of(
+def card_of_records(
     tmp_path: Path, tokenizer: Any, max_length_tokens: int, records: dict[str, dict[str, Any]], **section: Any
 ) -> tuple[TokenReport, dict[str, Any]]:
-    """Of a run with these lines in its ledger: the tokens' report, and the tokens of the card."""
+    """Return the token report and the card's tokens of a run whose ledger holds these records."""
     data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}, **section}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
@@ -102,10 +103,10 @@ def messages(*turns: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
 
 
-def test_tokens_are_counted_as_training_reads_them(tmp_path: Path) -> None:
-    """The rows of `data/tokens`, summed: answers as the ids that the target generated, conversations as they fit.
+def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
+    """The card sums the rows of `data/tokens`: answers as the ids that the target generated, conversations as they fit.
 
-    "hello", generated letter by letter, is 5 ids and an end token, where it would be tokenised to fewer. Of the second
+    "hello", generated letter by letter, is 5 ids and an end token; the tokenizer would need fewer. Of the second
     conversation only the first exchange fits, of the third nothing.
     """
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -115,24 +116,24 @@ def test_tokens_are_counted_as_training_reads_them(tmp_path: Path) -> None:
         "2": {"messages": messages("hi", "hello", "hi", "hello " * 40)},
         "3": {"messages": messages("hi", "hello " * 40)},
     }
-    report, tokens = card_of(tmp_path, TOKENIZER, 40, records)
+    report, tokens = card_of_records(tmp_path, TOKENIZER, 40, records)
     asked = TOKENIZER.apply_chat_template(messages("hi"), tokenize=True, add_generation_prompt=True)["input_ids"]
     answer = TOKENIZER("hello<|im_end|>", add_special_tokens=False)["input_ids"]
     assert len(answer) < len(letters) + 1
     assert tokens["answer"]["total"] == len(letters) + 1 + len(answer)
     assert tokens["answer"]["longest"] == len(letters) + 1
-    # After an answer that was tokenised comes the template's newline, after one that was generated nothing.
+    # A tokenised answer is followed by the template's newline, a generated one by nothing.
     assert tokens["prompt"]["total"] == 2 * len(asked) + 1
     assert tokens["prompt"]["longest"] == len(asked) + 1
     assert report.loss_tokens == tokens["answer"]["total"]
     assert report.tokens == tokens["answer"]["total"] + tokens["prompt"]["total"]
 
 
-def test_copies_without_loss_are_counted(tmp_path: Path) -> None:
-    """Of 30 times the same two letters the first two carry loss, and the end; of an answer of 11 letters all do.
+def test_card_counts_masked_copies(tmp_path: Path) -> None:
+    """Of 30 times the same two letters only the first two and the end carry loss; of an answer of 11 letters all do.
 
-    The card counts what is masked on the side of the prompts. Without the option nothing is, and the folder's
-    fingerprint is that of before there was one.
+    The card counts masked tokens as prompt tokens. Without the option none is masked, and the folder's fingerprint
+    is the same as before the option existed.
     """
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     h, i = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hi")
@@ -140,8 +141,8 @@ def test_copies_without_loss_are_counted(tmp_path: Path) -> None:
         "1": {"messages": messages("hi", "hi" * 30), "answer_ids": [[*[h, i] * 30, end]]},
         "2": {"messages": messages("hi", "h" * 11), "answer_ids": [[*[h] * 11, end]]},
     }
-    kept, _ = card_of(tmp_path / "keep", TOKENIZER, 100, records)
-    masked, tokens = card_of(tmp_path / "mask", TOKENIZER, 100, records, loops="mask")
+    kept, _ = card_of_records(tmp_path / "keep", TOKENIZER, 100, records)
+    masked, tokens = card_of_records(tmp_path / "mask", TOKENIZER, 100, records, loops="mask")
     assert (kept.loss_tokens, kept.copied_tokens) == (61 + 12, 0)
     assert (masked.loss_tokens, masked.copied_tokens) == (3 + 12, 58)
     assert tokens["answer"]["total"] == 15
@@ -154,17 +155,17 @@ def test_copies_without_loss_are_counted(tmp_path: Path) -> None:
     assert "in copies" not in (tmp_path / "keep" / "mine" / "data" / "README.md").read_text()
 
 
-def test_nothing_depends_on_the_order(tmp_path: Path) -> None:
-    """But the file of the shard, whose hash is in the card."""
-    (first, values), (again, others) = (written(tmp_path, order) for order in (0, 1))
+def test_card_does_not_depend_on_the_order_of_records(tmp_path: Path) -> None:
+    """Only the hash of the shard's file differs."""
+    (first, values), (again, others) = (write_card(tmp_path, order) for order in (0, 1))
     shards = [found["hashes"].pop("data_files").popitem()[1] for found in (values, others)]
     assert shards[0] != shards[1]
     assert first == again.replace(shards[1], shards[0])
     assert values == others
 
 
-def test_hashes(tmp_path: Path) -> None:
-    text, values = written(tmp_path)
+def test_card_holds_the_hashes_of_shards(tmp_path: Path) -> None:
+    text, values = write_card(tmp_path)
     hashes, data = values["hashes"], tmp_path / "runs0" / "mine" / "data"
     assert hashes["sources"]["a"] == f"a.jsonl, SHA-256 {file_sha256(tmp_path / 'a.jsonl')}"
     assert hashes["data_files"] == {"shards/00001.jsonl": file_sha256(data / "shards" / "00001.jsonl")}
@@ -173,8 +174,8 @@ def test_hashes(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
-def test_the_hub_reads_it(tmp_path: Path) -> None:
-    text, _ = written(tmp_path)
+def test_hub_reads_the_card(tmp_path: Path) -> None:
+    text, _ = write_card(tmp_path)
     card = DatasetCard(text)
     assert card.data.size_categories == ["n<1K"]
     assert card.data.to_dict()["configs"] == [
@@ -182,12 +183,12 @@ def test_the_hub_reads_it(tmp_path: Path) -> None:
     ]
     assert (tmp_path / "runs0" / "mine" / "data" / "tokens.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("\n### ") == 5
-    assert "````text\nSo ```it``` is\n---\n" in text  # a fence that the text cannot break
+    assert "````text\nSo ```it``` is\n---\n" in text  # a fence longer than any in the text
     assert " [...]\n````" in text
 
 
-def test_a_card_of_the_conversations_that_ship(tmp_path: Path) -> None:
-    """As they are; one that lost its source is counted too."""
+def test_card_of_the_embedded_conversations(tmp_path: Path) -> None:
+    """A conversation without its source is counted too."""
     data = {"conversations": {"limit": 20}, "distill": {"engine": "none"}}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)

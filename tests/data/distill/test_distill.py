@@ -1,4 +1,4 @@
-"""Self-distillation: the regenerated history, resume (invariant 7), answers cut short, and every refusal."""
+"""Self-distillation: the regenerated history, resume (invariant 7), answers cut short, and every error."""
 
 import contextlib
 import hashlib
@@ -73,7 +73,7 @@ class HashEngine:
     def collect(self) -> list[tuple[str, Outcome]]:
         if len(self.calls) == self.fail_at_call:
             raise KeyboardInterrupt
-        # The newest first: an engine answers in the order that it likes.
+        # The newest first: an engine may answer in any order.
         batch, self.in_flight = self.in_flight[-2:], self.in_flight[:-2]
         self.calls.append([self.tokenizer.decode(request.prompt_ids) for request in batch])
         return [(r.key, self.complete(text)) for r, text in zip(batch, self.calls[-1], strict=True)]
@@ -87,7 +87,7 @@ class HashEngine:
 
 
 class CutEngine(HashEngine):
-    """Does not finish its answers to the questions named."""
+    """Leaves its answers to `cut_questions` unfinished."""
 
     cut_questions = ("two", "alone")
 
@@ -117,7 +117,7 @@ def kept(data: Path) -> dict[str, Conversation]:
     return {found.turns[0].content: found for found in read_distilled(data)}
 
 
-def everything(data: Path) -> tuple[list[Any], dict[str, Any]]:
+def records_and_counts(data: Path) -> tuple[list[Any], dict[str, Any]]:
     view = LedgerView(data)
     return list(view.records()), view.counts()
 
@@ -126,7 +126,7 @@ def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tm
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     report = run(make_recipe(source), tmp_path / "out", engine)
     assert (report.kept, report.answers) == (7, 11)
-    turns = kept(tmp_path / "out")["one"].turns
+    turns = load_answered(tmp_path / "out")["one"].turns
     prompt = ""
     for question, answer in zip(turns[0::2], turns[1::2], strict=True):
         prompt += f"<|im_start|>user\n{question.content}<|im_end|>\n<|im_start|>assistant\n"
@@ -144,15 +144,15 @@ def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call
     with pytest.raises(KeyboardInterrupt):
         run(recipe, tmp_path / "parts", CutEngine(tokenizer, fail_at_call=fail_at_call))
     report = run(recipe, tmp_path / "parts", CutEngine(tokenizer, concurrency=2))
-    assert everything(tmp_path / "parts") == everything(tmp_path / "whole")
+    assert records_and_counts(tmp_path / "parts") == records_and_counts(tmp_path / "whole")
     assert report.already_done + report.kept + report.failed.total() == len(QUESTIONS)
     again = CutEngine(tokenizer)
     assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS)
     assert again.calls == []
 
 
-def test_no_answer_is_asked_for_twice(source: Path, tmp_path: Path) -> None:
-    """Interrupted after every call: the answers of an unfinished conversation are in the ledger already."""
+def test_no_answer_is_requested_twice(source: Path, tmp_path: Path) -> None:
+    """Interrupted after every call: the ledger holds the answers of unfinished conversations."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     asked: list[str] = []
     for _ in range(20):
@@ -160,11 +160,11 @@ def test_no_answer_is_asked_for_twice(source: Path, tmp_path: Path) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             run(make_recipe(source), tmp_path / "out", engine)
         asked += [prompt for call in engine.calls for prompt in call]
-    assert len(kept(tmp_path / "out")) == len(QUESTIONS)
+    assert len(load_answered(tmp_path / "out")) == len(QUESTIONS)
     assert len(asked) == len(set(asked)) == 11
 
 
-def test_failures_are_recorded_and_tried_again_on_demand(source: Path, tmp_path: Path) -> None:
+def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Path) -> None:
     """A conversation whose second turn fails keeps its first answer for the next try."""
     tokenizer = tiny_tokenizer(templates.CHATML)
 
@@ -186,7 +186,7 @@ def test_failures_are_recorded_and_tried_again_on_demand(source: Path, tmp_path:
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
 
 
-def test_seeds_differ_by_turn_and_conversation(source: Path, tmp_path: Path) -> None:
+def test_seeds_differ_between_turns_and_conversations(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML), concurrency=7)
     seeds: list[int] = []
     submit = engine.submit
@@ -196,33 +196,33 @@ def test_seeds_differ_by_turn_and_conversation(source: Path, tmp_path: Path) -> 
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_answers_cut_short_and_dropped(source: Path, tmp_path: Path) -> None:
-    """A cut first answer drops the conversation; a later one ends it before the question that it belongs to."""
+def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
+    """A cut first answer drops the conversation; a later one ends it before the question of that answer."""
     recipe = make_recipe(source, cut_answers="drop")
     report = run(recipe, tmp_path / "out", CutEngine(tiny_tokenizer(templates.CHATML)))
     assert report.answers_cut_short == 2
     assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
     assert dict(report.shortened) == {"answer cut short by max_new_tokens": 1}
-    by_question = kept(tmp_path / "out")
+    by_question = load_answered(tmp_path / "out")
     assert "alone" not in by_question
     assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
     assert "1 (1 answer cut short by max_new_tokens)" in report.sentence()
 
 
-def test_many_cut_answers_stop_it_at_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of eleven are not above a fifth, and above a sixth, which is noticed at the second."""
+def test_many_cut_answers_stop_distillation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eleven are below the limit of a fifth and above that of a sixth, which the second one exceeds."""
     engine = CutEngine(tiny_tokenizer(templates.CHATML))
     monkeypatch.setattr(distill_module, "CUT_AT_FIRST", 11)
     assert run(make_recipe(source), tmp_path / "few", engine).answers_cut_short == 2
     monkeypatch.setattr(distill_module, "MOST_CUT_FRAC", 1 / 6)
     with pytest.raises(UserError, match=r"2 of the first \d+ answers were cut at 512 tokens.*enable_thinking: false"):
         run(make_recipe(source), tmp_path / "many", engine)
-    assert kept(tmp_path / "many")  # what was answered is there
+    assert load_answered(tmp_path / "many")  # the answers are stored
     run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
 
 
-def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
-    """Loss is on what was said, to the cut and not after it: no end token, no later turn."""
+def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
+    """The answer carries loss up to the cut; no end token and no later turn follows."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     report = run(make_recipe(source, cut_answers="keep"), tmp_path / "out", CutEngine(tokenizer))
     assert report.answers_cut_short == 2
@@ -237,8 +237,8 @@ def test_answers_cut_short_and_kept(source: Path, tmp_path: Path) -> None:
         assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
 
 
-def test_a_cut_text_without_ids_is_dropped(source: Path, tmp_path: Path) -> None:
-    """Tokenised, it would end with an end token that the target never said."""
+def test_cut_answer_without_ids_is_dropped(source: Path, tmp_path: Path) -> None:
+    """Tokenising its text would add an end token that the target did not generate."""
 
     class TextEngine(CutEngine):
         def complete(self, prompt: str) -> Outcome:
@@ -249,30 +249,30 @@ def test_a_cut_text_without_ids_is_dropped(source: Path, tmp_path: Path) -> None
     recipe = make_recipe(source, cut_answers="keep")
     report = run(recipe, tmp_path / "out", TextEngine(tiny_tokenizer(templates.CHATML)))
     assert dict(report.failed) == {"answer cut short by max_new_tokens": 1}
-    assert "alone" not in kept(tmp_path / "out")
+    assert "alone" not in load_answered(tmp_path / "out")
 
 
-def test_prompts_too_long_for_the_target(source: Path, tmp_path: Path) -> None:
+def test_prompts_too_long_for_the_target_are_failures(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     prompt = prompt_token_ids(engine.tokenizer, [Turn("user", "first")])
     engine.max_length_tokens = len(prompt) + 8
     report = run(make_recipe(source, max_new_tokens=8), tmp_path / "out", engine)
     assert report.shortened["prompt too long"] == 3
-    assert {len(conversation.turns) for conversation in kept(tmp_path / "out").values()} == {2}
+    assert {len(conversation.turns) for conversation in load_answered(tmp_path / "out").values()} == {2}
 
 
-def test_empty_answers_are_dropped_and_if_all_are_it_is_an_error(source: Path, tmp_path: Path) -> None:
+def test_empty_answers_are_dropped_and_only_empty_ones_are_an_error(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     engine.answer = lambda prompt: " "  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(7 empty answer\)"):
         run(make_recipe(source), tmp_path / "out", engine)
-    # Failures before the first answer are not stored, so there is nothing to retry: all requests are first ones.
+    # Failures before the first answer are not stored, so all requests are first attempts.
     again = run(make_recipe(source), tmp_path / "out", HashEngine(engine.tokenizer))
     assert (again.retried, again.kept) == (0, 7)
 
 
-def test_no_request_is_sent_while_a_started_training_needs_its_rows(source: Path, tmp_path: Path) -> None:
-    """A higher limit, found before any answer is paid for; without it the run continues."""
+def test_no_request_is_sent_if_a_started_training_needs_the_old_rows(source: Path, tmp_path: Path) -> None:
+    """A higher limit is refused before any answer is requested; with the old limit the run continues."""
     few, all_of_them = make_recipe(source), make_recipe(source)
     few.data.conversations.limit = 3
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
@@ -286,16 +286,16 @@ def test_no_request_is_sent_while_a_started_training_needs_its_rows(source: Path
     assert run(few, tmp_path / "run" / "data", engine).already_done == 3
 
 
-def test_the_space_that_the_template_writes_is_not_doubled(source: Path, tmp_path: Path) -> None:
-    """The target generates " Hello"; Llama 2's template adds that space to the text "Hello" itself."""
+def test_space_written_by_the_template_is_not_doubled(source: Path, tmp_path: Path) -> None:
+    """The target generates " Hello"; Llama 2's template writes that space before the text "Hello"."""
     engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
     engine.complete = lambda prompt: Completion(engine.tokenizer(" hi </s>")["input_ids"], "stop")  # type: ignore[method-assign]
     run(make_recipe(source), tmp_path / "out", engine)
-    assert kept(tmp_path / "out")["alone"].turns[1].content == "hi "
+    assert load_answered(tmp_path / "out")["alone"].turns[1].content == "hi "
 
 
 def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
-    """From the file to the rows: what is thought is learned, what has no weight is not."""
+    """From the file to the rows: thoughts carry loss, answers of weight 0 do not."""
     asked = {"role": "user", "content": "Say hi"}
     answers = [
         {"role": "assistant", "content": "Hello", "weight": 0},
@@ -310,8 +310,8 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
 
 
-def test_thoughts_that_the_template_does_not_write(tmp_path: Path) -> None:
-    """Are reported before anything is written, or left out and counted; if all are, the error says why."""
+def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
+    """They are reported before anything is written, or left out and counted; if all are, the error says why."""
     talk = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hello", "thinking": "one"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
@@ -325,7 +325,7 @@ def test_thoughts_that_the_template_does_not_write(tmp_path: Path) -> None:
         build_token_dataset(recipe, tokenizer, folder, progress=False)
 
 
-def test_engine_none_passes_through(tmp_path: Path) -> None:
+def test_engine_none_keeps_the_given_answers(tmp_path: Path) -> None:
     messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
@@ -345,7 +345,7 @@ def test_engine_none_passes_through(tmp_path: Path) -> None:
         ("data.conversations.filters.min_turns=2", "data.conversations.filters"),
     ],
 )
-def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, key: str) -> None:
+def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path: Path, override: str, key: str) -> None:
     engine, recipe = HashEngine(tiny_tokenizer(templates.CHATML)), make_recipe(source)
     run(recipe, tmp_path / "out", engine)
     engine.calls.clear()
@@ -359,14 +359,14 @@ def test_settings_are_never_mixed(source: Path, tmp_path: Path, override: str, k
 
 
 class FailingEngine(HashEngine):
-    """Answers nothing for good."""
+    """Fails every request."""
 
     def complete(self, prompt: str) -> Outcome:
         return Failure("HTTP 400")
 
 
-def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: Path) -> None:
-    """Whether the engine did not start or all failed; one answer, of an unfinished conversation too, fixes them."""
+def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: Path) -> None:
+    """An engine that does not start or always fails fixes none; one answer does, also of an unfinished conversation."""
     out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
     first, second = make_recipe(source), make_recipe(source, temperature=0.5)
     tokenizer = tiny_tokenizer(templates.CHATML)
@@ -383,11 +383,11 @@ def test_a_call_that_stored_no_answer_fixes_no_settings(source: Path, tmp_path: 
     with pytest.raises(UserError, match=r"started with data\.distill\.temperature = 0\.5, now it is 0\.0"):
         run(first, out, HashEngine(tokenizer))
     assert run(second, out, HashEngine(tokenizer)).failed == {}
-    assert len(kept(out)) == 7
+    assert len(load_answered(out)) == 7
     assert LedgerView(out).counts().keys() == {"done"}
 
 
-def test_another_process_may_have_fixed_other_settings_meanwhile(source: Path, tmp_path: Path) -> None:
+def test_settings_fixed_meanwhile_by_another_process_are_refused(source: Path, tmp_path: Path) -> None:
     tokenizer, out = tiny_tokenizer(templates.CHATML), tmp_path / "out"
 
     class Overtaken(HashEngine):
@@ -398,14 +398,14 @@ def test_another_process_may_have_fixed_other_settings_meanwhile(source: Path, t
 
     with pytest.raises(UserError, match=r"was started with data\.conversations\.source"):
         run(make_recipe(source), out, Overtaken(tokenizer))
-    assert len(kept(out)) == 1
+    assert len(load_answered(out)) == 1
 
 
 OUTSIDE = "<|tool|>"
 
 
-def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
-    """Are reported before the engine is opened, or left out and counted; with engine none in answers too."""
+def test_token_ids_beyond_the_embedding(tmp_path: Path) -> None:
+    """They are reported before the engine is opened, or left out and counted; with engine none also in answers."""
     write_source(tmp_path / "a.jsonl", [["one"], [f"use {OUTSIDE} now"]])
     tokenizer = tiny_tokenizer(templates.CHATML)
     tokenizer.add_special_tokens({"extra_special_tokens": [OUTSIDE]})
@@ -428,12 +428,12 @@ def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
     given = make_recipe(tmp_path / "a.jsonl", engine="none")
     with pytest.raises(UserError, match=sentence):
         distill(given, tokenizer, run_folder(given, tmp_path / "none"), progress=False, limits=limits)
-    run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "again", engine, limits=limits)  # the target answers otherwise
+    run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "again", engine, limits=limits)  # the target's answers differ
     with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
         run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
 
 
-def test_no_room_for_answers_is_reported_before_the_first(source: Path, tmp_path: Path) -> None:
+def test_no_room_for_answers_is_reported_before_the_first_request(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     recipe = make_recipe(source, max_new_tokens=60)
     with pytest.raises(
@@ -447,8 +447,8 @@ def test_no_room_for_answers_is_reported_before_the_first(source: Path, tmp_path
         run(recipe, tmp_path / "short", engine)
 
 
-def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
-    """Lines to a file, a higher limit, another name, the same questions in another place."""
+def test_resumed_run_may_add_more_conversations(source: Path, tmp_path: Path) -> None:
+    """More lines in a file, a higher limit, another name, the same questions at another path."""
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     questions = questions_file("embedded").read_bytes()
     (tmp_path / "q.jsonl").write_bytes(questions)
@@ -468,7 +468,7 @@ def test_more_of_the_same_may_be_added(source: Path, tmp_path: Path) -> None:
         run(recipe, tmp_path / "out", engine, weights="b")
 
 
-def test_refusals(source: Path, tmp_path: Path) -> None:
+def test_invalid_inputs_are_reported(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         run(make_recipe(source), tmp_path / "out", HashEngine(tiny_tokenizer(None)))
     assert not (tmp_path / "out").exists()
@@ -476,7 +476,7 @@ def test_refusals(source: Path, tmp_path: Path) -> None:
         next(read_distilled(tmp_path / "out"))
 
 
-def test_template_that_refuses_system_turns(tmp_path: Path) -> None:
+def test_template_without_system_turns(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     write_source(file, [["a"]])
     roles = ("system", "user", "assistant")
@@ -498,7 +498,7 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("sky", "s
 
 
 class CallingEngine(HashEngine):
-    """Says what the test gives, in its order, then hashes."""
+    """Answers with the given texts in order, then with hashes."""
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
         super().__init__(tokenizer)
@@ -508,12 +508,12 @@ class CallingEngine(HashEngine):
         return self.texts.pop(0) if self.texts else super().answer(prompt)
 
 
-def calling(*names: str) -> dict[str, Any]:
+def tool_calls_message(*names: str) -> dict[str, Any]:
     calls = [{"id": f"id{name}", "function": {"name": name, "arguments": '{"city": "Rome"}'}} for name in names]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-def gives(name: str) -> dict[str, Any]:
+def tool_result(name: str) -> dict[str, Any]:
     return {"role": "tool", "content": f"{name} is blue", "tool_call_id": f"id{name}"}
 
 
@@ -532,9 +532,9 @@ def with_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> t
 
 ASKED = [
     chat_message("Blue?", "user"),
-    calling("sky", "sea"),
-    gives("sky"),
-    gives("sea"),
+    tool_calls_message("sky", "sea"),
+    tool_result("sky"),
+    tool_result("sea"),
     chat_message("Yes."),
     chat_message("Bye", "user"),
 ]
@@ -547,7 +547,7 @@ def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -
     call = found.turns[1]
     assert (call.content, call.called) == ("Let me see.", ["sky", "sea"])
     assert [each["id"] for each in call.tool_calls] == ["idsky", "idsea"]
-    assert call.tool_calls[0]["function"]["arguments"] == {"city": "Bern"}  # the target's own
+    assert call.tool_calls[0]["function"]["arguments"] == {"city": "Bern"}  # generated by the target
     (second,) = engine.calls[1]
     assert second.startswith("<|im_start|>system\nYou help.\n\n# Tools")
     assert '"city": "Bern"' in second
@@ -573,7 +573,7 @@ def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: 
 @pytest.mark.parametrize(
     ("texts", "messages", "roles"),
     [
-        ([CALL % "sky"], ASKED, ["user", "assistant"]),  # the other results are not there
+        ([CALL % "sky"], ASKED, ["user", "assistant"]),  # no result of the other call
         ([CALL % "sea" + CALL % "sky"], ASKED, ["user", "assistant"]),
         (
             [CALL % "sky"],
@@ -583,7 +583,7 @@ def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: 
         ([CALL % "sky" + CALL % "sea", CALL % "sky"], ASKED, ["user", "assistant", "tool", "tool", "assistant"]),
     ],
 )
-def test_a_target_that_calls_other_tools_ends_the_conversation(
+def test_conversation_ends_if_the_target_calls_other_tools(
     tmp_path: Path, texts: list[str], messages: list[dict[str, Any]], roles: list[str]
 ) -> None:
     report, found, _ = with_tools(tmp_path, *texts, messages=messages)
@@ -598,7 +598,7 @@ def test_a_conversation_may_end_with_a_call(tmp_path: Path) -> None:
     assert found.shortened is None
 
 
-def test_tools_without_an_engine(tmp_path: Path) -> None:
+def test_tool_calls_are_kept_without_an_engine(tmp_path: Path) -> None:
     file = tmp_path / "tools.jsonl"
     file.write_text(json.dumps({"messages": ASKED[:4], "tools": json.dumps([TOOLS[0]["function"]])}))
     engine = HashEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer())

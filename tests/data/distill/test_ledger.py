@@ -1,4 +1,4 @@
-"""The ledger: nothing done is lost, counted or requested twice, whichever process is killed and whenever."""
+"""The ledger: no result is lost, counted twice or requested twice, whenever a process is killed."""
 
 import errno
 import json
@@ -18,19 +18,19 @@ from draftsmith.errors import UserError
 IDS = [f"c{number:02d}" for number in range(6)]
 
 
-def done(key: str, text: str = "said") -> FinishedConversation:
+def finished_record(key: str, text: str = "said") -> FinishedConversation:
     return FinishedConversation(key, DONE, None, {"messages": [{"role": "assistant", "content": text + key}]})
 
 
-def lines_of(folder: Path, kind: str = "shards") -> list[str]:
+def read_lines(folder: Path, kind: str = "shards") -> list[str]:
     return [line for file in sorted((folder / kind).glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 
-def test_states_and_reasons(tmp_path: Path) -> None:
+def test_states_and_reasons_are_stored(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         assert list(ledger.claim(IDS[:4]).claimed) == IDS[:4]
         cut = FinishedConversation(IDS[1], SHORTENED, "answer cut short", {"messages": []})
-        ledger.commit([], [done(IDS[0]), cut, FinishedConversation(IDS[2], FAILED, "HTTP 500")])
+        ledger.commit([], [finished_record(IDS[0]), cut, FinishedConversation(IDS[2], FAILED, "HTTP 500")])
         assert list(ledger.claim(IDS).claimed) == IDS[3:]
         assert ledger.finished_ids() == set(IDS[:3])
         assert LedgerView(tmp_path).counts()[FAILED] == {"HTTP 500": 1}
@@ -39,20 +39,20 @@ def test_states_and_reasons(tmp_path: Path) -> None:
         assert ledger.retry_failed(final=["other"]) == 1
         assert ledger.finished_ids() == set(IDS[:2])
         assert list(ledger.claim(IDS).claimed) == IDS[2:]
-        ledger.commit([], [done(IDS[2])])
+        ledger.commit([], [finished_record(IDS[2])])
     view = LedgerView(tmp_path)
     assert view.counts() == {"done": {"": 2}, "truncated": {"answer cut short": 1}}
     assert [record["id"] for record in view.records()] == IDS[:3]
     assert [record["state"] for record in view.records()] == [DONE, SHORTENED, DONE]
 
 
-def test_answers_of_an_unfinished_conversation_outlive_its_process(tmp_path: Path) -> None:
+def test_answers_of_unfinished_conversations_survive_a_killed_process(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.claim(IDS[:3])
         ledger.commit([(IDS[0], 0, {"text": "first", "token_ids": None})], [])
         ledger.commit(
             [(IDS[0], 1, {"text": "second", "token_ids": None}), (IDS[1], 0, {"text": "other", "token_ids": None})],
-            [done(IDS[1])],
+            [finished_record(IDS[1])],
         )
         ledger.commit(
             [(IDS[2], 0, {"text": "said", "token_ids": None})], [FinishedConversation(IDS[2], FAILED, "HTTP 500")]
@@ -65,42 +65,42 @@ def test_answers_of_an_unfinished_conversation_outlive_its_process(tmp_path: Pat
         }
 
 
-def test_the_order_of_writing_does_not_show(tmp_path: Path) -> None:
+def test_records_do_not_depend_on_the_order_of_writing(tmp_path: Path) -> None:
     for name, order in (("one", IDS), ("other", IDS[::-1])):
         for key in order:
-            with Ledger(tmp_path / name) as ledger:  # each in its own file
-                ledger.commit([], [done(key)])
+            with Ledger(tmp_path / name) as ledger:  # one file each
+                ledger.commit([], [finished_record(key)])
     one, other = LedgerView(tmp_path / "one"), LedgerView(tmp_path / "other")
     assert len(one.files()) == len(IDS)
     assert one.fingerprint() == other.fingerprint()
     assert list(one.records()) == list(other.records())
     with Ledger(tmp_path / "one") as ledger:
-        ledger.commit([], [done("d")])
+        ledger.commit([], [finished_record("d")])
     assert LedgerView(tmp_path / "one").fingerprint() != other.fingerprint()
 
 
-def test_a_torn_line_does_not_count(tmp_path: Path) -> None:
-    """The first bytes of a line, as a kill leaves them: the conversation is claimed again, and goes to another file."""
+def test_torn_line_is_ignored(tmp_path: Path) -> None:
+    """A kill leaves the first bytes of a line: the conversation is claimed again and written to another file."""
     with Ledger(tmp_path) as ledger:
-        ledger.commit([], [done(IDS[0])])
+        ledger.commit([], [finished_record(IDS[0])])
     with LedgerView(tmp_path).files()[0].open("a") as stream:
         stream.write(json.dumps({"id": IDS[1], "state": DONE, "reason": None, "messages": []})[:-5])
     with Ledger(tmp_path) as ledger:
         assert list(ledger.claim(IDS[:2]).claimed) == [IDS[1]]
-        ledger.commit([], [done(IDS[1])])
+        ledger.commit([], [finished_record(IDS[1])])
     assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["saidc00", "saidc01"]
 
 
-def test_what_another_file_says_of_a_conversation_again_does_not_count(tmp_path: Path) -> None:
+def test_first_record_of_a_conversation_counts(tmp_path: Path) -> None:
     for text in ("first", "second"):
         with Ledger(tmp_path) as ledger:
-            ledger.commit([], [done("x", text)])
+            ledger.commit([], [finished_record("x", text)])
     assert [record["messages"][0]["content"] for record in LedgerView(tmp_path).records()] == ["firstx"]
 
 
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+def test_damaged_line_is_located_in_the_error(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
-        ledger.commit([], [done(IDS[0]), done(IDS[1])])
+        ledger.commit([], [finished_record(IDS[0]), finished_record(IDS[1])])
     view = LedgerView(tmp_path)
     file = view.files()[0]
     begin = len(file.read_bytes().splitlines(keepends=True)[0])
@@ -110,27 +110,30 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
             reader()
 
 
-def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line is cut off again, and the error names the file."""
+def test_full_disk_keeps_earlier_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partial line is truncated, and the error names the file."""
     with Ledger(tmp_path) as ledger:
-        ledger.commit([], [done(IDS[0])])
-        before = lines_of(tmp_path)
+        ledger.commit([], [finished_record(IDS[0])])
+        before = read_lines(tmp_path)
 
-        def full(_: int) -> None:
+        def raise_disk_full(_: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", full)
-            for answers, finished in (([(IDS[1], 0, {"text": "a", "token_ids": None})], []), ([], [done(IDS[2])])):
+            patch.setattr(os, "fsync", raise_disk_full)
+            for answers, finished in (
+                ([(IDS[1], 0, {"text": "a", "token_ids": None})], []),
+                ([], [finished_record(IDS[2])]),
+            ):
                 with pytest.raises(OSError, match=r"No space left on device: .*00001\.jsonl"):
                     ledger.commit(answers, finished)
-        assert lines_of(tmp_path) == before
-        assert lines_of(tmp_path, "unfinished") == []
-        ledger.commit([], [done(IDS[2])])
+        assert read_lines(tmp_path) == before
+        assert read_lines(tmp_path, "unfinished") == []
+        ledger.commit([], [finished_record(IDS[2])])
     assert [record["id"] for record in LedgerView(tmp_path).records()] == [IDS[0], IDS[2]]
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -141,7 +144,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 # --- several processes ------------------------------------------------------------------------------------------------
 
-# Works on a conversation of three turns at a time, and ends, or is killed, where its stdin tells it.
+# Works on a conversation of three turns at a time, and ends or is killed as its stdin says.
 WORKER = """
 import os, signal, sys
 from pathlib import Path
@@ -179,8 +182,8 @@ with Ledger(Path(sys.argv[1])) as ledger:
 """
 
 
-def test_what_another_process_works_on_is_left_to_it_until_it_is_killed(tmp_path: Path) -> None:
-    """The conversations that it finished meanwhile are not requested again."""
+def test_conversation_is_claimed_by_one_process_until_it_is_killed(tmp_path: Path) -> None:
+    """Conversations that the killed process finished are not requested again."""
     command = [sys.executable, "-c", OTHER, str(tmp_path), *IDS[:3]]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
@@ -200,11 +203,11 @@ def test_what_another_process_works_on_is_left_to_it_until_it_is_killed(tmp_path
             assert list(ledger.claim(IDS[:3]).claimed) == IDS[1:3]
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
-    """Two processes at a time, each of which kills itself after some turns.
+def test_repeated_kills_lose_and_duplicate_nothing(tmp_path: Path) -> None:
+    """Two processes at a time kill themselves after some turns.
 
-    Every conversation is in the ledger exactly once, and each killed process has at most one answer, the one in flight,
-    generated twice.
+    Every conversation is in the ledger exactly once, and each killed process costs at most one answer, the one in
+    flight, generated twice.
     """
     conversations, chance, kills = 20, random.Random(0), 0
     work = [sys.executable, "-c", WORKER, str(tmp_path)]
@@ -219,5 +222,5 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert view.counts() == {DONE: {"": conversations}}
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) - len(set(asked)) <= kills
-    written = [json.loads(line)["id"] for line in lines_of(tmp_path)]
+    written = [json.loads(line)["id"] for line in read_lines(tmp_path)]
     assert len(written) == len(set(written)) == conversations

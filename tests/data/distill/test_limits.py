@@ -1,4 +1,4 @@
-"""What a target can read, by its config; rows beyond it are reported before a drafter is trained."""
+"""A target's length and vocabulary limits by its config; rows beyond them are reported before training."""
 
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ def llama(**rope: Any) -> LlamaConfig:
     ],
     ids=["llama", "gpt2", "yarn", "yarn of fewer", "llama3", "wrapper"],
 )  # fmt: skip
-def test_limits_of_a_config(config: Any, limits: tuple[int, int]) -> None:
+def test_limits_are_read_from_the_config(config: Any, limits: tuple[int, int]) -> None:
     assert target_limits(config) == TargetLimits(*limits)
 
 
-def test_rows_are_checked_against_the_target() -> None:
+def test_rows_beyond_the_limits_of_the_target_are_reported() -> None:
     rows = datasets.Dataset.from_dict({"input_ids": [[3, 9], [1, 2, 4, 5]]})
     folder = Path("data/tokens")
     check_tokens(rows, TargetLimits(10, 4), folder)

@@ -1,4 +1,4 @@
-"""Rows are the same whatever the number of processes, come in order, and hold every answer after what was read."""
+"""Rows do not depend on the number of processes, come in order, and hold every answer after its prompt."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def conversation(number: int, answer: str = "Hello") -> Conversation:
     return Conversation(f"{number:04d}", turns)
 
 
-def written(tmp_path: Path, conversations: Any, processes: int, template: str | None = templates.CHATML) -> Any:
+def write_rows(tmp_path: Path, conversations: Any, processes: int, template: str | None = templates.CHATML) -> Any:
     file = tmp_path / f"{processes}.arrow"
     with tqdm(disable=True) as bar:
         counts = write_token_rows(conversations, Work(tiny_tokenizer(template), 60), file, processes, bar)
@@ -37,20 +37,20 @@ def written(tmp_path: Path, conversations: Any, processes: int, template: str | 
 
 
 @pytest.fixture
-def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked ones, which start immediately."""
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork worker processes, which start faster than spawned ones."""
     monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])  # spawned as in users' runs
-def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])  # spawned, as in real runs
+def test_rows_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context(start))
     monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 3)
     numbers = range(40)
     too_long, hidden = (Conversation(key, (Turn("user", "a"), Turn("assistant", "b " * 90))) for key in ("l", "m"))
     answered: list[Answered] = [(conversation(n), None if n % 2 else [[5, 6, n]]) for n in numbers]
     answered[11:11] = [(too_long, None), (hidden, [[1] * 70])]
-    results = [written(tmp_path, iter(answered), processes) for processes in (1, 2)]
+    results = [write_rows(tmp_path, iter(answered), processes) for processes in (1, 2)]
     assert results[0][0] == results[1][0]
     assert (results[0][0].rows, results[0][0].too_long, results[0][0].conversations) == (40, 2, 42)
     assert results[0][1].to_dict() == results[1][1].to_dict()
@@ -63,8 +63,8 @@ def test_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(rows["conversation"]) == [*range(11), *range(13, 42)]
 
 
-def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:
-    """The prompt and the first tokens of the answer, all of these with loss; not without ids, nor a prompt alone."""
+def test_first_answer_is_cut_at_the_maximum_length(tmp_path: Path) -> None:
+    """The row is the prompt and the answer's first tokens, with loss; no row without ids or of a prompt alone."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     long = Conversation("long", (Turn("user", "a"), Turn("assistant", "x")))
     said = [5 + n % 7 for n in range(90)]
@@ -80,12 +80,10 @@ def test_a_first_answer_is_cut_at_the_length(tmp_path: Path) -> None:
     assert row["loss_mask"] == [0] * len(prompt) + [1] * (60 - len(prompt))
 
 
-@pytest.mark.usefixtures("quick_processes")
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_conversations_are_read_no_further_than_the_work_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
-) -> None:
-    """Memory is bounded: the reader is at most the chunks in flight ahead of the writer."""
+def test_reader_stays_close_to_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """Bound the memory: the reader is ahead of the writer by the chunks in flight at most."""
     monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 2)
     read, done, furthest = 0, 0, 0
 
@@ -106,8 +104,8 @@ def test_conversations_are_read_no_further_than_the_work_ahead(
     assert furthest <= 2 * (processes * token_rows.CHUNKS_PER_PROCESS + 1) + 1
 
 
-def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
-    """Every answer is learned once, after exactly the prompt that the target was given."""
+def test_answers_whose_thoughts_leave_the_history_get_separate_rows() -> None:
+    """Every answer carries loss once, after exactly the prompt that the target was given."""
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     texts = ["<think>\none\n</think>\n\nHello", "Say hi", "<think>\nthree\n</think>\n\nBye"]
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
@@ -119,13 +117,13 @@ def test_thoughts_that_leave_the_history_have_rows_of_their_own() -> None:
     first_prompt = prompt_token_ids(tokenizer, turns[:1])
     assert rows[1].input_ids == first_prompt + ids[0]
     assert rows[0].input_ids == prompt_token_ids(tokenizer, turns[:-1]) + ids[2]
-    # A row that does not fit is left out; so are the turns that do not fit.
+    # Rows and turns that do not fit are left out.
     assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1]
     assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
 
 
-def shown(tokenizer: Any, row: Any) -> str:
-    """The row's text, what carries loss between « and »."""
+def mark_loss(tokenizer: Any, row: Any) -> str:
+    """Return the row's text with «» around tokens that carry loss."""
     runs = [
         (loss, list(run)) for loss, run in groupby(zip(row.loss_mask, row.input_ids, strict=True), key=itemgetter(0))
     ]
@@ -138,8 +136,8 @@ ASKED = "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.mark.parametrize("family", [FAMILIES["Qwen3"], FIELD_OF_THOUGHTS], ids=["content", "field"])
 @pytest.mark.parametrize("in_field", [False, True])
-def test_given_answers_whose_thoughts_leave_the_history(family: Family, in_field: bool) -> None:
-    """Without ids too, each answer is learned once, as it was said; what is left of it later carries no loss."""
+def test_given_answers_whose_thoughts_leave_the_history_carry_loss_once(family: Family, in_field: bool) -> None:
+    """Without ids, each answer carries loss once, in full; its shortened copy in the history carries none."""
     tokenizer = family.tokenizer()
     answers = [
         Turn("assistant", text, reasoning_content=thoughts)
@@ -153,44 +151,44 @@ def test_given_answers_whose_thoughts_leave_the_history(family: Family, in_field
         f"«<think>\n{thoughts}\n</think>\n\n{text}<|im_end|>»\n"
         for thoughts, text in (("one", "Hello"), ("two", "Bye"))
     ]
-    assert [shown(tokenizer, row) for row in rows] == [
+    assert [mark_loss(tokenizer, row) for row in rows] == [
         ASKED + "Hello<|im_end|>\n" + ASKED + said[1], ASKED + said[0]
     ]  # fmt: skip
 
 
-def test_thoughts_that_no_template_writes_are_refused() -> None:
+def test_thoughts_that_the_template_drops_are_refused() -> None:
     turns = (Turn("user", "Say hi"), Turn("assistant", "Hello", reasoning_content="one"))
     for name in ("Llama 3", "R1"):
         with pytest.raises(TemplateProblem, match="does not write the thoughts that conversations have as `reasoning_"):
             tokenize_rows(FAMILIES[name].tokenizer(), Conversation("x", turns), 1000)
 
 
-def test_answers_of_no_weight_carry_no_loss() -> None:
-    """The conversation ends where nothing more is learned only if it must; the mask is of the others alone."""
+def test_answers_of_weight_0_carry_no_loss() -> None:
+    """The conversation is cut after the last answer with loss only if it is too long."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     asked = Turn("user", "Say hi")
     wrong, right = Turn("assistant", "Hello", weight=0), Turn("assistant", "Bye")
     rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, wrong, asked, right)), 1000)
-    assert [shown(tokenizer, row) for row in rows] == [ASKED + "Hello<|im_end|>\n" + ASKED + "«Bye<|im_end|>»\n"]
+    assert [mark_loss(tokenizer, row) for row in rows] == [ASKED + "Hello<|im_end|>\n" + ASKED + "«Bye<|im_end|>»\n"]
     rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, right, asked, wrong)), 1000)
-    assert [shown(tokenizer, row) for row in rows] == [ASKED + "«Bye<|im_end|>»\n" + ASKED + "Hello<|im_end|>\n"]
+    assert [mark_loss(tokenizer, row) for row in rows] == [ASKED + "«Bye<|im_end|>»\n" + ASKED + "Hello<|im_end|>\n"]
     length = len(rows[0].input_ids)
     assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong, asked, right)), length - 1) == ([], False)
     assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong)), 1000) == ([], False)
 
 
-def test_a_rewritten_answer_of_no_weight_has_no_row() -> None:
+def test_rewritten_answer_of_weight_0_has_no_row() -> None:
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     asked, thinking = Turn("user", "Say hi"), "<think>\none\n</think>\n\nHello"
     first, last = Turn("assistant", thinking), Turn("assistant", thinking, weight=0)
     rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, first, asked, last)), 1000)
-    assert [shown(tokenizer, row) for row in rows] == [ASKED + f"«{thinking}<|im_end|>»\n"]
+    assert [mark_loss(tokenizer, row) for row in rows] == [ASKED + f"«{thinking}<|im_end|>»\n"]
     rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, last, asked, first)), 1000)
     assert len(rows) == 1
 
 
-def test_thoughts_without_loss(tmp_path: Path) -> None:
-    """Of each answer what comes after its thoughts; a row in which there is nothing else is left out, and counted."""
+def test_thoughts_carry_no_loss_if_masked(tmp_path: Path) -> None:
+    """Only the text after the thoughts carries loss; a row of thoughts alone is left out and counted."""
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     texts = ["<think>\none\n</think>\n\nHello", "<think>\nthree\n</think>\n\nBye"]
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]

@@ -1,4 +1,4 @@
-"""The Arrow dataset holds what tokenize_conversation says, is reused for the same inputs only, is whole or absent."""
+"""The Arrow dataset: rows of `tokenize_conversation`, reused for the same inputs only, complete or absent."""
 
 import shutil
 from pathlib import Path
@@ -41,7 +41,7 @@ def load(data: Path) -> Any:
     return datasets.load_from_disk(str(data / "tokens"))
 
 
-def test_reused_until_something_changes(tmp_path: Path) -> None:
+def test_dataset_is_reused_until_an_input_changes(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello there", "Bye"]])
     first = build(tmp_path)
     again = build(tmp_path)
@@ -55,16 +55,16 @@ def test_reused_until_something_changes(tmp_path: Path) -> None:
     assert len(load(tmp_path)) == 1
 
 
-def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_distilled(tmp_path, [["Hello"]])
     build(tmp_path)
     write_distilled(tmp_path, [["Hello"], ["Bye"]])
 
-    def interrupted(*arguments: Any) -> None:
+    def raise_interrupt(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("datasets.Dataset.save_to_disk", interrupted)
+        patch.setattr("datasets.Dataset.save_to_disk", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path)
     assert len(load(tmp_path)) == 1
@@ -72,8 +72,8 @@ def test_an_interrupted_build_leaves_the_old_dataset(tmp_path: Path, monkeypatch
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
-    """With others it could not be resumed; once it is finished, or deleted, they may change. Linked data too."""
+def test_rows_of_a_started_training_are_not_replaced(tmp_path: Path) -> None:
+    """With other rows it could not be resumed; once it is finished or deleted, they may change. So with linked data."""
     data, drafter = tmp_path / "run" / "data", tmp_path / "run" / "drafter"
     write_distilled(data, [["Hello"]])
     build(data)
@@ -89,7 +89,7 @@ def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
             build(folder)
     assert len(load(data)) == 1
     write_distilled(data, [["Hello"]])
-    assert build(data).reused  # as `draftsmith run` does, before it resumes that training
+    assert build(data).reused  # as `draftsmith run` does before it resumes the training
     (drafter / "training.json").touch()
     write_distilled(data, [["Hello"], ["Bye"]])
     with run_lock(tmp_path / "run", "train"), pytest.raises(UserError, match=r"run is in use by `draftsmith train`"):
@@ -98,7 +98,7 @@ def test_rows_that_a_begun_training_reads_stay(tmp_path: Path) -> None:
     assert build(data).rows == 2
 
 
-def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
+def test_too_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"], ["Hello", "Bye"], ["Hello " * 50]])
     last = list(LedgerView(tmp_path).distilled())[-1]
     length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
@@ -109,7 +109,7 @@ def test_over_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_nothing_left(tmp_path: Path) -> None:
+def test_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
     write_distilled(tmp_path, [["Hello"]])
     with pytest.raises(UserError, match=r"1 read, 1 longer than 8 tokens.*raise data\.max_length_tokens"):
         build(tmp_path, max_length_tokens=8)

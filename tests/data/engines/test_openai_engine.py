@@ -1,4 +1,4 @@
-"""What the openai engine sends, what it makes of the answers, and how requests end while servers fail."""
+"""The openai engine: its requests, how it reads responses, and outcomes of requests while servers fail."""
 
 import gzip
 import json
@@ -29,13 +29,11 @@ from draftsmith.data.engines.openai_answers import CONTROL_TOKENS, CUT_EARLY
 from draftsmith.errors import UserError
 
 
-def test_every_request_gets_its_answer_within_the_concurrency(
-    start_server: StartServer, start_engine: StartEngine
-) -> None:
+def test_every_request_is_answered_within_the_concurrency(start_server: StartServer, start_engine: StartEngine) -> None:
     four = threading.Barrier(4)
 
     def script(body: dict[str, Any], number: int) -> None:
-        if number <= 4:  # answered only once four are there
+        if number <= 4:  # answered only when four are in flight
             four.wait(timeout=10)
 
     server = start_server(script, max_model_len=77)
@@ -54,7 +52,7 @@ def test_every_request_gets_its_answer_within_the_concurrency(
 def test_sampling_seed_and_key_are_sent(
     start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_KEY", "secret\r\n")  # as a file's last line has it
+    monkeypatch.setenv("MY_KEY", "secret\r\n")  # with a newline, as read from a file
     monkeypatch.setenv("OPENAI_API_KEY", "somebody else's")
     server = start_server()
     run(start_engine(server, api_key_env="MY_KEY"), requests(1, temperature=0.7, top_k=5, top_p=0.9))
@@ -72,7 +70,7 @@ def test_sampling_seed_and_key_are_sent(
         ("NO_SUCH_KEY", "no environment variable NO_SUCH_KEY"),
     ],
 )
-def test_a_wrong_key_is_told_unseen(
+def test_error_about_a_wrong_key_does_not_show_it(
     start_server: StartServer,
     start_engine: StartEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,13 +84,13 @@ def test_a_wrong_key_is_told_unseen(
 
 
 @pytest.mark.parametrize("url", ["me:pw@host/v1", "http://me:p/w@host/v1", "http://me:pw@[host/v1"])
-def test_a_malformed_url_does_not_show_its_password(url: str) -> None:
+def test_error_about_a_malformed_url_does_not_show_its_password(url: str) -> None:
     with pytest.raises(UserError) as caught, open_engine(setting(options={"base_urls": [url]})):
         pass
     assert not [secret for secret in ("pw", "p/w", "'p'") if secret in str(caught.value)]
 
 
-def test_chat_and_text_without_token_ids(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_servers_without_token_ids_return_texts(start_server: StartServer, start_engine: StartEngine) -> None:
     server = start_server(token_ids=False)
     asked = requests(3)
     ids = {request.key: answer_ids(request.messages[-1])[:-1] for request in asked}
@@ -103,14 +101,14 @@ def test_chat_and_text_without_token_ids(start_server: StartServer, start_engine
     assert server.requests[0]["messages"] in [request.messages for request in asked]
 
 
-def test_the_client_does_not_look_at_each_id_of_a_prompt(start_server: StartServer, start_engine: StartEngine) -> None:
-    """It did, for five times as long as all the rest of a request took."""
+def test_prompt_ids_bypass_the_clients_validation(start_server: StartServer, start_engine: StartEngine) -> None:
+    """The client's check of each id took five times as long as the rest of a request."""
     (asked,) = requests(1)
     sent = start_engine(start_server(), extensions=False).arguments(asked)
     assert (sent["prompt"], sent["extra_body"]["prompt"]) == ("", asked.prompt_ids)
 
 
-def test_tools_go_as_token_ids_alone(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_tools_need_prompts_as_token_ids(start_server: StartServer, start_engine: StartEngine) -> None:
     tools = ({"type": "function", "function": {"name": "sky"}},)
     (plain, asked) = requests(2)
     asked = replace(asked, tools=tools)
@@ -121,8 +119,8 @@ def test_tools_go_as_token_ids_alone(start_server: StartServer, start_engine: St
     assert refused[asked.key] == Failure("a conversation with tools needs data.distill.options.api: completions")
 
 
-def test_variables_of_the_chat_template_go_with_messages(start_server: StartServer, start_engine: StartEngine) -> None:
-    """Prompts as ids were made with them; a server that renders messages needs the variables."""
+def test_chat_template_variables_are_sent_with_messages(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Prompts as ids are rendered already; a server that renders messages needs the variables."""
     switch = {"chat_template_kwargs": {"enable_thinking": False}}
     for api, sent in (("chat", switch["chat_template_kwargs"]), ("completions", None)):
         server = start_server()
@@ -132,7 +130,7 @@ def test_variables_of_the_chat_template_go_with_messages(start_server: StartServ
         start_engine(start_server(), api="chat", extensions=False, target=switch)
 
 
-def test_a_server_that_refuses_unknown_fields(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_server_that_refuses_unknown_fields(start_server: StartServer, start_engine: StartEngine) -> None:
     server = start_server(fields={"model", "prompt", "max_tokens", "temperature", "top_p", "seed"})
     with pytest.raises(UserError, match=r"Unrecognized request argument: .*options.extensions: false"):
         start_engine(server)
@@ -145,7 +143,7 @@ def test_a_server_that_refuses_unknown_fields(start_server: StartServer, start_e
     }
 
 
-def test_another_chat_template_at_the_server(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_other_chat_template_of_the_server_is_reported(start_server: StartServer, start_engine: StartEngine) -> None:
     server = start_server()
     answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "message": {"content": "x"}}]}
     server.check_fault = Fault(body=answer)
@@ -156,25 +154,25 @@ def test_another_chat_template_at_the_server(start_server: StartServer, start_en
 @pytest.mark.parametrize(
     ("choice", "outcome"),
     [
-        # vLLM's ids hold the stop token; some servers leave it out, and vLLM says which it was.
+        # vLLM's ids include the stop token; some servers leave it out, and vLLM reports it.
         ({"token_ids": [11, 12, END_ID], "stop_reason": END_ID}, Completion([11, 12, END_ID], "stop")),
         ({"token_ids": [11, 12], "stop_reason": END_ID}, Completion([11, 12, END_ID], "stop")),
         ({"token_ids": [11, 12]}, Completion(None, "stop", "11 12")),
         ({"token_ids": [END_ID], "text": ""}, Completion([END_ID], "stop")),
-        # A server that does not know our end token runs past it.
+        # A server that does not know the template's end token generates past it.
         ({"token_ids": [11, END_ID, 13, 14], "finish_reason": "length"}, Completion([11, END_ID], "stop")),
         ({"token_ids": [11, 12, 13, 14], "finish_reason": "length"}, Completion([11, 12, 13, 14], "length")),
         ({"finish_reason": "length"}, Completion(None, "length", "11 12")),
         ({"finish_reason": "content_filter"}, Failure("finish reason content_filter")),
         ({"finish_reason": "odd \x1b[2J\n one"}, Failure("finish reason odd [2J one")),
-        # What its reason says cannot be: another try may bring the whole answer.
+        # Its finish reason contradicts its length: a retry may return the whole answer.
         ({"token_ids": [11, 12, 13], "finish_reason": "length"}, Failure(CUT_EARLY)),
         ({"text": "1", "finish_reason": "length"}, Failure(CUT_EARLY)),
-        # Tokenised with the conversation it would be a turn's end, with loss, and a turn that nobody said.
+        # In the conversation it would be tokenised as the end of a turn, with loss, and a turn that nobody generated.
         ({"text": "11<|im_end|>\n<|im_start|>user"}, Failure(CONTROL_TOKENS)),
     ],
 )  # fmt: skip
-def test_how_answers_end(
+def test_end_of_an_answer_decides_its_outcome(
     start_server: StartServer, start_engine: StartEngine, choice: dict[str, Any], outcome: Outcome
 ) -> None:
     answer = {"choices": [{"finish_reason": "stop", "text": "11 12", **choice}]}
@@ -183,10 +181,10 @@ def test_how_answers_end(
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_thoughts_that_a_server_gives_apart_are_counted(
+def test_separate_thoughts_count_towards_the_length(
     start_server: StartServer, start_engine: StartEngine, key: str
 ) -> None:
-    """An answer that was cut in its thoughts says nothing yet, and is no shorter than requested."""
+    """An answer cut within its thoughts has no text, and is not shorter than requested."""
     message = {"content": "", key: "so and so on"}
     answer = {"choices": [{"finish_reason": "length", "message": message}]}
     server = start_server(lambda body, number: Fault(body=answer))
@@ -196,8 +194,10 @@ def test_thoughts_that_a_server_gives_apart_are_counted(
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thoughts_in_their_own_field(start_server: StartServer, start_engine: StartEngine, field: str) -> None:
-    """They join the text as the target's template writes them; where it does not, an error says so."""
+def test_thoughts_in_a_separate_field_join_the_text(
+    start_server: StartServer, start_engine: StartEngine, field: str
+) -> None:
+    """They are joined as the target's template writes them; if it writes none, an error says so."""
     message = {"role": "assistant", "content": "Hello", field: "hm"}
     answer = {"choices": [{"finish_reason": "stop", "message": message}]}
     server = start_server(lambda body, number: Fault(body=answer))
@@ -210,7 +210,7 @@ def test_thoughts_in_their_own_field(start_server: StartServer, start_engine: St
     assert run(engine, requests(1)) == {"c0": Completion(None, "stop", "")}
 
 
-def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, Any]:
+def response_body(token_ids: list[int], finish_reason: str = "stop") -> dict[str, Any]:
     return {"choices": [{"finish_reason": finish_reason, "text": "x", "token_ids": token_ids}]}
 
 
@@ -223,27 +223,27 @@ def answer_of(token_ids: list[int], finish_reason: str = "stop") -> dict[str, An
         ({"choices": [{"finish_reason": "stop"}]}, "malformed answer: no text"),
         ([], "malformed answer: body"),
         ({"choices": [{"finish_reason": "abort", "text": ""}]}, "aborted by the server"),
-        (answer_of([11, len(TOKENIZER), END_ID]), "malformed answer: token ids outside the target's vocabulary"),
-        (answer_of([-1, END_ID]), "malformed answer: token ids outside the target's vocabulary"),
-        (answer_of([11] * 34, "length"), "malformed answer: longer than max_new_tokens"),
+        (response_body([11, len(TOKENIZER), END_ID]), "malformed answer: token ids outside the target's vocabulary"),
+        (response_body([-1, END_ID]), "malformed answer: token ids outside the target's vocabulary"),
+        (response_body([11] * 34, "length"), "malformed answer: longer than max_new_tokens"),
         (b'{"choices": ' + b"[" * 60_000, "malformed answer: no JSON"),
-        (answer_of(["11", END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
-        (answer_of([11.0, END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
-        (answer_of([True, END_ID]), "malformed answer: choices.0.token_ids.0"),
+        (response_body(["11", END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
+        (response_body([11.0, END_ID]), "malformed answer: choices.0.token_ids.0"),  # type: ignore[list-item]
+        (response_body([True, END_ID]), "malformed answer: choices.0.token_ids.0"),
         ({"choices": [{"index": 1, "finish_reason": "stop", "text": "x"}]}, "malformed answer: choices.0.index"),
         (
             {"choices": [{"finish_reason": "stop", "text": "one " * 300}]},
             "malformed answer: longer than max_new_tokens",
         ),
-        (answer_of([11, END_ID]) | {"prompt_token_ids": [5, 6, 99]}, "answer of another prompt"),
+        (response_body([11, END_ID]) | {"prompt_token_ids": [5, 6, 99]}, "answer of another prompt"),
         (
-            {"choices": [{**answer_of([11, END_ID])["choices"][0], "prompt_token_ids": [5, 6, 99]}]},
+            {"choices": [{**response_body([11, END_ID])["choices"][0], "prompt_token_ids": [5, 6, 99]}]},
             "answer of another prompt",
         ),
     ],
 )
 def test_malformed_answers(start_server: StartServer, start_engine: StartEngine, body: Any, reason: str) -> None:
-    """Request 1 gets it always, the others with an odd number once."""
+    """Request 1 always gets the malformed body, the other odd requests once."""
     seen = set()
 
     def script(sent: dict[str, Any], number: int) -> Fault | None:
@@ -260,7 +260,7 @@ def test_malformed_answers(start_server: StartServer, start_engine: StartEngine,
     }
 
 
-def test_a_refusal_is_final_and_counts_alike(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_http_400_is_final_and_reasons_are_grouped(start_server: StartServer, start_engine: StartEngine) -> None:
     def script(body: dict[str, Any], number: int) -> Fault | None:
         length = 600 + body["prompt"][-1]
         said = f"This model's maximum context length is 512 tokens. However, you requested {length} tokens."
@@ -274,7 +274,7 @@ def test_a_refusal_is_final_and_counts_alike(start_server: StartServer, start_en
 
 
 @pytest.mark.parametrize("status", [401, 402, 410])
-def test_a_status_that_is_not_about_the_request_ends_the_run(
+def test_http_status_about_the_server_ends_the_run(
     start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-abc-1")
@@ -303,12 +303,12 @@ def test_servers_must_serve_the_same_model(
     assert not other.requests
 
 
-def test_the_shortest_context_counts(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_shortest_context_of_the_servers_is_the_limit(start_server: StartServer, start_engine: StartEngine) -> None:
     engine = start_engine(start_server(max_model_len=900), start_server(max_model_len=500), start_server())
     assert engine.max_length_tokens == 500
 
 
-def test_the_recipe_opens_it(start_server: StartServer) -> None:
+def test_recipe_options_open_the_engine(start_server: StartServer) -> None:
     server = start_server()
     with open_engine(setting(options={"base_urls": [server.url + "/"]})) as engine:
         engine.submit(requests(1)[0])
@@ -323,14 +323,14 @@ def test_the_recipe_opens_it(start_server: StartServer) -> None:
             pass
 
 
-def test_a_server_down_at_the_start_is_named(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_server_down_at_the_start_is_named(start_server: StartServer, start_engine: StartEngine) -> None:
     server = start_server()
     server.stop()
     with pytest.raises(UserError, match=rf"no server answers \({server.url}: no connection .*base_urls"):
         start_engine(server)
 
 
-def test_a_server_that_dies_and_comes_back(
+def test_server_that_restarts_is_used_again(
     start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = start_server(lambda body, number: Fault(delay_s=0.02))
@@ -352,7 +352,7 @@ def test_a_server_that_dies_and_comes_back(
     assert said[1] == f"warning: {server.url} answers again"
 
 
-def test_a_server_that_dies_hands_its_requests_to_the_other(
+def test_requests_of_a_dead_server_move_to_the_other(
     start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = [start_server(lambda body, number: Fault(delay_s=0.02)) for _ in range(2)]
@@ -368,9 +368,7 @@ def test_a_server_that_dies_hands_its_requests_to_the_other(
     assert f"warning: {both[0].url}: no connection" in capsys.readouterr().err
 
 
-def test_when_all_servers_stay_down_nothing_is_given_up_as_failed(
-    start_server: StartServer, start_engine: StartEngine
-) -> None:
+def test_no_request_fails_when_all_servers_stay_down(start_server: StartServer, start_engine: StartEngine) -> None:
     both = [start_server(lambda body, number: Fault(delay_s=0.02)) for _ in range(2)]
     engine = start_engine(*both, concurrency_per_server=2, give_up_after_s=0.2, max_attempts=2)
     for request in requests(40):
@@ -384,8 +382,10 @@ def test_when_all_servers_stay_down_nothing_is_given_up_as_failed(
     assert len(kept) < 40
 
 
-def test_a_server_that_says_which_prompt_it_answers(start_server: StartServer, start_engine: StartEngine) -> None:
-    """In the answer, or in its choice as vLLM does: of ours it is taken."""
+def test_prompt_ids_in_a_response_are_not_read_as_the_answer(
+    start_server: StartServer, start_engine: StartEngine
+) -> None:
+    """They stand in the response, or in its choice as in vLLM."""
 
     def script(body: dict[str, Any], number: int) -> Fault:
         answer = server.answer("/v1/completions", body).body
@@ -397,8 +397,8 @@ def test_a_server_that_says_which_prompt_it_answers(start_server: StartServer, s
     assert run(start_engine(server), asked) == right_answers(asked)
 
 
-def test_a_redirection_is_not_followed(start_server: StartServer, start_engine: StartEngine) -> None:
-    """Another host would get the prompts, and its answers would be the target's."""
+def test_redirect_is_not_followed(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Another host would get the prompts, and its answers would count as the target's."""
     other = start_server()
     server = start_server(lambda body, number: Fault(307, {"Location": f"{other.url}/completions?key=secret"}, {}))
     engine = start_engine(server)
@@ -410,8 +410,8 @@ def test_a_redirection_is_not_followed(start_server: StartServer, start_engine: 
     assert not other.requests
 
 
-def test_an_answer_that_drips_has_a_time(start_server: StartServer, start_engine: StartEngine) -> None:
-    """Each byte comes within the time, the answer does not."""
+def test_slow_response_times_out_as_a_whole(start_server: StartServer, start_engine: StartEngine) -> None:
+    """Each byte arrives within the timeout, the response does not."""
     server = start_server(lambda body, number: Fault(drip_s=0.05) if body["prompt"][-1] == 1 else None)
     asked = requests(3)
     began = time.monotonic()
@@ -421,11 +421,11 @@ def test_an_answer_that_drips_has_a_time(start_server: StartServer, start_engine
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_an_answer_has_a_size(
+def test_too_large_response_is_a_failure(
     start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, is_packed: bool
 ) -> None:
     monkeypatch.setattr(openai_engine.BoundedClient.__init__, "__defaults__", (1 << 20,))
-    large = json.dumps(answer_of([11, END_ID]) | {"padding": "x" * (2 << 20)}).encode()
+    large = json.dumps(response_body([11, END_ID]) | {"padding": "x" * (2 << 20)}).encode()
     headers = {"Content-Encoding": "gzip"} if is_packed else {}
     fault = Fault(headers=headers, body=gzip.compress(large) if is_packed else large)
     server = start_server(lambda body, number: fault if body["prompt"][-1] == 1 else None)
@@ -434,7 +434,7 @@ def test_an_answer_has_a_size(
     assert outcomes == {**right_answers(asked), "c1": Failure("answer of more than 1 MiB")}
 
 
-def test_a_server_that_answers_its_check_alone_is_given_up(
+def test_server_that_answers_only_its_health_check_is_given_up(
     start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.02)
@@ -445,7 +445,7 @@ def test_a_server_that_answers_its_check_alone_is_given_up(
 
 
 @pytest.mark.parametrize("status", [429, 500])
-def test_a_server_that_answers_nothing_loses_no_conversation(
+def test_server_that_answers_nothing_loses_no_conversation(
     start_server: StartServer, start_engine: StartEngine, status: int
 ) -> None:
     server = start_server(lambda body, number: Fault(status, body={}))
@@ -455,8 +455,8 @@ def test_a_server_that_answers_nothing_loses_no_conversation(
         run(engine, requests(30))
 
 
-def test_a_storm_of_429_costs_no_attempt(start_server: StartServer, start_engine: StartEngine) -> None:
-    """The server takes two requests in parallel, and gets sixteen."""
+def test_http_429_costs_no_attempt(start_server: StartServer, start_engine: StartEngine) -> None:
+    """The server accepts two concurrent requests and gets sixteen."""
 
     def script(body: dict[str, Any], number: int) -> Fault:
         if server.in_flight > 2:
@@ -469,7 +469,7 @@ def test_a_storm_of_429_costs_no_attempt(start_server: StartServer, start_engine
     assert len(server.requests) > len(asked)
 
 
-def test_http_500_is_tried_again_and_a_request_that_always_fails_stops_nothing(
+def test_http_500_is_retried_and_a_failed_request_stops_no_other(
     start_server: StartServer, start_engine: StartEngine
 ) -> None:
     seen: Counter[str] = Counter()
@@ -486,7 +486,7 @@ def test_http_500_is_tried_again_and_a_request_that_always_fails_stops_nothing(
     assert seen["[5, 6, 7]"] == 2 * 3  # the client tries three times
 
 
-def test_a_timeout_is_a_failure(start_server: StartServer, start_engine: StartEngine) -> None:
+def test_timeout_is_a_failure(start_server: StartServer, start_engine: StartEngine) -> None:
     waiting = threading.Event()
 
     def script(body: dict[str, Any], number: int) -> None:
@@ -499,7 +499,7 @@ def test_a_timeout_is_a_failure(start_server: StartServer, start_engine: StartEn
     assert outcomes == {**right_answers(asked), "c5": Failure("timeout")}
 
 
-def test_closing_in_the_middle_is_quick_and_quiet(
+def test_closing_with_requests_in_flight_is_quick_and_quiet(
     start_server: StartServer, start_engine: StartEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow, dead = start_server(lambda body, number: Fault(delay_s=20)), start_server()

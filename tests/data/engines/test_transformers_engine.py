@@ -1,4 +1,4 @@
-"""The transformers engine: batches change no answer, a free row is filled immediately, greedy is the argmax."""
+"""The transformers engine: batching changes no answer, a free row is filled immediately, greedy is the argmax."""
 
 import dataclasses
 from collections import Counter
@@ -27,11 +27,11 @@ PROMPTS = [[5, 9, 30], [7], [100, 200, 300, 40, 50, 60, 70], [8, 8], [33, 44, 55
 GREEDY, SAMPLED = GenerationSettings(max_new_tokens=24), GenerationSettings(1.2, 50, 0.95, 24)
 
 
-def engine_of(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS) -> TransformersEngine:
+def make_engine(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS) -> TransformersEngine:
     return TransformersEngine(target, batch_size, 84, tuple(end_ids))
 
 
-def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
+def generate_answers(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
     for key, prompt in enumerate(PROMPTS):
         engine.submit(Request(str(key), prompt, [], settings, seed + key))
     outcomes: dict[str, Any] = {}
@@ -40,19 +40,19 @@ def answers_of(engine: TransformersEngine, settings: GenerationSettings, seed: i
     return [outcomes[str(key)] for key in range(len(PROMPTS))]
 
 
-def test_a_row_that_ends_is_filled_before_the_next_round(tiny_llama: LlamaForCausalLM) -> None:
-    """Of two rows one gives twelve tokens and the other four times three: as many forwards as the longer one has."""
+def test_finished_row_is_refilled_before_the_next_forward(tiny_llama: LlamaForCausalLM) -> None:
+    """One row generates twelve tokens, the other four times three: the forwards are those of the longer one."""
     forwards, settings = [], GenerationSettings(max_new_tokens=12)
     hook = tiny_llama.register_forward_hook(lambda *_, **__: forwards.append(1), with_kwargs=True)
-    free = answers_of(engine_of(tiny_llama, 1), settings)
+    free = generate_answers(make_engine(tiny_llama, 1), settings)
     ends = {completion.token_ids[2] for completion in free[1:]}  # type: ignore[index]
-    alone = answers_of(engine_of(tiny_llama, 1, ends), settings)
+    alone = generate_answers(make_engine(tiny_llama, 1, ends), settings)
     forwards.clear()
-    together = answers_of(engine_of(tiny_llama, 2, ends), settings)
+    together = generate_answers(make_engine(tiny_llama, 2, ends), settings)
     hook.remove()
     assert together == alone
     lengths = [len(completion.token_ids or []) for completion in alone]
-    # Prompts are read one by one, and each gives its answer's first token.
+    # Each prompt is prefilled alone, which gives its answer's first token.
     rounds, rows, waiting = 0, [], [length - 1 for length in lengths]
     while rows or waiting:
         while waiting and len(rows) < 2:
@@ -65,11 +65,11 @@ def test_a_row_that_ends_is_filled_before_the_next_round(tiny_llama: LlamaForCau
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
-def test_a_next_turn_goes_on_in_its_row(tiny_llama: LlamaForCausalLM, settings: GenerationSettings) -> None:
-    """Only what is new is read, whichever rows end meanwhile; the answers are those of a whole prompt."""
+def test_next_turn_continues_in_its_row(tiny_llama: LlamaForCausalLM, settings: GenerationSettings) -> None:
+    """Only new tokens are prefilled, whichever rows end meanwhile; the answers are those of a whole prompt."""
     ends = [t for t in range(340) if t % 6 == 1]
     settings = dataclasses.replace(settings, max_new_tokens=6)
-    engine, asked = engine_of(tiny_llama, len(PROMPTS), ends), {}
+    engine, asked = make_engine(tiny_llama, len(PROMPTS), ends), {}
     read: list[int] = []
     hook = tiny_llama.register_forward_pre_hook(
         lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -88,22 +88,22 @@ def test_a_next_turn_goes_on_in_its_row(tiny_llama: LlamaForCausalLM, settings: 
                 prompts[key] = [*prompts[key], *outcome.token_ids, 9, 50 + key]
                 engine.submit(Request(name, prompts[key], [], settings, 10 * turns[key] + key))
     hook.remove()
-    # A first turn is read whole, a later one from its answer's last token on: that and two tokens.
+    # A first turn is prefilled whole, a later one from its answer's last token on: that and two tokens.
     assert sorted(n for n in read if n > 1) == sorted([len(p) for p in PROMPTS if len(p) > 1] + [3] * 10)
-    alone = engine_of(tiny_llama, 1, ends)
+    alone = make_engine(tiny_llama, 1, ends)
     for (prompt, seed), outcome in asked.items():
         alone.submit(Request("x", list(prompt), [], settings, seed))
         assert alone.collect() == [("x", outcome)]
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_greedy_is_the_models_argmax_despite_its_generation_defaults(name: str) -> None:
-    """A repetition penalty in generation_config.json would have us distil another distribution than p."""
+def test_greedy_is_the_argmax_despite_generation_defaults(name: str) -> None:
+    """With a repetition penalty from generation_config.json we would distil a distribution other than p."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).double().eval()
     target.generation_config.repetition_penalty = 5.0
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
-    engine = engine_of(target, 3, ())
+    engine = make_engine(target, 3, ())
     for key, prompt in enumerate(prompts):
         engine.submit(Request(str(key), prompt, [], GenerationSettings(max_new_tokens=8), 0))
     outcomes: dict[str, Any] = {}
@@ -145,13 +145,13 @@ def test_a_rotation_that_other_rows_change_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"RoPE \(longrope\) changes for the whole batch when one sequence exceeds 83 tokens"
     ):
-        engine_of(target, 2)
+        make_engine(target, 2)
 
 
-def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -> None:
-    free = answers_of(engine_of(tiny_llama, 4), GREEDY)
+def test_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -> None:
+    free = generate_answers(make_engine(tiny_llama, 4), GREEDY)
     end_ids = sorted({free[0].token_ids[3], 1})  # type: ignore[index]  # the first row stops early, the others continue
-    stopped = answers_of(engine_of(tiny_llama, 4, end_ids), GREEDY)
+    stopped = generate_answers(make_engine(tiny_llama, 4, end_ids), GREEDY)
     for before, after in zip(free, stopped, strict=True):
         assert before.token_ids is not None
         ends = [t for t, token_id in enumerate(before.token_ids) if token_id in end_ids]
@@ -161,11 +161,11 @@ def test_an_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -
     assert stopped[0].finish_reason == "stop"
 
 
-def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
-    """Greedy and sampled rows side by side, of several lengths, and in the rows of other settings' answers."""
+def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
+    """Greedy and sampled rows of several lengths share a batch, and reuse rows that had other settings."""
     every = [GREEDY, SAMPLED, GenerationSettings(1.2, 1, 1.0, 9), GenerationSettings(max_new_tokens=5)]
-    alone = [answers_of(engine_of(tiny_llama, 1, ()), settings) for settings in every]
-    engine, outcomes = engine_of(tiny_llama, 3, ()), {}
+    alone = [generate_answers(make_engine(tiny_llama, 1, ()), settings) for settings in every]
+    engine, outcomes = make_engine(tiny_llama, 3, ()), {}
     for number, settings in enumerate(every):
         for key, prompt in enumerate(PROMPTS):
             engine.submit(Request(f"{number}.{key}", prompt, [], settings, 3 + key))
@@ -175,17 +175,17 @@ def test_every_request_is_answered_by_its_own_settings(tiny_llama: LlamaForCausa
         answers = [outcomes[f"{number}.{key}"] for key in range(len(PROMPTS))]
         assert answers == alone[number]
         assert {len(answer.token_ids) for answer in answers} == {settings.max_new_tokens}
-    assert answers_of(engine_of(tiny_llama, 3, ()), SAMPLED, seed=4) != alone[1]
-    # Of the most likely token alone nothing can be drawn but it.
+    assert generate_answers(make_engine(tiny_llama, 3, ()), SAMPLED, seed=4) != alone[1]
+    # With top_k 1 only the most likely token can be drawn.
     for greedy, sampled, top_1, short in zip(*alone, strict=True):
         assert greedy.token_ids[:9] == top_1.token_ids
         assert greedy.token_ids[:5] == short.token_ids
         assert greedy.token_ids != sampled.token_ids
 
 
-def test_what_does_not_fit_is_refused_alone(tiny_llama: LlamaForCausalLM) -> None:
-    assert TransformersEngine(tiny_llama, 1, 1024, END_IDS).max_length_tokens == 128  # its positions
-    engine = engine_of(tiny_llama, 1)
+def test_only_too_long_requests_fail(tiny_llama: LlamaForCausalLM) -> None:
+    assert TransformersEngine(tiny_llama, 1, 1024, END_IDS).max_length_tokens == 128  # its max_position_embeddings
+    engine = make_engine(tiny_llama, 1)
     assert engine.max_length_tokens == 84
     for prompt_tokens, answer_tokens in ((80, 4), (80, 5), (3, 82), (3, 81)):
         settings = GenerationSettings(max_new_tokens=answer_tokens)
@@ -195,13 +195,13 @@ def test_what_does_not_fit_is_refused_alone(tiny_llama: LlamaForCausalLM) -> Non
     assert [key for _ in range(2) for key, _ in engine.collect()] == ["80+4", "3+81"]
 
 
-def test_a_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(tiny_llama, 3)
+def test_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_llama, 3)
 
-    def full(*_: Any) -> None:
+    def raise_out_of_memory(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "_prefill", full)
+    monkeypatch.setattr(engine, "_prefill", raise_out_of_memory)
     engine.submit(Request("0", [5], [], GREEDY, 0))
     with pytest.raises(
         UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"
@@ -209,7 +209,7 @@ def test_a_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytes
         engine.collect()
 
 
-def test_engine_options() -> None:
+def test_options_open_the_transformers_engine() -> None:
     for options, sentence in (
         ({"batchsize": 4}, r"unknown key `data\.distill\.options\.batchsize`: did you mean `batch_size`\?"),
         ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),

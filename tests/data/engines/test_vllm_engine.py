@@ -44,7 +44,7 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def vllm_engine() -> Iterator[VllmEngine]:
-    # Defaults of a server that would spoil every answer, greedy ones too, if requests left them open.
+    # Server defaults that would change every answer, greedy ones too, if requests did not override them.
     spoiled = {"repetition_penalty": 1.8, "top_k": 2, "min_p": 0.5}
     llm = {"generation_config": "vllm", "override_generation_config": spoiled}
     with open_engine(setting("vllm", **SMALL, llm=llm)) as engine:
@@ -98,11 +98,11 @@ def token_ids(outcome: Outcome) -> list[int]:
     return outcome.token_ids
 
 
-def assert_the_targets_own(target: Any, batch: list[Request], outcomes: dict[str, Outcome]) -> None:
-    """Every token is the argmax of the target's float64 logits after what came before it, but for ties.
+def assert_greedy_by_the_target(target: Any, batch: list[Request], outcomes: dict[str, Outcome]) -> None:
+    """Assert that every token is the argmax of the target's float64 logits, except for ties.
 
     A tie is a gap to the largest logit within four times the largest difference between float32 and float64 logits:
-    two logits are compared, in either engine, and each may be off by the rounding.
+    two logits are compared in each of two engines, and each may be off by the rounding.
     """
     answers = [(request.prompt_ids, token_ids(outcomes[request.key])) for request in batch]
 
@@ -122,32 +122,32 @@ def assert_the_targets_own(target: Any, batch: list[Request], outcomes: dict[str
     assert int((gaps > 0).sum()) <= 0.01 * len(gaps)
 
 
-def test_greedy_answers_are_the_targets(target: Any, vllm_engine: Engine) -> None:
+def test_greedy_answers_equal_the_targets(target: Any, vllm_engine: Engine) -> None:
     assert (vllm_engine.concurrency, vllm_engine.max_length_tokens) == (20, 512)
     batch = questions(32)
     outcomes = run(vllm_engine, batch)
     assert {outcome.finish_reason for outcome in outcomes.values() if isinstance(outcome, Completion)} == {
         "stop", "length"
     }  # fmt: skip
-    assert_the_targets_own(target, batch, outcomes)
+    assert_greedy_by_the_target(target, batch, outcomes)
     with open_engine(setting("transformers", batch_size=8)) as reference:
         expected = run(reference, batch)
     different = [key for key in expected if expected[key] != outcomes[key]]
     print(f"{len(different)} of {len(batch)} answers differ from those of the transformers engine (ties: above)")
-    assert_the_targets_own(target, batch, expected)
+    assert_greedy_by_the_target(target, batch, expected)
     assert len(different) <= 2
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_a_served_endpoint_says_the_same(target: Any, server_url: str, api: str) -> None:
+def test_server_gives_the_same_greedy_answers(target: Any, server_url: str, api: str) -> None:
     batch = questions(32)
     options = {"base_urls": [server_url], "api": api, "concurrency_per_server": 16}
     with open_engine(setting("openai", **options)) as engine:
         assert (engine.concurrency, engine.max_length_tokens) == (16, 512)
-        assert_the_targets_own(target, batch, run(engine, batch))
+        assert_greedy_by_the_target(target, batch, run(engine, batch))
 
 
-def test_a_prompt_too_long_is_a_failure_of_its_own(vllm_engine: Engine) -> None:
+def test_only_the_too_long_prompt_fails(vllm_engine: Engine) -> None:
     long = Request("long", [5] * 600, [], GenerationSettings(max_new_tokens=8), 0)
     outcomes = run(vllm_engine, [long, *questions(2)])
     refused = outcomes["long"]

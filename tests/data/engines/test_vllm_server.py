@@ -1,4 +1,4 @@
-"""The server that is started for a run: its arguments, and a program in vLLM's place that is ready, refuses or dies."""
+"""The vLLM server started for a run: its arguments, and a stand-in program that is ready, refuses or dies."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ threading.Event().wait()
 
 
 @pytest.fixture
-def _another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _stand_in_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "vllm" / "entrypoints" / "openai"
     folder.mkdir(parents=True)
     for package in (folder, folder.parent, folder.parent.parent):
@@ -51,8 +51,8 @@ def made(**options: Any) -> VllmEngine:
     return VllmEngine.make(VllmOptions(**options), EngineSetting(recipe, TOKENIZER, (2,)))
 
 
-@pytest.mark.usefixtures("_another_vllm")
-def test_it_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_stand_in_for_vllm")
+def test_server_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
     engine = made(concurrency=8, data_parallel_size=2)
     try:
         assert engine.concurrency == 20
@@ -65,14 +65,14 @@ def test_it_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("draftsmith-vllm-*"))
 
 
-@pytest.mark.usefixtures("_another_vllm")
-def test_options_that_it_refuses(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_stand_in_for_vllm")
+def test_refused_options_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"vLLM does not start with data.distill.options: error: unrecognized .*\.log"):
         made(llm={"no_such_option": True})
 
 
-@pytest.mark.usefixtures("_another_vllm")
-def test_its_death_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_stand_in_for_vllm")
+def test_dead_server_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "GIVE_UP_AFTER_S", 0.1)
     engine = made()
     try:
@@ -94,7 +94,7 @@ def setting(**options: object) -> EngineSetting:
     return EngineSetting(Recipe.model_validate(values), None, (2,))
 
 
-def test_every_gpu_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallelism_uses_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, options, copies in (
         (8, {}, 8), (8, {"tensor_parallel_size": 2}, 4), (8, {"data_parallel_size": 1}, 1), (0, {}, 1),
         (1, {"tensor_parallel_size": 2}, 1),
@@ -103,7 +103,7 @@ def test_every_gpu_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server_arguments(VllmOptions(**options), setting())["data_parallel_size"] == copies
 
 
-def test_the_server_s_arguments() -> None:
+def test_arguments_of_the_server() -> None:
     options = VllmOptions(
         tensor_parallel_size=2, data_parallel_size=4, concurrency=99, max_model_len=512, llm={"dtype": "half", "x": [1]}
     )
@@ -121,7 +121,7 @@ def test_the_server_s_arguments() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_the_extra_is_named() -> None:
+def test_missing_vllm_names_the_extra() -> None:
     with pytest.raises(UserError, match=r"pip install draftsmith\[vllm\]"), open_engine(setting()):
         pass
     with pytest.raises(UserError, match=r"unknown key `data.distill.options.tp`"), open_engine(setting(tp=2)):

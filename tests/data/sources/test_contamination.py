@@ -1,4 +1,4 @@
-"""Which conversations repeat a question: every rule at its border, against a reference that looks everywhere."""
+"""Conversations that repeat an evaluation question: every rule at its border, and against a brute-force reference."""
 
 import json
 import random
@@ -17,7 +17,7 @@ LONG = " ".join(f"w{n}" for n in range(30))
 FOLLOW_UP = "Now rewrite it in one sentence"
 
 
-def questions_of(tmp_path: Path, *questions: list[str]) -> str:
+def load_question_index(tmp_path: Path, *questions: list[str]) -> str:
     file = tmp_path / "q.jsonl"
     lines = [{"question_id": n, "category": "x", "turns": turns} for n, turns in enumerate(questions)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -42,18 +42,18 @@ def talk(user: str, answer: str = "yes") -> Conversation:
         (FOLLOW_UP, "yes", None, 0),
     ],
 )
-def test_rules(tmp_path: Path, user: str, answer: str, reason: str | None, question: int) -> None:
-    contamination = Contamination([questions_of(tmp_path, [SHORT, FOLLOW_UP], [LONG], ["why"])])
+def test_contamination_rules(tmp_path: Path, user: str, answer: str, reason: str | None, question: int) -> None:
+    contamination = Contamination([load_question_index(tmp_path, [SHORT, FOLLOW_UP], [LONG], ["why"])])
     assert contamination.find(talk(user, answer)) == (Match(reason, f"q.jsonl:{question}") if reason else None)
 
 
 @pytest.mark.parametrize("shared_words", [5, 6, 8, 13])
-def test_no_run_is_overlooked_or_made_up(tmp_path: Path, shared_words: int) -> None:
-    """500 random texts over three words, in which runs are common: exactly those that a search of every run finds."""
+def test_shared_runs_equal_a_brute_force_search(tmp_path: Path, shared_words: int) -> None:
+    """500 random texts over three words, in which shared runs are common."""
     rng = random.Random(shared_words)
     question = [rng.choice("abc") for _ in range(shared_words + 25)]
     runs = {tuple(question[s : s + shared_words]) for s in range(len(question) - shared_words + 1)}
-    contamination = Contamination([questions_of(tmp_path, [" ".join(question)])], shared_words)
+    contamination = Contamination([load_question_index(tmp_path, [" ".join(question)])], shared_words)
     found = expected = 0
     for _ in range(500):
         text = [rng.choice("abc") for _ in range(rng.randrange(60))]
@@ -66,7 +66,7 @@ def test_no_run_is_overlooked_or_made_up(tmp_path: Path, shared_words: int) -> N
     assert min(found, expected) > 50
 
 
-def test_thoughts_are_looked_at(tmp_path: Path) -> None:
+def test_thoughts_are_searched(tmp_path: Path) -> None:
     long = " ".join(f"word{n}" for n in range(20))
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"question_id": 1, "category": "x", "turns": [long]}))
@@ -76,15 +76,15 @@ def test_thoughts_are_looked_at(tmp_path: Path) -> None:
     assert match.reason == SHARED
 
 
-def test_words() -> None:
+def test_texts_are_split_into_words() -> None:
     assert words_of("It's  HERE_now, 3.5€!") == ("it", "s", "here_now", "3", "5")
     assert words_of("漢字かなABC def") == ("漢", "字", "か", "な", "abc", "def")
 
 
-def test_the_default_is_the_recipes_own_questions(tmp_path: Path) -> None:
+def test_default_questions_are_those_of_the_recipe(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (SHORT, "something else")))
-    file = questions_of(tmp_path, [SHORT])
+    file = load_question_index(tmp_path, [SHORT])
     values = {"name": "a", "eval": {"questions": file}, "data": {"conversations": {"source": str(source)}}}
     counts = SourceCounts()
     (left,) = load_conversations(Recipe.model_validate(values), counts)

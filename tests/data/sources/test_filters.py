@@ -1,4 +1,4 @@
-"""Every filter at its border; the language filter with the real detector where it is installed, and without it."""
+"""Every filter at its border; the language filter with the real detector if it is installed, and without it."""
 
 import sys
 from typing import Any
@@ -23,7 +23,7 @@ TALK = Conversation(
 
 
 class LetterTokenizer:
-    """Makes a token of each letter."""
+    """Tokenizer with one token per letter."""
 
     def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
         return {"input_ids": [list(text) for text in texts]}
@@ -43,7 +43,7 @@ def reason(talk: Conversation = TALK, **keys: Any) -> str | None:
         ("max_tokens", 108, 107, "more than 107 tokens"),
     ],
 )
-def test_lengths(key: str, passes: int, fails: int, sentence: str) -> None:
+def test_length_filters(key: str, passes: int, fails: int, sentence: str) -> None:
     assert reason() is None
     assert reason(**{key: passes}) is None
     assert reason(**{key: fails}) == sentence
@@ -54,7 +54,7 @@ def ask(text: str) -> Conversation:
 
 
 @pytest.mark.slow  # loads the detector
-def test_languages() -> None:
+def test_language_filter() -> None:
     pytest.importorskip("py3langid", reason="needs the extra `language`")
     assert reason(ask("What is the weather going to be like tomorrow?"), languages=["en"]) is None
     assert reason(ask("Wie wird denn morgen das Wetter sein?"), languages=["en"]) == "language de"
@@ -66,7 +66,7 @@ def test_languages() -> None:
         reason(languages=["english"])
 
 
-def test_languages_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_language_filter_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "py3langid", None)
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(UserError, match=r"needs the package py3langid: pip install 'draftsmith\[language\]'"):

@@ -1,4 +1,4 @@
-"""Arrays, lines, and records over several lines: where each is found, what is wrong with it, memory."""
+"""Arrays, JSON lines, and records over several lines: their places, their errors, and bounded memory."""
 
 import json
 import tracemalloc
@@ -14,7 +14,7 @@ VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, 
 
 
 @pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}])
-def test_an_array_in_any_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_array_in_any_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
     file = tmp_path / "a.json"
     file.write_text("\n \n" + json.dumps(VALUES, **layout) + " \n\n", encoding="utf-8")
     assert list(read_json_records(file)) == [(f"{file} record {n}", v) for n, v in enumerate(VALUES, start=1)]
@@ -41,9 +41,9 @@ def test_broken_records_over_several_lines(tmp_path: Path, text: str, sentence: 
     assert f"a.json {sentence}" in str(caught.value)
 
 
-def test_lines_that_are_no_records_stand_in_their_place(tmp_path: Path) -> None:
+def test_invalid_lines_are_reported_in_their_place(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_bytes(b'\n{"a": 1}\r\n\xff\n{\n"\xe2\x80\xa8"')  # U+2028 ends no line of JSON lines
+    file.write_bytes(b'\n{"a": 1}\r\n\xff\n{\n"\xe2\x80\xa8"')  # U+2028 does not end a line of JSON lines
     found = list(read_json_records(file))
     assert [where for where, _ in found] == [f"{file} line {n}" for n in (2, 3, 4, 5)]
     assert found[0][1] == {"a": 1}
@@ -74,7 +74,7 @@ def test_records_over_several_lines(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("first", ['{"a": 1}x', '{"a": [1,', '{"a": ', "{", '{"a": "b', "{]", '{"a": \udcff}'])
-def test_a_broken_first_line_costs_that_line_alone(tmp_path: Path, first: str) -> None:
+def test_broken_first_line_loses_only_that_line(tmp_path: Path, first: str) -> None:
     file = tmp_path / "a.jsonl"
     lines = "\n".join([first, json.dumps(ONE), json.dumps(TWO)])
     file.write_bytes(lines.encode("utf-8", errors="surrogateescape"))
@@ -83,8 +83,8 @@ def test_a_broken_first_line_costs_that_line_alone(tmp_path: Path, first: str) -
     assert others == [(f"{file} line 2", ONE), (f"{file} line 3", TWO)]
 
 
-def test_lines_that_no_conversation_is(tmp_path: Path) -> None:
-    """Too deep, too large: counted, and what follows is read. A number of 5,000 digits is none of our business."""
+def test_lines_that_cannot_be_conversations(tmp_path: Path) -> None:
+    """Too deep or too large ones are counted, and later lines are read. A number of 5,000 digits is accepted."""
     file = tmp_path / "a.jsonl"
     deep = '{"a": ' + "[" * 100_000
     digits = '{"n": %s, "prompt": "a"}' % ("9" * 5000)

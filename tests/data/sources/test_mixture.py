@@ -1,4 +1,4 @@
-"""Files plain and compressed, array and lines, the Hub, the limit, duplicates; and every way a source can be wrong."""
+"""Sources: plain and compressed files, arrays and lines, the Hub, limits, duplicates, and every error."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ def test_local_files(tmp_path: Path, text: str, suffix: str) -> None:
     assert questions(file) == ["a", "b"]
 
 
-def test_limit_and_duplicates_and_skipped(tmp_path: Path) -> None:
+def test_limit_duplicates_and_skipped_records(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text(jsonl("a", "a") + "{broken\n" + '{"messages": []}\n' + jsonl("b", "a", "c") + "{not reached\n")
     counts = SourceCounts()
@@ -53,18 +53,18 @@ def test_limit_and_duplicates_and_skipped(tmp_path: Path) -> None:
     assert counts.total.duplicates == 2
     assert counts.total.invalid == {"not JSON": 1, "no turns": 1}
     tally = counts.by_source["chats"]
-    assert (tally.read, tally.kept) == (7, 3)  # the last line is not read any more
+    assert (tally.read, tally.kept) == (7, 3)  # the last line is not read
 
 
-def test_duplicates_are_the_same_but_for_case_and_white_space(tmp_path: Path) -> None:
+def test_duplicates_are_found_despite_case_and_white_space(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(jsonl("Say  Hi\n", "say hi", "SAY HI ", "say hi!", "sayhi"))
     counts = SourceCounts()
     assert questions(tmp_path / "a.jsonl", counts) == ["Say  Hi\n", "say hi!", "sayhi"]
     assert counts.total.duplicates == 2
 
 
-def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
-    """Are several conversations where the answers are used, each with its own id; else one."""
+def test_answers_to_one_prompt_are_separate_conversations(tmp_path: Path) -> None:
+    """If the answers are used, each is a conversation with its own id; otherwise they are one."""
     lines = [record(question) for question in ("a", "b")]
     lines += [{"conversations": [lines[0]["conversations"][0], {"from": "gpt", "value": text}]} for text in "xyx"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -78,7 +78,7 @@ def test_several_answers_to_one_prompt(tmp_path: Path) -> None:
     assert len({c.id for c in found}) == 4
 
 
-def test_answers_of_no_weight(tmp_path: Path) -> None:
+def test_answers_of_weight_0(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
     lines = [{"messages": turns}, {"messages": [*turns, turns[0], turns[1] | {"weight": 1}]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -89,7 +89,7 @@ def test_answers_of_no_weight(tmp_path: Path) -> None:
     assert len(list(load_conversations(make_recipe(tmp_path / "a.jsonl")))) == 2
 
 
-def test_keys_that_nothing_reads(tmp_path: Path) -> None:
+def test_unused_keys_are_reported(tmp_path: Path) -> None:
     lines = [record("a") | {"model": "m", "id": 1}, record("b") | {"model": "m", "id": None}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = SourceCounts()
@@ -103,12 +103,12 @@ def test_keys_that_nothing_reads(tmp_path: Path) -> None:
     assert not counts.total.unread_keys
 
 
-def test_interleaving_keeps_the_shares_at_every_moment() -> None:
-    """Weights 3, 1 and 2: due at 1/6 3/6 5/6, at 1/2, at 1/4 3/4; equals in the order of the streams."""
+def test_interleaving_follows_the_weights_throughout() -> None:
+    """Weights 3, 1 and 2: due at 1/6 3/6 5/6, at 1/2, at 1/4 3/4; ties in the order of the streams."""
     streams = [(3.0, iter("aaaaaaaaa")), (1.0, iter("bbbbb")), (2.0, iter("cccccc"))]
     mixed = "".join(interleave(streams))
     assert mixed.startswith("acabca" * 3)
-    assert mixed == "acabca" * 3 + "bb"  # a and c have run dry
+    assert mixed == "acabca" * 3 + "bb"  # a and c are exhausted
     for claimed in range(1, 19):
         for name, share in (("a", 1 / 2), ("b", 1 / 6), ("c", 1 / 3)):
             assert abs(mixed[:claimed].count(name) - share * claimed) < 1
@@ -120,8 +120,8 @@ def mixture(tmp_path: Path, **texts: str) -> list[dict[str, Any]]:
     return [{"source": str(tmp_path / f"{name}.jsonl")} for name in texts]
 
 
-def test_a_mixture(tmp_path: Path) -> None:
-    """One prompt is in both sources and counts where it comes first; formats and limits are each source's."""
+def test_mixture_of_two_sources(tmp_path: Path) -> None:
+    """A prompt in both sources counts in the first; each source has its own format and limit."""
     entries = mixture(
         tmp_path, long=jsonl(*"abcdef"), other='{"query": "x"}\n{"query": "B"}\n{broken\n{"query": "y"}\n'
     )
@@ -150,13 +150,13 @@ def test_a_mixture(tmp_path: Path) -> None:
         ({"split": "heldout"}, "`split: heldout` needs a `heldout_frac` above 0"),
     ],
 )
-def test_a_mixture_that_contradicts_itself(keys: dict[str, Any], sentence: str) -> None:
+def test_contradictory_mixture_is_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Recipe.model_validate({"name": "a", "data": {"conversations": {"mixture": [{"source": "some/set"}]} | keys}})
 
 
-def test_the_conversations_that_ship() -> None:
-    """Split by module, each once, and free of the questions, which are of held-out modules."""
+def test_embedded_conversations() -> None:
+    """They are split by module, unique, and free of the evaluation questions, which are of held-out modules."""
     splits = {
         split: [record for _, record in open_records(SourceRecipe(), split)] for split in ("train", "heldout", "all")
     }
@@ -170,7 +170,7 @@ def test_the_conversations_that_ship() -> None:
 
 
 def test_splits_are_stable(tmp_path: Path) -> None:
-    """Of 2,000 about a tenth is held out; those stay so when as many come before, between and after them."""
+    """Of 2,000 conversations about a tenth is held out; they stay held out when others are added around them."""
     file = tmp_path / "a.jsonl"
     old = [f"question {n}" for n in range(2000)]
     file.write_text(jsonl(*old))
@@ -186,7 +186,7 @@ def test_splits_are_stable(tmp_path: Path) -> None:
     assert set(train) < set(questions(file, heldout_frac=0.1))
 
 
-def test_nothing_left(tmp_path: Path) -> None:
+def test_source_without_conversations_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(jsonl("Is this a question or not?", "b"))
     (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["is this a question, or NOT"]}')
     keys = {"decontaminate": [str(tmp_path / "q.jsonl")], "filters": {"min_turn_chars": 5}}
@@ -208,7 +208,7 @@ def test_nothing_left(tmp_path: Path) -> None:
         ("a.jsonl.zst", b"not zstd", "a.jsonl.zst cannot be decompressed"),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+def test_invalid_files_are_reported(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -217,13 +217,13 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, sentence: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_valid_counts_the_reasons(tmp_path: Path) -> None:
+def test_error_counts_the_reasons_if_no_record_is_valid(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": []}\n{"messages": []}\nnope\n')
     with pytest.raises(UserError, match=r"no valid conversation: 3 \(2 no turns, 1 not JSON\) skipped as invalid"):
         questions(tmp_path / "a.jsonl", skip_invalid=True)
 
 
-def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+def test_error_about_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(jsonl("a"))
     with pytest.raises(UserError, match=r"chat\.jsonl does not exist: did you mean `chats\.jsonl`\?"):
         questions(tmp_path / "chat.jsonl")
@@ -236,7 +236,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "prompt", [{"prompt": "a"}, {"turns": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}]}]
 )
-def test_prompts_are_for_self_distillation_alone(tmp_path: Path, prompt: dict[str, Any]) -> None:
+def test_prompts_without_answers_need_self_distillation(tmp_path: Path, prompt: dict[str, Any]) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(prompt) + "\n" + jsonl("c"))
     assert questions(file) == ["a", "c"]
@@ -272,7 +272,7 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
     assert asked["config"] == "main"
 
 
-def test_hub_json_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_json_file_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dump.json").write_text(json.dumps([record("a") | {"id": 1}, record("b") | {"id": "mixed types"}]))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **keys: str(tmp_path / file))
     assert questions("someone/chats", file="dump.json") == ["a", "b"]

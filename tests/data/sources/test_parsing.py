@@ -1,4 +1,4 @@
-"""Both formats are read; each kind of bad conversation is one sentence that names the place."""
+"""Both conversation formats are read; each kind of invalid conversation is one sentence that names the place."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def test_system_turn_trailing_question_and_text_parts() -> None:
     assert conversation.turns[1].content == "Hi"
 
 
-def test_id_is_of_the_prompt_side() -> None:
+def test_id_depends_on_the_prompts_only() -> None:
     ids = [
         parse_conversation(sharegpt(("human", question), ("gpt", answer)), "here").id
         for question, answer in (("Hi", "Hello"), ("Hi", "something else"), ("Hi!", "Hello"))
@@ -48,7 +48,7 @@ def test_id_is_of_the_prompt_side() -> None:
     assert len(ids[0]) == 16
 
 
-def test_tools_in_every_form() -> None:
+def test_tools_are_read_in_every_form() -> None:
     function = {"name": "sky", "parameters": {}}
     call = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Bern"}'}}
     messages = [
@@ -123,7 +123,7 @@ ASSISTANT_FIRST, TOO_LONG = "first turn from the assistant", "longer than any mo
         (sharegpt(("human", ""), ("gpt", "b")), "empty user turn", "turn 1: the human turn is empty"),
         (sharegpt(("human", None), ("gpt", "b")), "turn is not text", "turn 1: the turn must be text, not null"),
         (openai(role="user", content=[{"type": "image_url"}]), "turn is not text", "the turn must be text, not a list"),
-        # Whatever it holds, the sentence is short.
+        # The sentence is short however long the value.
         ({"version": 1, "rows": [SHAREGPT]}, "no conversation key", "`rows`: if `rows` holds the conversations, write"),
         ({f"key{n}": 1 for n in range(10**5)}, "no conversation key", "`key11`, ...;"),
         ({"x" * 10**6: 1}, "no conversation key", "this one has `xxx"),
@@ -134,7 +134,7 @@ ASSISTANT_FIRST, TOO_LONG = "first turn from the assistant", "longer than any mo
         (sharegpt(("human", "a" * 8_000_001)), TOO_LONG, "has 1 turns and 8,000,001 characters"),
     ],
 )
-def test_invalid_conversations(record: Any, reason: str, sentence: str) -> None:
+def test_invalid_conversations_are_reported(record: Any, reason: str, sentence: str) -> None:
     with pytest.raises(InvalidConversation) as caught:
         parse_conversation(record, "f line 3")
     assert caught.value.reason == reason
@@ -153,7 +153,7 @@ def parse(record: dict[str, Any], **columns: str) -> Conversation:
     return parse_conversation(record, "f line 3", ColumnsRecipe(**columns))
 
 
-def short(conversation: Conversation) -> str:
+def short_form(conversation: Conversation) -> str:
     return " ".join(f"{turn.role[0]}:{turn.content}" for turn in conversation.turns)
 
 
@@ -177,16 +177,16 @@ def short(conversation: Conversation) -> str:
         ({"messages": [{"role": "user", "content": "m"}], "prompt": "a"}, "u:m"),
     ],
 )
-def test_the_usual_names(record: dict[str, Any], turns: str) -> None:
-    assert short(parse(record)) == turns
+def test_common_column_names_are_recognized(record: dict[str, Any], turns: str) -> None:
+    assert short_form(parse(record)) == turns
 
 
-def test_the_recipes_names_come_first() -> None:
+def test_column_names_of_the_recipe_take_precedence() -> None:
     record = {"prompt": "no", "messages": [], "query": "a", "more": "b", "reply": "c", "rules": "s", "response": "no"}
-    assert short(parse(record, prompt="query", input="more", answer="reply", system="rules")) == "s:s u:a\n\nb a:c"
+    assert short_form(parse(record, prompt="query", input="more", answer="reply", system="rules")) == "s:s u:a\n\nb a:c"
 
 
-def test_the_id_is_that_of_the_same_prompts_in_another_format() -> None:
+def test_id_does_not_depend_on_the_format() -> None:
     assert parse({"turns": ["a", "c"]}).id == parse(sharegpt(("human", "a"), ("gpt", "b"), ("human", "c"))).id
 
 
@@ -206,7 +206,9 @@ def test_the_id_is_that_of_the_same_prompts_in_another_format() -> None:
         ({"turns": ["a", "b"], "y": ["x"]}, {"answer": "y"}, "answers do not fit the prompts", "each of the 2 prompts"),
     ],
 )  # fmt: skip
-def test_mistakes_in_columns(record: dict[str, Any], columns: dict[str, str], reason: str, sentence: str) -> None:
+def test_invalid_columns_are_reported(
+    record: dict[str, Any], columns: dict[str, str], reason: str, sentence: str
+) -> None:
     with pytest.raises(InvalidConversation, match=sentence.replace("(", r"\(").replace(")", r"\)")) as caught:
         parse(record, **columns)
     assert caught.value.reason == reason

@@ -1,4 +1,4 @@
-"""A key that changes what a record says is obeyed or refused; all others are counted by name."""
+"""Keys that change a record's meaning are applied or refused; all others are counted by name."""
 
 import json
 from collections import Counter
@@ -39,11 +39,11 @@ def messages(**of_answer: Any) -> dict[str, Any]:
         {"messages": None, "conversations": None, "turns": '["q"]', "answer": "a"},
     ],
 )  # fmt: skip
-def test_lists_of_turns_in_every_form(record: Any) -> None:
+def test_turns_are_read_in_every_form(record: Any) -> None:
     assert parse(record).turns == TURNS
 
 
-def test_a_list_of_another_name() -> None:
+def test_list_of_turns_with_another_name() -> None:
     record = {"dialogue": [ASKED, ANSWERED], "messages": [ASKED]}
     assert parse(record, messages="dialogue").turns == TURNS
     del record["messages"]
@@ -66,7 +66,7 @@ SYSTEM = Turn("system", "s")
         ({"system": "s", "system_prompt": "s", "question": "q", "answer": "a"}, {}),
     ],
 )
-def test_a_system_prompt_beside_the_turns(record: dict[str, Any], columns: dict[str, str]) -> None:
+def test_system_prompt_in_a_separate_key(record: dict[str, Any], columns: dict[str, str]) -> None:
     assert parse(record, **columns).turns == (SYSTEM, *TURNS)
     assert parse(record, **columns).id != parse({"messages": [ASKED, ANSWERED]}).id
     assert parse({"system": " ", "messages": [ASKED, ANSWERED]}).turns == TURNS
@@ -83,7 +83,7 @@ def test_a_system_prompt_beside_the_turns(record: dict[str, Any], columns: dict[
         ("loss", 0, 0),
     ],
 )
-def test_weights_of_answers(key: str, value: Any, weight: int) -> None:
+def test_weights_of_answers_are_read(key: str, value: Any, weight: int) -> None:
     found = parse(messages(**{key: value}))
     assert [turn.weight for turn in found.turns] == [1, weight]
     assert found.is_learned == bool(weight)
@@ -92,7 +92,7 @@ def test_weights_of_answers(key: str, value: Any, weight: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_of_answers(key: str) -> None:
+def test_thoughts_of_answers_are_read(key: str) -> None:
     found = parse(messages(**{key: "hm"}))
     assert found.turns[1] == Turn("assistant", "a", reasoning_content="hm")
     assert found.messages[1] == ANSWERED | {"reasoning_content": "hm"}
@@ -101,14 +101,14 @@ def test_thoughts_of_answers(key: str) -> None:
     assert parse({"prompt": "q", "answer": "a", "reasoning_content": "hm"}).turns == found.turns
 
 
-def test_history_of_llamafactory() -> None:
+def test_llamafactory_history_is_read() -> None:
     record = {"instruction": "q", "output": "a", "system": "s", "history": [["q0", "a0"]]}
     earlier = (Turn("user", "q0"), Turn("assistant", "a0"))
     assert parse(record).turns == (SYSTEM, *earlier, *TURNS)
     assert parse(record | {"history": []}).turns == (SYSTEM, *TURNS)
 
 
-def test_calls_of_the_older_api() -> None:
+def test_function_calls_of_the_older_api() -> None:
     call = {"name": "sky", "arguments": '{"city": "Bern"}'}
     turns = [
         ASKED,
@@ -121,21 +121,21 @@ def test_calls_of_the_older_api() -> None:
     assert found.tools
 
 
-def called(*results: str) -> dict[str, Any]:
+def record_with_calls(*results: str) -> dict[str, Any]:
     calls = [{"id": name, "function": {"name": "f", "arguments": {}}} for name in ("a1", "a2")]
     told = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in results]
     return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, *told, ANSWERED]}
 
 
-def test_results_follow_their_calls() -> None:
-    """Templates that write no ids tell Rome's weather from Bern's by its place."""
-    assert [turn.content for turn in parse(called("a2", "a1")).turns[2:4]] == ["A1", "A2"]
-    assert parse(called("a2", "a1")) == parse(called("a1", "a2"))
-    unnamed = called("a2", "a1")
+def test_tool_results_follow_their_calls() -> None:
+    """Templates without call ids identify results by their order."""
+    assert [turn.content for turn in parse(record_with_calls("a2", "a1")).turns[2:4]] == ["A1", "A2"]
+    assert parse(record_with_calls("a2", "a1")) == parse(record_with_calls("a1", "a2"))
+    unnamed = record_with_calls("a2", "a1")
     del unnamed["messages"][2]["tool_call_id"]
     assert [turn.content for turn in parse(unnamed).turns[2:4]] == ["A2", "A1"]
     with pytest.raises(InvalidConversation, match='turn 4: the result\'s tool_call_id "b" is none of the calls before'):
-        parse(called("a1", "b"))
+        parse(record_with_calls("a1", "b"))
 
 
 ALPACA = "### Instruction:\nAdd.\n\n### Output:\nreturn a + b"
@@ -173,7 +173,7 @@ ALPACA = "### Instruction:\nAdd.\n\n### Output:\nreturn a + b"
         (ASKED, "no conversation key", "this is one turn: a line must hold a whole conversation"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_obeyed_is_refused(record: Any, reason: str, sentence: str) -> None:
+def test_unsupported_keys_are_refused(record: Any, reason: str, sentence: str) -> None:
     with pytest.raises(InvalidConversation) as caught:
         parse(record)
     assert caught.value.reason == reason
@@ -181,20 +181,20 @@ def test_what_cannot_be_obeyed_is_refused(record: Any, reason: str, sentence: st
     assert str(caught.value).startswith("f line 3")
 
 
-def test_what_is_about_answers_alone_does_not_matter_to_a_target_that_answers_itself() -> None:
+def test_keys_about_answers_are_ignored_in_self_distillation() -> None:
     turns = messages(weight=0.5, train_detail=[{"begin_offset": 0}])
     assert parse(turns | {"kto_tag": False}, keeps_answers=False).turns == TURNS
     assert parse({"prompt": "q", "response": "a", "answer": "b"}, keeps_answers=False).turns == TURNS
 
 
-def test_a_prompt_column_that_the_recipe_names_and_harmless_ones() -> None:
+def test_prompt_column_named_by_the_recipe_and_harmless_keys() -> None:
     record = {"prompt": ALPACA, "instruction": "Add.", "output": "return a + b"}
     assert parse(record, prompt="instruction").turns == (Turn("user", "Add."), Turn("assistant", "return a + b"))
     assert parse({"prompt": "q", "question": "q", "instruction": "", "answer": "a"}).turns == TURNS
     assert parse({"prompt": "Say yes or no.\nyes", "answer": "yes"}).turns[1].content == "yes"
 
 
-def test_keys_that_nothing_reads_are_counted() -> None:
+def test_unused_keys_are_counted() -> None:
     unread: Counter[str] = Counter()
     record = messages(weight=1, redacted=True, name="x") | {
         "system": "s",

@@ -17,24 +17,24 @@ from draftsmith.recipes.schema import SourceRecipe
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": 'a, "b"\nc'}]
 
 
-def records(file: Path) -> list[tuple[str, Any]]:
+def read_table(file: Path) -> list[tuple[str, Any]]:
     return list(open_records(SourceRecipe(source=str(file)), "all"))
 
 
 @pytest.mark.parametrize("name", ["chats.parquet", "chats.jsonl", "chats"])
-def test_parquet(tmp_path: Path, name: str) -> None:
-    """By its first bytes, whatever its name. A column that another row lacks is null."""
+def test_parquet_is_read(tmp_path: Path, name: str) -> None:
+    """It is recognized by its first bytes, not its name. A column that a row lacks is null."""
     file = tmp_path / name
     rows = [{"conversations": TURNS, "system": None}, {"conversations": TURNS[:1], "system": "s"}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=1)
-    found = records(file)
+    found = read_table(file)
     assert [where for where, _ in found] == [f"{file} row 1", f"{file} row 2"]
     turns = [[(t.role, t.content) for t in parse_conversation(record, where).turns] for where, record in found]
     assert turns == [[("user", "q"), ("assistant", TURNS[1]["value"])], [("system", "s"), ("user", "q")]]
 
 
-def test_keys_of_other_rows_are_left_out(tmp_path: Path) -> None:
-    """A table's objects have the keys of all rows: null ones are no parameters of a tool, and no arguments."""
+def test_null_keys_of_other_rows_are_left_out(tmp_path: Path) -> None:
+    """A table's objects have the keys of all rows: null ones are neither parameters nor arguments of a tool."""
     file = tmp_path / "tools.parquet"
     asked = {"role": "user", "content": "q"}
 
@@ -46,24 +46,24 @@ def test_keys_of_other_rows_are_left_out(tmp_path: Path) -> None:
 
     rows = [row("sky", "city"), row("sum", "numbers")]
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    assert [parse_conversation(*pair[::-1]) for pair in records(file)] == [
+    assert [parse_conversation(*pair[::-1]) for pair in read_table(file)] == [
         parse_conversation(each, "") for each in rows
     ]
 
 
-def test_csv(tmp_path: Path) -> None:
-    """Cells over several lines, quotation marks, BOM, CRLF, gzip; no value is null; turns are JSON text."""
+def test_csv_is_read(tmp_path: Path) -> None:
+    """With cells over several lines, quotation marks, BOM, CRLF and gzip; turns are JSON text, no value is null."""
     quoted = json.dumps(TURNS).replace('"', '""')
     text = f'\ufeffprompt,completion,conversations\r\n"a, b\nc",,\r\n,,"{quoted}"\r\n"x","y"\r\n'
     (tmp_path / "a.csv").write_bytes(text.encode())
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "a.tsv").write_text("prompt\tcompletion\nx\ty\n")
     for name in ("a.csv", "a.csv.gz"):
-        found = records(tmp_path / name)
+        found = read_table(tmp_path / name)
         assert found[0][1] == {"prompt": "a, b\nc", "completion": None, "conversations": None}
         assert [turn.content for turn in parse_conversation(found[1][1], "").turns] == ["q", TURNS[1]["value"]]
         assert found[2][1] == {"prompt": "x", "completion": "y", "conversations": None}
-    assert [record for _, record in records(tmp_path / "a.tsv")] == [{"prompt": "x", "completion": "y"}]
+    assert [record for _, record in read_table(tmp_path / "a.tsv")] == [{"prompt": "x", "completion": "y"}]
     assert SourceRecipe(source="folder/a.csv.gz").label == SourceRecipe(source="a.parquet").label == "a"
 
 
@@ -79,15 +79,15 @@ def test_csv(tmp_path: Path) -> None:
         ("a.csv.gz", b"prompt\nx\n", "a.csv.gz cannot be decompressed"),
     ],
 )
-def test_damaged_tables(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+def test_damaged_tables_are_reported(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence):
         list(read_records(tmp_path / name))
 
 
-def test_a_row_of_too_many_cells_is_one_bad_record(tmp_path: Path) -> None:
+def test_row_with_too_many_cells_is_one_invalid_record(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\na,b,c\nd,e\n")
-    first, second = (record for _, record in records(tmp_path / "a.csv"))
+    first, second = (record for _, record in read_table(tmp_path / "a.csv"))
     assert isinstance(first, InvalidConversation)
     assert "a.csv row 1: the row has more cells than the header's 2" in str(first)
     assert second == {"prompt": "d", "answer": "e"}

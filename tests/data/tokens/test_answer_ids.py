@@ -1,4 +1,4 @@
-"""Where the ids that the target generated are known, the answers are exactly those, after the prompts that asked."""
+"""If the ids that the target generated are known, a row has exactly these, after the prompts it was given."""
 
 import pytest
 from support.chat_families import FAMILIES
@@ -22,14 +22,14 @@ TALK = Conversation(
 )
 
 
-def spelled(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Letter by letter, as no tokenizer would split it."""
+def spell_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Return the ids of the letters, a split that the tokenizer does not make."""
     return [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in text]
 
 
 def expected_ids(tokenizer: PreTrainedTokenizerFast, family: str, text: str, end: bool = True) -> list[int]:
-    """The text spelled, with the template's lead before it and the end token."""
-    ids = spelled(tokenizer, template_answer_lead(tokenizer) + text)
+    """Return the text's letters as ids, with the template's lead before them and the end token after."""
+    ids = spell_ids(tokenizer, template_answer_lead(tokenizer) + text)
     return [*ids, tokenizer.convert_tokens_to_ids(FAMILIES[family].end)] if end else ids
 
 
@@ -38,7 +38,7 @@ def talk_ids(tokenizer: PreTrainedTokenizerFast, family: str) -> list[list[int] 
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "Qwen3"])
-def test_the_runs_are_the_ids(family: str) -> None:
+def test_tokens_with_loss_are_the_given_ids(family: str) -> None:
     tokenizer = FAMILIES[family].tokenizer()
     ids = talk_ids(tokenizer, family)
     tokenized = tokenize_conversation(tokenizer, TALK, ids)
@@ -46,18 +46,18 @@ def test_the_runs_are_the_ids(family: str) -> None:
     assert tokenized.rewritten_turns == ()
     assert tokenized.input_ids != tokenize_conversation(tokenizer, TALK).input_ids
     first_prompt = prompt_token_ids(tokenizer, TALK.turns[:1])
-    if family not in ("R1", "Qwen3, no thoughts"):  # their prompts end with what the history does not have
+    if family not in ("R1", "Qwen3, no thoughts"):  # their prompts end with text that the history lacks
         assert tokenized.input_ids[: len(first_prompt)] == first_prompt
-    # The last answer follows the target's prompt, and nothing follows it.
+    # The last answer follows the target's prompt and ends the row.
     alone = tokenize_conversation(tokenizer, TALK, [None, None, ids[2]])
     prompt = prompt_token_ids(tokenizer, TALK.turns[:-1])
     assert alone.input_ids == prompt + expected_ids(tokenizer, family, "you are")
     texts = {"".join(tokenizer.decode(tokens.input_ids).split()) for tokens in (tokenized, alone)}
-    assert len(texts) == 1  # but for the space that Llama 2's template puts after an answer
+    assert len(texts) == 1  # except for the space that Llama 2's template writes after an answer
 
 
 @pytest.mark.parametrize("family", ["ChatML", "Llama 2", "Gemma 2", "Mistral v0.1"])
-def test_an_answer_that_was_cut_short_has_no_end_token(family: str) -> None:
+def test_cut_answer_has_no_end_token(family: str) -> None:
     tokenizer = FAMILIES[family].tokenizer()
     cut = expected_ids(tokenizer, family, "you are", end=False)
     ids = talk_ids(tokenizer, family)
@@ -67,14 +67,14 @@ def test_an_answer_that_was_cut_short_has_no_end_token(family: str) -> None:
     cut = expected_ids(tokenizer, family, "Say hi.", end=False)
     middle = tokenize_conversation(tokenizer, TALK, [ids[0], cut, ids[2]])
     assert middle.answers() == [ids[0], cut, ids[2]]
-    # In the history the template's end token follows it, without loss.
+    # In the history the template's end token follows, without loss.
     start = next(t for t in range(len(middle.input_ids)) if middle.input_ids[t : t + len(cut)] == cut)
     following = middle.input_ids[start + len(cut) : start + len(cut) + 2]
     assert tokenizer.decode(following).strip().startswith(FAMILIES[family].end)
 
 
-def test_an_empty_think_block_is_the_targets_own() -> None:
-    """Qwen3's template writes one into the last answer; what the target said counts, with or without it."""
+def test_empty_think_block_is_kept_only_if_generated() -> None:
+    """Qwen3's template writes one into the last answer; the generated ids count, with or without it."""
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     one = Conversation("one", TALK.turns[:2])
     prompt = prompt_token_ids(tokenizer, one.turns[:1])
@@ -85,8 +85,8 @@ def test_an_empty_think_block_is_the_targets_own() -> None:
         assert tokenized.loss_mask == [0] * len(prompt) + [1] * len(ids)
 
 
-def test_thoughts_that_the_history_lacks_carry_no_loss_there() -> None:
-    """The target said them, but what it reads later on is another text: only the last answer is trained here."""
+def test_answer_shortened_in_the_history_carries_no_loss() -> None:
+    """The target generated thoughts but later reads the answer without them: only the last answer has loss here."""
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     thoughts = [f"<think>\n{n}\n</think>\n\n{turn.content}" for n, turn in enumerate(TALK.turns[1::2])]
     turns = [Turn("assistant", thoughts[n // 2]) if n % 2 else turn for n, turn in enumerate(TALK.turns)]
@@ -96,14 +96,14 @@ def test_thoughts_that_the_history_lacks_carry_no_loss_there() -> None:
     assert tokenized.input_ids == prompt_token_ids(tokenizer, thinking.turns[:-1]) + ids[-1]
     assert tokenized.answers() == ids[-1:]
     assert tokenized.rewritten_turns == (1, 3)
-    # A thoughtless answer stays in the history as it was said.
+    # An answer without thoughts stays unchanged in the history.
     mixed = Conversation("mixed", (*TALK.turns[:2], *thinking.turns[2:]))
-    plain = [*spelled(tokenizer, "Hello there"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    plain = [*spell_ids(tokenizer, "Hello there"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
     assert tokenize_conversation(tokenizer, mixed, [plain, *ids[1:]]).answers() == [plain, ids[2]]
 
 
-def test_thoughts_that_the_template_throws_away_are_kept_where_their_ids_are_known() -> None:
-    """R1's template loses even the last answer's thoughts; the prompt and the ids need no template."""
+def test_known_ids_keep_thoughts_that_the_template_drops() -> None:
+    """R1's template drops even the last answer's thoughts; prompt and ids need no template."""
     tokenizer = FAMILIES["R1"].tokenizer()
     thinking = Conversation("think", (Turn("user", "a"), Turn("assistant", "because\n</think>\n\nOne")))
     ids = tokenizer.encode("because\n</think>\n\nOne</s>", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A chat template that does not end, or fills the memory, is one sentence; none that ends is touched."""
+"""A chat template that does not end or fills the memory is one sentence; others are unaffected."""
 
 import multiprocessing
 import threading
@@ -27,7 +27,7 @@ HELLO = [Turn("user", "Hello")]
 
 
 @pytest.mark.parametrize("template", [ENDLESS, WRITING, "{% macro m(n) %}{{ m(n) }}{% endmacro %}" + ENDLESS])
-def test_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(bounded, "WITHIN_S", 0.2)
     began = time.monotonic()
     for attempt in (prompt_token_ids, lambda tokenizer, _: template_calls(tokenizer)):
@@ -36,10 +36,10 @@ def test_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch, template: str) -
         ):
             attempt(tiny_tokenizer(template), HELLO)
     assert time.monotonic() - began < 30
-    assert prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)  # what comes next is not hit
+    assert prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)  # later code is not interrupted
 
 
-def test_one_that_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_fills_the_memory_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded, "MOST_GROWTH_BYTES", 64 << 20)
     began = time.monotonic()
     with pytest.raises(EndlessTemplate):
@@ -47,14 +47,14 @@ def test_one_that_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < bounded.WITHIN_S / 2
 
 
-def test_one_that_writes_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is tokenised: Rust would end the process."""
+def test_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is refused before it is tokenised: Rust would abort the process."""
     with pytest.raises(EndlessTemplate, match="32 million characters"):
         prompt_token_ids(tiny_tokenizer(LARGE), HELLO)
 
 
-def test_in_any_thread_and_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server tokenises in a thread; other requests end as ever."""
+def test_limit_works_in_threads_and_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server tokenises in a thread; other requests are unaffected."""
     monkeypatch.setattr(bounded, "WITHIN_S", 0.3)
     good, bad = tiny_tokenizer(templates.CHATML), tiny_tokenizer(ENDLESS)
     expected = prompt_token_ids(good, HELLO)
@@ -75,7 +75,7 @@ def _raises(tokenizer: object) -> None:
         prompt_token_ids(tokenizer, HELLO)
 
 
-def test_nothing_looks_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watcher_sleeps_while_no_template_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded, "WATCHES_ON_S", 0.1)
     prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)
     for _ in range(100):

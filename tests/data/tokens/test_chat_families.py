@@ -1,4 +1,4 @@
-"""Golden masks of the published chat formats, written by hand: which text carries loss, and what stands around it."""
+"""Golden masks of the published chat formats, written by hand: the text with loss and the text around it."""
 
 import pytest
 from support import tiny_tokenizers as templates
@@ -16,11 +16,11 @@ TALK = (
     Turn("assistant", "Hello there.\nünï 👋"),
     Turn("user", " Hello there. "),  # words of the assistant, with spaces around
     Turn("assistant", " Bye\n"),  # spaces that some templates trim
-    Turn("user", "Say [INST] bye"),  # what looks like a control token
+    Turn("user", "Say [INST] bye"),  # text that looks like a control token
     Turn("assistant", "Bye."),
 )
 SYSTEM = Turn("system", "You are a helper.")
-# «» around the pieces that carry loss.
+# «» around the text that carries loss.
 GOLDEN = {
     "ChatML": (
         "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n«Hello there.\nünï 👋<|im_end|>»\n"
@@ -69,7 +69,7 @@ GOLDEN = {
     ),
 }
 GOLDEN["Qwen3, no thoughts"] = GOLDEN["Qwen3"].replace("«<think>\n\n</think>\n\nBye.", "<think>\n\n</think>\n\n«Bye.")
-# What a system turn adds: (place in the text without it, the text with it).
+# The effect of a system turn: (place in the text without it, the text with it).
 WITH_SYSTEM = {
     "ChatML": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
     "Llama 2": ("[INST] Say hi", "[INST] <<SYS>>\nYou are a helper.\n<</SYS>>\n\nSay hi"),
@@ -83,8 +83,8 @@ WITH_SYSTEM = {
 }
 
 
-def shown(family: str, turns: tuple[Turn, ...]) -> str:
-    """The tokens decoded, with «» around the runs of ones."""
+def mark_loss(family: str, turns: tuple[Turn, ...]) -> str:
+    """Decode the tokens, with «» around those that carry loss."""
     tokenizer = FAMILIES[family].tokenizer()
     tokenized = tokenize_conversation(tokenizer, Conversation("golden", turns))
     text, ids, previous = "", [], 0
@@ -98,70 +98,70 @@ def shown(family: str, turns: tuple[Turn, ...]) -> str:
 
 
 @pytest.mark.parametrize("family", GOLDEN)
-def test_golden(family: str) -> None:
-    assert shown(family, TALK) == GOLDEN[family]
+def test_golden_masks_of_families(family: str) -> None:
+    assert mark_loss(family, TALK) == GOLDEN[family]
 
 
 @pytest.mark.parametrize("family", WITH_SYSTEM)
-def test_a_system_turn_moves_nothing_else(family: str) -> None:
+def test_system_turn_changes_nothing_else(family: str) -> None:
     without, with_it = WITH_SYSTEM[family]
     assert GOLDEN[family].count(without) == 1
-    assert shown(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
+    assert mark_loss(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1"])
 def test_families_without_system_turns_refuse_them(family: str) -> None:
     with pytest.raises(TemplateRefusal, match="roles system, user"):
-        shown(family, (SYSTEM, *TALK))
+        mark_loss(family, (SYSTEM, *TALK))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_answer_follows_the_prompt_that_asked_for_it(family: str) -> None:
-    """Train = decode: the last answer follows exactly the ids that prompt the target."""
+def test_last_answer_follows_the_generation_prompt(family: str) -> None:
+    """Train = decode: the last answer follows exactly the prompt ids given to the target."""
     tokenizer = FAMILIES[family].tokenizer()
     tokenized = tokenize_conversation(tokenizer, Conversation("golden", TALK))
     prompt = prompt_token_ids(tokenizer, TALK[:-1])
-    if family == "R1":  # its prompt opens thoughts that the template does not write
+    if family == "R1":  # its generation prompt opens thoughts that the template does not write
         prompt = prompt[: -len(tokenizer.encode("<think>\n", add_special_tokens=False))]
     assert tokenized.input_ids[: len(prompt)] == prompt
     assert tokenized.loss_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
 
 
-def test_thoughts_of_qwen3() -> None:
-    """Kept in the last answer, taken out of the history; thoughts of one's own replace the empty block."""
+def test_qwen3_keeps_thoughts_of_the_last_answer_only() -> None:
+    """They are removed from the history; given thoughts replace the empty block."""
     turns = (
         Turn("user", "a"),
         Turn("assistant", "<think>\nfirst\n</think>\n\nOne"),
         Turn("user", "b"),
         Turn("assistant", "<think>\nsecond\n</think>\n\nTwo"),
     )
-    assert shown("Qwen3", turns) == (
+    assert mark_loss("Qwen3", turns) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nOne<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
         "<|im_start|>assistant\n«<think>\nsecond\n</think>\n\nTwo<|im_end|>»\n"
     )
-    assert shown("Qwen3", turns[:2]) == (
+    assert mark_loss("Qwen3", turns[:2]) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«<think>\nfirst\n</think>\n\nOne<|im_end|>»\n"
     )
 
 
-def test_thoughts_that_a_template_never_writes_are_refused() -> None:
+def test_thoughts_that_a_template_drops_are_refused() -> None:
     turns = (Turn("user", "a"), Turn("assistant", "because\n</think>\n\nOne"))
     with pytest.raises(TemplateProblem, match="leaves out part of the last answer"):
-        shown("R1", turns)
+        mark_loss("R1", turns)
 
 
-def test_a_system_prompt_that_a_later_turn_needs_is_not_forgotten() -> None:
-    """Mistral v0.3 writes none into a conversation that ends with an answer, yet the target's prompt has it."""
+def test_system_prompt_is_kept_for_later_turns() -> None:
+    """Mistral v0.3 writes no system prompt if the conversation ends with an answer, yet the target's prompt has it."""
     tokenizer = FAMILIES["Mistral v0.3"].tokenizer()
     messages = [{"role": turn.role, "content": turn.content} for turn in (SYSTEM, *TALK)]
     assert "You are a helper." not in tokenizer.apply_chat_template(messages, tokenize=False)
-    assert shown("Mistral v0.3", (SYSTEM, *TALK[:2])) == (
+    assert mark_loss("Mistral v0.3", (SYSTEM, *TALK[:2])) == (
         "<s>[INST] You are a helper.\n\nSay hi[/INST]« Hello there.\nünï 👋</s>»"
     )
 
 
-def test_all_that_end_an_answer() -> None:
-    """The model's eos (1 = </s>, also the tokenizer's), and the template's <|im_end|>, unknown to the model."""
+def test_end_ids_of_model_and_template() -> None:
+    """The model's eos (1 = </s>, also the tokenizer's) and the template's <|im_end|>, unknown to the model."""
     tokenizer = tiny_tokenizer(templates.CHATML)
     im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert answer_end_ids(GenerationConfig(eos_token_id=1), tokenizer) == sorted({1, im_end})
@@ -169,7 +169,7 @@ def test_all_that_end_an_answer() -> None:
     assert answer_end_ids(GenerationConfig(), tokenizer) == sorted({1, im_end})
 
 
-def test_nothing_ends_an_answer() -> None:
+def test_template_without_end_token_has_no_end_ids() -> None:
     tokenizer = tiny_tokenizer(templates.NO_END_TOKEN)
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"no end-of-sequence token .*: set tokenizer\.eos_token and save"):

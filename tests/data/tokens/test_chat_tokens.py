@@ -16,12 +16,12 @@ TWO_ROUNDS = Conversation(
     (
         Turn("user", "Say hi"),
         Turn("assistant", "Hello there, ünï 👋"),
-        Turn("user", "Hello there"),  # the user says words of the assistant: position decides, not text
+        Turn("user", "Hello there"),  # the user repeats words of the assistant: position decides, not text
         Turn("assistant", "Bye"),
     ),
 )
 
-# Written by hand: the text of each run of ones.
+# Written by hand: the text of each span with loss.
 GOLDEN = {
     "ZEPHYR": ["Hello there, ünï 👋</s>", "Bye</s>"],
     "GENERATION": ["Hello there, ünï 👋<|im_end|>", "Bye<|im_end|>"],
@@ -29,7 +29,7 @@ GOLDEN = {
         "<|channel|>final<|message|>Hello there, ünï 👋<|end|>",
         "<|channel|>final<|message|>Bye<|return|>",
     ],
-    # "Bot: Hello" would be tokenised with " Hello" across the border; the target reads "Bot: " and says "Hello".
+    # "Bot: Hello" has a token " Hello" across the border; the target reads "Bot: " and generates "Hello".
     "NO_END_TOKEN": ["Hello there, ünï 👋", "Bye"],
 }
 
@@ -46,7 +46,7 @@ def test_golden_masks(name: str, trim_offsets: bool) -> None:
         assert tokenized.input_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-def test_a_header_that_is_in_no_generation_prompt() -> None:
+def test_answer_header_missing_from_the_generation_prompt() -> None:
     without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
     assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))
     for name in ("ZEPHYR", "CHATML", "LLAMA3", "NO_END_TOKEN"):
@@ -58,26 +58,26 @@ def test_a_header_that_is_in_no_generation_prompt() -> None:
     [("Qwen3", "<think>\nhm\n</think>\n\nHello"), ("field", "<think>\nhm\n</think>\n\nHello"),
      ("R1", None), ("Llama 3", None), ("Qwen3, no thoughts", None)],
 )  # fmt: skip
-def test_thoughts_that_a_server_gave_apart(family: str, joined: str | None) -> None:
+def test_separate_thoughts_join_the_answer(family: str, joined: str | None) -> None:
     assert joined_thoughts(({**FAMILIES, "field": FIELD_OF_THOUGHTS})[family].tokenizer(), "\nhm\n", "Hello") == joined
 
 
-def test_thoughts_that_the_prompt_opens() -> None:
-    """The target does not say what its prompt ends with."""
+def test_opening_tag_in_the_prompt_carries_no_loss() -> None:
+    """The target does not generate the end of its prompt."""
     opened = QWEN3.replace(
         "'<|im_start|>assistant\n' }}{% if enable", "'<|im_start|>assistant\n<think>\n' }}{% if enable"
     )
     assert joined_thoughts(Family(opened, "<|im_end|>").tokenizer(), "hm", "Hello") == "hm\n</think>\n\nHello"
 
 
-def test_no_double_bos() -> None:
+def test_bos_is_not_doubled() -> None:
     tokenizer = tiny_tokenizer(templates.LLAMA3)
     bos = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
     assert prompt_token_ids(tokenizer, TWO_ROUNDS.turns[:1]).count(bos) == 1
     assert tokenize_conversation(tokenizer, TWO_ROUNDS).input_ids.count(bos) == 1
 
 
-def test_a_pad_token_that_is_the_end_token_keeps_its_loss() -> None:
+def test_end_token_that_is_also_the_pad_token_carries_loss() -> None:
     tokenizer = tiny_tokenizer(templates.ZEPHYR)
     tokenizer.pad_token = "</s>"
     assert tokenize_conversation(tokenizer, TWO_ROUNDS).answers()[-1][-1] == tokenizer.eos_token_id
@@ -95,12 +95,12 @@ def test_a_pad_token_that_is_the_end_token_keeps_its_loss() -> None:
         ),
     ],
 )
-def test_unusable_templates(template: str | None, message: str) -> None:
+def test_unusable_templates_are_refused(template: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         tokenize_conversation(tiny_tokenizer(template), TWO_ROUNDS)
 
 
-def test_over_long_is_cut_on_a_turn_boundary() -> None:
+def test_too_long_conversation_is_cut_at_a_turn_boundary() -> None:
     tokenizer = tiny_tokenizer(templates.CHATML)
     whole = tokenize_conversation(tokenizer, TWO_ROUNDS)
     first = tokenize_conversation(tokenizer, Conversation("first", TWO_ROUNDS.turns[:2]))
@@ -113,19 +113,19 @@ def test_over_long_is_cut_on_a_turn_boundary() -> None:
     ("answer", "copied"),
     [
         ([*range(12), *range(12)], [0] * 12 + [1] * 12),
-        ([*range(11), 50, *range(11), 51], [0] * 24),  # eleven in a row are no copy
-        ([*range(14), 50, *range(14), 51], [0] * 15 + [1] * 14 + [0]),  # new words after it are none either
+        ([*range(11), 50, *range(11), 51], [0] * 24),  # eleven in a row are too few for a copy
+        ([*range(14), 50, *range(14), 51], [0] * 15 + [1] * 14 + [0]),  # new words after it are no copy
         ([7] * 13, [0] + [1] * 12),
         ([7] * 12, [0] * 12),
-        ([3, 7, 8] + [7, 8] * 6 + [9], [0] * 3 + [1] * 12 + [0]),  # the first turn of a loop
+        ([3, 7, 8] + [7, 8] * 6 + [9], [0] * 3 + [1] * 12 + [0]),  # the first repetition of a loop
         ([], []),
     ],
 )
-def test_copies_by_hand(answer: list[int], copied: list[int]) -> None:
+def test_copies_are_found(answer: list[int], copied: list[int]) -> None:
     assert list(map(int, copies_in(answer))) == copied
 
 
-def test_an_answer_copies_from_itself_alone() -> None:
+def test_copies_are_searched_within_one_answer() -> None:
     said = list(range(5, 17))
     tokens = TokenizedConversation([1, *said, 2, 3, *said, *said, 2], [0] + [1] * 13 + [0] + [1] * 25)
     assert tokens.without_copies().loss_mask == [0] + [1] * 13 + [0] + [1] * 12 + [0] * 12 + [1]
@@ -137,10 +137,10 @@ def test_an_answer_copies_from_itself_alone() -> None:
     ("ids", "loss", "kept"),
     [  # 8 opens thoughts, 9 ends them, 2 ends an answer
         ([1, 8, 5, 9, 6, 2], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]),
-        ([1, 8, 3, 5, 9, 6, 2], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]),  # the prompt opens them
+        ([1, 8, 3, 5, 9, 6, 2], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]),  # the prompt opens thoughts
         ([1, 8, 5, 5], [0, 1, 1, 1], [0, 0, 0, 0]),  # cut
-        ([1, 8, 9, 6, 2], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]),  # the prompt has none
-        ([8, 1, 1, 1, 6, 2], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]),  # somebody wrote of thoughts
+        ([1, 8, 9, 6, 2], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]),  # the prompt opens no thoughts
+        ([8, 1, 1, 1, 6, 2], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]),  # the user mentions the tag
         ([1, 8, 5, 9, 6, 2, 1, 7, 8, 5, 9, 2], [0, *[1] * 5, 0, *[1] * 5], [0] * 4 + [1, 1, 0, 1, 0, 0, 0, 1]),
     ],
 )
@@ -149,7 +149,7 @@ def test_thoughts_carry_no_loss(ids: list[int], loss: list[int], kept: list[int]
     assert (masked.input_ids, masked.loss_mask) == (ids, kept)
 
 
-def test_a_text_that_is_no_utf_8_is_a_sentence() -> None:
-    """As a command line in Latin-1 gives it."""
+def test_text_that_is_not_utf_8_is_reported() -> None:
+    """A command line in Latin-1 gives such text."""
     with pytest.raises(UserError, match="is not valid UTF-8"):
         prompt_token_ids(tiny_tokenizer(templates.CHATML), [Turn("user", "caf\udce9")])

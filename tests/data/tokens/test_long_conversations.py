@@ -1,4 +1,4 @@
-"""Long conversations: in time linear in their length, and cut exactly where trying every end from the last one cuts."""
+"""Long conversations: tokenised in linear time, and cut exactly where a search from the last turn back cuts."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ WEIGHTS = [9, 9, 9, 9, 9, 3, 3, 3, 3, 3, 3, 0.3, 0.3]
 
 
 def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """As SentencePiece's, whose tokens of a piece alone differ from those after other text."""
+    """Build one like SentencePiece's, whose tokens of a text depend on the text before it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     alphabet = sorted({letter for text in (*PIECES, *CORPUS, "<think>/0123456789-|[]_") for letter in text})
@@ -45,7 +45,7 @@ TOKENIZERS = {
 
 
 def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
-    """Up to twelve exchanges that repeat each other, some with thoughts, some long; ids of the answers for some."""
+    """Return up to twelve repetitive exchanges, some long or with thoughts, and the ids of some answers."""
     rng = random.Random(seed)
 
     def text() -> str:
@@ -72,7 +72,7 @@ def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
 def cut_by_trying_every_end(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
 ) -> tuple[TokenizedConversation, int] | None:
-    """The rule. Each answer is found by its own renderings, and each piece tokenised after all that precedes it."""
+    """Cut by the definition: render for each answer, and tokenise each piece after all the text before it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "AT_EACH_END", 10**6)
         patch.setattr(chat_tokens, "LOOK_BACK_CHARACTERS", 10**9)
@@ -86,7 +86,7 @@ def cut_by_trying_every_end(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_cut_as_by_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, compared, cut = TOKENIZERS[name], 0, 0
     for seed in range(12):
         monkeypatch.setattr(chat_tokens, "ANSWERS_AT_FIRST", 2 if seed % 2 else 16)
@@ -96,7 +96,7 @@ def test_cut_as_by_the_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert whole is not None
             length = random.Random(seed).randint(8, len(whole[0].input_ids) + 4)
             expected = cut_by_trying_every_end(tokenizer, conversation, length, answer_ids)
-        except TemplateProblem:  # of a longer end than the one that fits, perhaps
+        except TemplateProblem:  # perhaps of a longer conversation than the one that fits
             continue
         assert tokenize_shortened(tokenizer, conversation, length, answer_ids) == expected
         assert tokenize_shortened(tokenizer, conversation, 10**9, answer_ids) == whole
@@ -111,8 +111,8 @@ def exchanges(count: int) -> Conversation:
     return Conversation("long", tuple(turn for exchange in turns for turn in exchange))
 
 
-def work_of(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conversation, length: int) -> int:
-    """Characters that are rendered and tokenised to cut the conversation to a length."""
+def count_characters(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conversation, length: int) -> int:
+    """Return the characters rendered and tokenised to cut the conversation to a length."""
     characters = 0
 
     def counted(function: Any) -> Any:
@@ -132,26 +132,26 @@ def work_of(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, conversation: Conve
 
 
 @pytest.mark.parametrize("name", ["ChatML", "Llama 2", "Qwen3", "NO_END_TOKEN"])
-def test_the_work_grows_with_the_length_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_grows_linearly_with_the_kept_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TOKENIZERS[name]
-    cut = [work_of(monkeypatch, tokenizer, exchanges(count), 1000) for count in (100, 200, 400)]
-    assert cut[0] == cut[1] == cut[2]  # what is beyond is not looked at
-    whole = [work_of(monkeypatch, tokenizer, exchanges(count), 10**9) for count in (100, 200)]
+    cut = [count_characters(monkeypatch, tokenizer, exchanges(count), 1000) for count in (100, 200, 400)]
+    assert cut[0] == cut[1] == cut[2]  # turns beyond the limit are not read
+    whole = [count_characters(monkeypatch, tokenizer, exchanges(count), 10**9) for count in (100, 200)]
     assert whole[1] < 2.3 * whole[0]
 
 
-def test_what_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of many megabytes costs no memory."""
     tokenizer = TOKENIZERS["ChatML"]
     huge = Turn("user", "Hello there " * 10**6)
     first = exchanges(1).turns
-    work = work_of(monkeypatch, tokenizer, Conversation("x", (*first, huge, Turn("assistant", "a"))), 100)
+    work = count_characters(monkeypatch, tokenizer, Conversation("x", (*first, huge, Turn("assistant", "a"))), 100)
     assert work < 10_000
     assert tokenize_shortened(tokenizer, Conversation("x", (huge, Turn("assistant", "a"))), 100) is None
 
 
-def test_a_template_that_writes_its_turns_unalike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thoughts before two of three answers: found one by one, up to a number of them."""
+def test_template_that_renders_turns_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thoughts before two of three answers, the answers are located one by one, up to a limit."""
     thoughts = "{% if m.role == 'assistant' and loop.index0 % 3 %}<think>{% endif %}{{ m.content }}"
     template = templates.CHATML.replace("{{ m.content }}", thoughts)
     tokenizer = tiny_tokenizer(template)

@@ -28,7 +28,7 @@ TALK = Conversation(
     ),
     tools=TOOLS,
 )
-# What each family says in place of the call, its end token included.
+# The text that each family writes for the call, with its end token.
 CALLS = {
     "Qwen2.5": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>'
     "<|im_end|>",
@@ -40,7 +40,7 @@ CALLS = {
 }
 
 
-def answers(tokenizer: Any, conversation: Conversation, ids: Any = None) -> list[str]:
+def decode_answers(tokenizer: Any, conversation: Conversation, ids: Any = None) -> list[str]:
     tokenized = tokenize_conversation(tokenizer, conversation, ids)
     return [tokenizer.decode(each) for each in tokenized.answers()]
 
@@ -50,11 +50,11 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_the_call_carries_loss_and_what_the_tool_said_does_not(family: str) -> None:
+def test_tool_call_carries_loss_and_its_result_does_not(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     end = tokenizer.eos_token
     lead = " " if family.startswith("Mistral") else ""
-    assert answers(tokenizer, TALK) == [CALLS[family], f"{lead}It is.{end}", f"{lead}Bye.{end}"]
+    assert decode_answers(tokenizer, TALK) == [CALLS[family], f"{lead}It is.{end}", f"{lead}Bye.{end}"]
     ids = tokenize_conversation(tokenizer, TALK).input_ids
     assert tokenizer.decode(ids).count("clear") == 1
     assert (
@@ -63,13 +63,13 @@ def test_the_call_carries_loss_and_what_the_tool_said_does_not(family: str) -> N
     )
 
 
-def test_the_call_ends_a_conversation_too(family: str) -> None:
+def test_conversation_may_end_with_a_call(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     cut = Conversation("id", TALK.turns[:2], tools=TOOLS)
-    assert answers(tokenizer, cut) == [CALLS[family]]
+    assert decode_answers(tokenizer, cut) == [CALLS[family]]
 
 
-def test_given_ids_take_the_place_of_a_call(family: str) -> None:
+def test_given_ids_replace_a_call(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space: the same words
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
@@ -80,7 +80,7 @@ def test_given_ids_take_the_place_of_a_call(family: str) -> None:
     assert tokenize_conversation(tokenizer, TALK, [other, None, None]).rewritten_turns == (1,)
 
 
-def test_an_answer_is_read_as_its_template_writes_it(family: str) -> None:
+def test_calls_are_parsed_as_the_template_writes_them(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     form = template_calls(tokenizer)
     assert form is not None
@@ -88,7 +88,7 @@ def test_an_answer_is_read_as_its_template_writes_it(family: str) -> None:
     assert form.names(said) == ["get_weather"]
     assert form.names("It is {fine}.") == []
     turn = form.turn(said, [ID])
-    if family == "Qwen3-Coder":  # no JSON: the text stays
+    if family == "Qwen3-Coder":  # invalid JSON: the text stays
         assert turn == Turn("assistant", said)
     else:
         assert turn == CALLING
@@ -97,8 +97,8 @@ def test_an_answer_is_read_as_its_template_writes_it(family: str) -> None:
     assert form.turn(broken, []) == Turn("assistant", broken)
 
 
-def test_calls_after_thoughts() -> None:
-    """Qwen3 writes thoughts before a call until the next question, and takes them out after it."""
+def test_calls_after_thoughts_carry_loss() -> None:
+    """Qwen3 keeps thoughts before a call until the next question, and removes them after it."""
     tokenizer = TOOL_FAMILIES["Qwen3"].tokenizer()
     call, thoughts = CALLS["Qwen2.5"], "<think>\nLook.\n</think>\n\n"
     form = template_calls(tokenizer)
@@ -107,13 +107,16 @@ def test_calls_after_thoughts() -> None:
     assert turn == Turn("assistant", thoughts.strip(), CALLING.tool_calls)
     ids = tokenizer(thoughts + call)["input_ids"]
     thinking = Conversation("id", (TALK.turns[0], turn, *TALK.turns[2:4]), tools=TOOLS)
-    assert answers(tokenizer, thinking, [ids, None]) == [thoughts + call, "<think>\n\n</think>\n\nIt is.<|im_end|>"]
-    assert answers(tokenizer, TALK)[0] == call
+    assert decode_answers(tokenizer, thinking, [ids, None]) == [
+        thoughts + call,
+        "<think>\n\n</think>\n\nIt is.<|im_end|>",
+    ]
+    assert decode_answers(tokenizer, TALK)[0] == call
     later = Conversation("id", (*thinking.turns, *TALK.turns[4:]), tools=TOOLS)
     assert tokenize_conversation(tokenizer, later, [ids, None, None]).rewritten_turns == (1,)
 
 
-def test_several_calls_with_words_before() -> None:
+def test_several_calls_after_text() -> None:
     form = template_calls(TOOL_FAMILIES["Qwen2.5"].tokenizer())
     assert form is not None
     call = '<tool_call>\n{"name": "%s", "arguments": {"text": "<tool_call> {}"}}\n</tool_call>'
@@ -125,17 +128,17 @@ def test_several_calls_with_words_before() -> None:
     assert mistral.names('[TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]') == ["a", "b"]
 
 
-def test_a_template_without_tools_is_refused() -> None:
+def test_template_without_tools_is_refused() -> None:
     tokenizer = tiny_tokenizer(CHATML)
     assert template_calls(tokenizer) is None
     with pytest.raises(TemplateRefusal, match="does not write tools, their calls or their results"):
         tokenize_conversation(tokenizer, TALK)
 
 
-def test_arguments_reach_the_template_as_an_object() -> None:
-    """Text would be written with its quotes escaped."""
+def test_arguments_are_passed_to_the_template_as_an_object() -> None:
+    """As text, the template would escape their quotes."""
     tokenizer = TOOL_FAMILIES["Llama 3.1"].tokenizer()
-    assert json.loads(answers(tokenizer, TALK)[0].removesuffix("<|eot_id|>"))["parameters"] == {
+    assert json.loads(decode_answers(tokenizer, TALK)[0].removesuffix("<|eot_id|>"))["parameters"] == {
         "city": "Zürich",
         "days": 2,
     }

@@ -1,4 +1,4 @@
-"""The comparison with transformers: what it concludes, and that both sides give the same answers."""
+"""The comparison with transformers and llama.cpp: its conclusions, and equal answers of all sides."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ SIDES = {
 
 
 def test_conclusions_by_hand() -> None:
-    """`generate` is no speculation, our loop without a draft no drafter; ratios run by run: 30/10, 40/16, 50/25.
+    """Ratios per run to `generate` without speculation: 30/10, 40/16, 50/25.
 
     Over llama.cpp in the same dtype 99/33, 99/20, 99/25 without a draft, and 30/33, 40/20, 50/25.
     """
@@ -44,24 +44,24 @@ def test_conclusions_by_hand() -> None:
         ("ours: autoregressive", "transformers: generate"),
         ("ours: prompt lookup", "transformers: prompt lookup"),
     ]
-    assert found["llama_cpp"] == []  # in no dtype of it has the target's weights
+    assert found["llama_cpp"] == []  # has the target's weights in none of its dtypes
     plain, best = script.conclusions(SIDES, ["ours: prompt lookup", "ours: tree"], "BF16")["llama_cpp"]
     assert plain["ratios"] == pytest.approx([3.0, 4.95, 3.96])
     assert best["ratios"] == pytest.approx([30 / 33, 2.0, 2.0])
 
 
-def questions_in(folder: Path) -> str:
-    """Three."""
+def write_questions(folder: Path) -> str:
+    """Write three questions."""
     questions = [(number, f"c{number}", [f"w{5 + number} w6 w7"]) for number in range(3)]
     keys = ("question_id", "category", "turns")
     write_lines(folder / "q.jsonl", [dict(zip(keys, question, strict=True)) for question in questions])
     return str(folder / "q.jsonl")
 
 
-def test_all_sides_give_the_same_answers(
+def test_all_sides_give_equal_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"questions": questions_in(tmp_path), "max_new_tokens": 8}
+    asked = {"questions": write_questions(tmp_path), "max_new_tokens": 8}
     trees = [{"name": "chain"}, {"name": "tree", "tree": "best_first", "nodes": 4, "branch": 2}]
     trees.append({"name": "adaptive", "tree": "adaptive", "nodes": 4, "branch": 2})
     monkeypatch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted
@@ -87,21 +87,21 @@ def test_all_sides_give_the_same_answers(
     assert "no llama.cpp: the target is no GGUF file (target.gguf_file)" in capsys.readouterr().out
 
 
-def test_program_that_is_no_llama_server(tmp_path: Path) -> None:
+def test_program_that_is_not_llama_server_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"option --llama-server: .* is no program"):
         llama_server.find_server(tmp_path)
 
 
-def test_a_wrong_answer_is_counted_by_hand() -> None:
-    """The other sides give another token in one of two prompts, and two tokens in half a second each.
+def test_wrong_answer_is_counted_by_hand() -> None:
+    """The other sides differ in a token of one of two prompts, and take half a second for two tokens each.
 
-    After the first there is one token an answer, in a quarter of a second: 4 tokens/s.
+    After its first token an answer has one more, in a quarter of a second: 4 tokens/s.
     """
 
-    def right(prompt: list[int]) -> Any:
+    def right_answer(prompt: list[int]) -> Any:
         return script.TimedAnswer([prompt[0], 1], 1.0)
 
-    def wrong(prompt: list[int]) -> Any:
+    def wrong_answer(prompt: list[int]) -> Any:
         return script.TimedAnswer([7, 1], 0.5, 0.25, [2])
 
     ties: list[tuple[int, list[int], list[int]]] = []
@@ -111,10 +111,10 @@ def test_a_wrong_answer_is_counted_by_hand() -> None:
         return False
 
     sides = {
-        script.BASELINE: script.Side(right),
-        "ours: x": script.Side(wrong),
-        "llama.cpp: F32": script.Side(wrong, script.SAME_WEIGHTS),
-        "llama.cpp: Q8_0": script.Side(wrong, script.OTHER_MODEL),
+        script.BASELINE: script.Side(right_answer),
+        "ours: x": script.Side(wrong_answer),
+        "llama.cpp: F32": script.Side(wrong_answer, script.SAME_WEIGHTS),
+        "llama.cpp: Q8_0": script.Side(wrong_answer, script.OTHER_MODEL),
     }
     found = script.take_turns(sides, [[7], [8]], 2, is_tie)
     assert ties == [(1, [8, 1], [7, 1])]

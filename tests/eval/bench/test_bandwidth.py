@@ -1,4 +1,4 @@
-"""What a step reads, counted by hand, and how its read is timed."""
+"""The bytes that a step reads, counted by hand, and the timing of their read."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ def test_embedding_counts_only_if_it_is_the_head(tied: bool) -> None:
     assert WeightReading(target.bfloat16()).bytes == 2 * counted
 
 
-def test_no_bandwidth_for_experts() -> None:
+def test_experts_have_no_bandwidth() -> None:
     reading = WeightReading(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2)))
     assert (reading.bytes, reading.seconds()) == (None, None)
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_read_takes_time(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_takes_time(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels and not bandwidth.has_kernels():
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(bandwidth, "has_kernels", lambda: kernels)
@@ -46,8 +46,8 @@ def test_a_read_takes_time(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(not bandwidth.has_kernels(), reason="needs a C++ compiler")
-def test_the_packed_copies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the linear layers, as a step does: seven a layer, and the head; of the norms, the weights."""
+def test_packed_copies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a step: packed weights of seven linear layers per decoder layer and of the head, plain weights of norms."""
     target, read = llama(), []
     pack_linears(target)
     target(input_ids=torch.tensor([[1]]))
@@ -60,6 +60,6 @@ def test_the_packed_copies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_read_time_is_the_median_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads of 9, 1 and 2 seconds."""
+    """The reads take 9, 1 and 2 seconds."""
     monkeypatch.setattr(bandwidth.time, "perf_counter", iter([0.0, 9.0, 9.0, 10.0, 10.0, 12.0]).__next__)
     assert WeightReading(llama()).seconds() == 2.0

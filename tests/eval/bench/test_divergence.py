@@ -1,4 +1,4 @@
-"""Of greedy answers that differ, a numerical tie is distinguished from a bug."""
+"""Differing greedy answers are classified as a numerical tie or a bug."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,14 +52,14 @@ def greedy_answer(target: Any) -> list[int]:
 
 
 def with_equal_logits(target: Any, token: int) -> int:
-    """Another token that the target's head cannot tell from this one: the last, as greedy decoding takes the first."""
+    """Copy this token's row of the head to the last token and return that one; greedy decoding takes the first."""
     other = len(target.lm_head.weight) - 1
     with torch.no_grad():
         target.lm_head.weight[other] = target.lm_head.weight[token]
     return other
 
 
-def recorded(expected: list[list[int]], found: list[list[int]]) -> QuestionRecord:
+def make_records(expected: list[list[int]], found: list[list[int]]) -> QuestionRecord:
     record = made_up(0, 2.0, 4.0)
     for key, answers in (("autoregressive@0", expected), ("chain@0", found)):
         (turn,) = record.answers[key].turns
@@ -67,14 +67,14 @@ def recorded(expected: list[list[int]], found: list[list[int]]) -> QuestionRecor
     return record
 
 
-def test_a_tie_and_a_bug_in_records(target: Any, bench: FakeBench) -> None:
-    """In the second turn, whose prompt has the first answer; turns after it are other conversations."""
+def test_ties_and_bugs_in_records(target: Any, bench: FakeBench) -> None:
+    """They are in the second turn, whose prompt has the first answer; later turns are different conversations."""
     answer = greedy_answer(target)
     position = 11
     twin = with_equal_logits(target, answer[position])
     tie = [*answer[:position], twin, *answer[position + 1 :]]
     bug = [*answer[:position], (answer[position] + 1) % twin, *answer[position + 1 :]]
-    records = [recorded([answer, answer], [answer, tie]), replace(recorded([answer], [bug]), run=1)]
+    records = [make_records([answer, answer], [answer, tie]), replace(make_records([answer], [bug]), run=1)]
     at_tie, at_bug = found = find_divergences(bench, records, [])  # type: ignore[arg-type]
     assert (at_tie.run, at_tie.turn, at_tie.arm, at_tie.position, at_tie.found) == (0, 1, "chain@0", position, twin)
     assert at_tie.gap == 0.0
@@ -91,7 +91,7 @@ def test_a_tie_and_a_bug_in_records(target: Any, bench: FakeBench) -> None:
 
 
 def test_noise_is_at_least_the_spacing_of_the_dtype(target: Any) -> None:
-    """A logit of bf16 has 8 bits: two computations that round it equally say nothing about its neighbours."""
+    """A bf16 logit has 8 bits: equal rounding in two computations does not exclude the neighbouring values."""
     target = target.bfloat16()
     answer = greedy_answer(target)
     wrong = [*answer[:-1], (answer[-1] + 1) % 61]
@@ -105,7 +105,7 @@ def test_noise_is_at_least_the_spacing_of_the_dtype(target: Any) -> None:
 def test_recomputes_token_by_token_if_blocks_do_not_explain_the_gap(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the target decodes alone; its rounding may be another than that of blocks, and a tie by it is a tie."""
+    """Plain decoding rounds differently from blocks, and a tie in either is a tie."""
     answer = greedy_answer(target)
     other = [*answer[:-1], (answer[-1] + 1) % 61]
     logits_v = target(torch.tensor([PROMPT + answer[:-1]])).logits[0, -1]

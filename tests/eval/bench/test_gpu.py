@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, rehearsed on a CPU: its steps at tiny sizes, its page, and the processes that it runs."""
+"""The GPU benchmark, rehearsed on a CPU: its steps at tiny sizes, its page, and its processes."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ WAITS = "import time; print('started', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
-def figures_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, object]]:
+def run_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, object]]:
     monkeypatch.setattr(training_step, "DEVICE", training_step.DEVICE)  # `training` changes it
     monkeypatch.setitem(SHAPES, "embedded", (64, 96, 2, 4, 2, 331, "float32"))
     monkeypatch.setitem(SHAPES, "135m", (64, 96, 2, 4, 2, 331, "float32"))
@@ -50,16 +50,16 @@ def figures_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         ),
     ],
 )
-def test_a_step_and_its_part_of_the_page(
-    name: str, rows: list[str], figures_of: Callable[[str], dict[str, object]]
+def test_step_and_its_part_of_the_page(
+    name: str, rows: list[str], run_step: Callable[[str], dict[str, object]]
 ) -> None:
-    page = summary("a title", [], {name: figures_of(name)})
+    page = summary("a title", [], {name: run_step(name)})
     assert page.startswith("# a title\n")
     assert [row for row in rows if row not in page] == []
 
 
-def test_parts_that_fail_or_have_no_time(tmp_path: Path) -> None:
-    """They are figures too, and the parts after them run."""
+def test_parts_that_fail_or_run_out_of_time(tmp_path: Path) -> None:
+    """They are recorded too, and later parts run."""
     step = Step("mine", torch.device("cpu"), tmp_path, limit_s=10)
     with step.part("first"):
         raise RuntimeError("out of luck\nand of words")
@@ -73,7 +73,7 @@ def test_parts_that_fail_or_have_no_time(tmp_path: Path) -> None:
     assert figures["third"] == 3
 
 
-def test_a_step_that_fails_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LEAST_S", 0)
     codes = {"waits": WAITS, "fails": FAILS, "writes": WRITES}
     jobs = [runner.Job(name, ["-c", code], 0.25 if name == "waits" else 100) for name, code in codes.items()]

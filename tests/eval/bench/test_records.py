@@ -1,4 +1,4 @@
-"""Records come back as they were written, and no speedup is reported of times that cannot be compared."""
+"""Records are read back as written, and incomparable times give no speedup."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ OTHER: dict[str, Any] = {
 
 
 def two_turns() -> QuestionRecord:
-    """In the second one the chain takes a round more and drafts nothing."""
+    """Build records of two turns; in the second the chain takes one more round, without drafts."""
     record = made_up(3, 2.0, 4.0)
     for answer in record.answers.values():
         (turn,) = answer.turns
@@ -67,7 +67,7 @@ OUTSIDE = json.dumps(asdict(made_up(0, 2.0, 4.0))).replace('"method": "chain"', 
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"run": 0, "answers": []}', OUTSIDE])
-def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+def test_damaged_line_is_reported(line: str, tmp_path: Path) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
     log.append(made_up(0, 2.0, 4.0))
     with log.file.open("a") as stream:
@@ -92,7 +92,7 @@ def test_different_settings_are_not_compared(key: str, changed: str, summary: An
 
 @pytest.mark.parametrize("key", ["target", "dtype", "sampling", "max_new_tokens"])
 def test_records_of_another_target_are_not_averaged(key: str) -> None:
-    """Fair each by itself, but not of one thing. The prompts do differ from question to question."""
+    """Each is valid alone, but they measure different targets. Prompts may differ between questions."""
     later = made_up(1, 2.0, 4.0)
     for answer in later.answers.values():
         answer.settings["prompts"] = "of another question"
@@ -133,7 +133,7 @@ def test_target_is_identified_by_its_weights() -> None:
     assert len({name, changed, weights_fingerprint(other), weights_fingerprint(target.to(torch.bfloat16))}) == 4
 
 
-def test_prompts_are_part_of_the_settings() -> None:
+def test_different_prompts_are_not_compared() -> None:
     def prompts(ids: list[int], *turns: str) -> str:
         return answer_settings({}, ids, turns, Sampling(), 10)["prompts"]
 

@@ -1,4 +1,4 @@
-"""Replayed rounds are those of the real loop, on the target's own answers."""
+"""Replayed rounds equal those of the decoding loop on the target's own answers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ NEW_TOKENS = 40
 )
 @pytest.mark.parametrize("tree", [{"tree": "chain"}, {"tree": "best_first", "nodes": 8, "branch": 3}])
 def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
-    """Fresh drafters that start as the target's own layers or heads, so that something is accepted."""
+    """New drafters start as the target's layers or heads, so that some draft tokens are accepted."""
     torch.manual_seed(0)
     target = tiny_target(num_hidden_layers=4).double()
     drafter = load_drafter_class(kind).from_target(target, options).freeze()

@@ -1,4 +1,4 @@
-"""The harness: questions in, records and Spec-Bench answers out; resumable, and never comparing across processes."""
+"""The harness: questions in, records and Spec-Bench answers out; it resumes, and compares within one process only."""
 
 import json
 import statistics
@@ -35,7 +35,7 @@ QUESTIONS = [
 
 
 class LetterTokenizer:
-    """A token a letter; id 0 ends an answer. Only what the harness needs."""
+    """Minimal tokenizer with one token per letter; id 0 ends an answer."""
 
     eos_token_id = 0
 
@@ -94,7 +94,7 @@ def methods() -> list[Arm]:
 
 
 def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> None:
-    """Drafters of different kinds side by side: each gets the features that it requires, every time."""
+    """Drafters of different kinds in one run each get the features that they require."""
     widths: dict[str, set[int]] = {"deep": set(), "plain": set()}
 
     class Watching(FixedDecoder):
@@ -117,7 +117,7 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
 
-def test_the_whole_harness(
+def test_harness_resumes_and_writes_records(
     bench: SpecBench, methods: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = RecordLog(tmp_path / "records.jsonl")
@@ -126,7 +126,7 @@ def test_the_whole_harness(
     assert [(record.run, record.question_id) for record in records] == [
         (run, question.question_id) for run in range(2) for question in QUESTIONS
     ]
-    # 4 projections, 3 matrices of the MLP, 3 norms, the head; of the embedding a step reads a row.
+    # 4 projections, 3 matrices of the MLP, 3 norms, the head; a step reads one row of the embedding.
     assert {record.weights_bytes for record in records} == {4 * (4 * 16 * 16 + 3 * 16 * 24 + 3 * 16 + V * 16)}
     assert all(record.weights_read_s and record.weights_read_s > 0 for record in records)
     summary = summarize(records)
@@ -143,7 +143,7 @@ def test_the_whole_harness(
         assert sum(turn.round_s) == pytest.approx(turn.draft_s + turn.verify_s + turn.choose_s + turn.commit_s)
         assert sum(turn.round_s) + turn.prefill_s <= turn.wall_time_s
         assert turn.first_token_s <= turn.prefill_s
-    # Which method goes first rotates. Interrupted in the third question, only that is repeated, with the same sample.
+    # The first method rotates. After an interruption in question three only that is repeated, with the same sample.
     lines = log.file.read_text().splitlines(keepends=True)
     log.file.write_text("".join(lines[:2]) + lines[2][:40])
     log = RecordLog(log.file)
@@ -159,8 +159,10 @@ def test_the_whole_harness(
         }
 
 
-def test_a_sampled_answer_depends_on_no_other_question(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
-    """Answered in another order, by methods in another order, and alone: every method samples the same answer."""
+def test_sampled_answer_does_not_depend_on_other_questions(
+    bench: SpecBench, methods: list[Arm], tmp_path: Path
+) -> None:
+    """Every method samples the same answer in another order of questions or methods, and alone."""
     bench.run(methods, RecordLog(tmp_path / "all.jsonl"), runs=2, warmup_questions=1)
     wanted = {(r.run, r.question_id): r.answers for r in RecordLog(tmp_path / "all.jsonl")}
     assert wanted[0, 1]["chain@1"].ids != wanted[1, 1]["chain@1"].ids
@@ -191,8 +193,8 @@ def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: lis
         assert len(answers[key].turns[0].ids) == text.index(text[4]) + 1
 
 
-def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
-    """The formulas of Spec-Bench's evaluation/speed.py, applied to our files."""
+def test_spec_bench_can_read_the_answers(bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
+    """Apply the formulas of Spec-Bench's evaluation/speed.py to our files."""
     log = RecordLog(tmp_path / "records.jsonl")
     bench.run(methods, log, runs=1, warmup_questions=0)
     files = {file.name: file for file in write_answers(log, tmp_path / "answers", "demo")}
@@ -225,7 +227,7 @@ def test_answers_can_be_read_by_spec_bench(bench: SpecBench, methods: list[Arm],
 
     mine, baseline = speed("chain", as_generated), speed("autoregressive", as_generated)
     assert mine / baseline == pytest.approx(overall["speedup_by_question_mean"])
-    # The script counts the baseline's tokens otherwise: its text's, here of a letter each, less one a turn.
+    # The script counts the baseline's tokens by tokenizing its text, here letters, minus one per turn.
     assert (
         mine / speed("autoregressive", lambda choice: sum(len(text) - 1 for text in choice["turns"])) > mine / baseline
     )
@@ -244,8 +246,10 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     assert answer.turns[0].prompt_tokens == 72  # two before the 70 letters
 
 
-def test_a_compiled_run(target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm], tmp_path: Path) -> None:
-    """The same answers; every size of tree is known and compiled before anything is measured."""
+def test_compiled_run_gives_equal_answers(
+    target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm], tmp_path: Path
+) -> None:
+    """Every size of tree is compiled before the measurement."""
     plain, fast = RecordLog(tmp_path / "plain.jsonl"), RecordLog(tmp_path / "fast.jsonl")
     greedy = [measured for measured in methods if measured.sampling.greedy]
     bench.run(greedy, plain, runs=1, warmup_questions=0)

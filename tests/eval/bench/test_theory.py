@@ -1,4 +1,4 @@
-"""alpha as E[sum min(p, q)]: by hand, against the acceptances that it predicts, and operations by parameter counts."""
+"""alpha as E[sum min(p, q)]: by hand and against predicted acceptances; operations by parameter counts."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12]
 NONE = torch.empty(0)
-# Of the target, at nodes 0, 1 and 2 of a tree.
+# p of the target at nodes 0, 1 and 2 of a tree.
 P = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.9, 0.0], [0.2, 0.2, 0.6]])
 
 
 class Fixed:
-    """Proposes one tree."""
+    """Method that always proposes one tree."""
 
     name = "fixed"
     sequential = False
@@ -46,10 +46,10 @@ class Fixed:
         return self.tree
 
 
-def metered(
+def run_rounds(
     tree: DraftTree, path: list[int], sampling: Sampling, kept: int | None = None, rounds: int = 1, p: Tensor = P
 ) -> OverlapMeter:
-    """Rounds that accept this path and commit `kept` of its tokens and the target's own; by default all."""
+    """Meter rounds that accept this path and commit `kept` of its tokens and the target's own; by default all."""
     meter = OverlapMeter(Fixed(tree), sampling)
     meter.start([0], NONE)
     meter.observe([0], NONE)
@@ -59,38 +59,38 @@ def metered(
 
 
 def test_sampled_chain_by_hand() -> None:
-    """.2 + .2 + .2 at the root, .1 below it; the leaf tries nothing, and what was rejected leads nowhere."""
+    """.2 + .2 + .2 at the root, .1 below it; the leaf has no draft to verify, and rejected nodes do not count."""
     q = torch.tensor([[0.2, 0.2, 0.6], [1.0, 0.0, 0.0], [9.0, 9.0, 9.0]])
     tree = DraftTree([0, 2, 0], TreeShape.chain(2), q)
-    assert metered(tree, [0, 1, 2], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
-    assert metered(tree, [0, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
-    assert metered(tree, [0], Sampling(1.0)).overlap == pytest.approx([0.6])
-    # Nothing counts after the end of an answer.
-    ended = metered(tree, [0, 1, 2], Sampling(1.0), kept=1, rounds=2)
+    assert run_rounds(tree, [0, 1, 2], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
+    assert run_rounds(tree, [0, 1], Sampling(1.0)).overlap == pytest.approx([0.6, 0.1])
+    assert run_rounds(tree, [0], Sampling(1.0)).overlap == pytest.approx([0.6])
+    # Nodes after the end of an answer do not count.
+    ended = run_rounds(tree, [0, 1, 2], Sampling(1.0), kept=1, rounds=2)
     assert ended.overlap == pytest.approx([0.6, 0.6])
-    assert ended.committed_tokens == 1  # of the second round
+    assert ended.committed_tokens == 1  # in the second round
 
 
 def test_deterministic_draft_by_hand() -> None:
-    """The point mass on the first child: p of it. At T = 0 a match or none."""
+    """For a point mass on the first child alpha is its p. At T = 0 it is 1 or 0."""
     tree = DraftTree([0, 1, 2, 1], TreeShape.of((-1, 0, 0, 1)))
-    sampled = metered(tree, [0, 1], Sampling(1.0), rounds=2)
+    sampled = run_rounds(tree, [0, 1], Sampling(1.0), rounds=2)
     assert sampled.overlap == pytest.approx([0.3, 0.9] * 2)
     # Top-k = 2 leaves .5 and .3 of the root's, so p is .3 / .8.
-    assert metered(tree, [0], Sampling(1.0, top_k=2)).overlap == pytest.approx([0.375])
-    assert metered(tree, [0], Sampling()).overlap == [0.0]
-    assert metered(DraftTree([0, 0, 1], TreeShape.chain(2)), [0, 1], Sampling()).overlap == [1.0, 1.0]
+    assert run_rounds(tree, [0], Sampling(1.0, top_k=2)).overlap == pytest.approx([0.375])
+    assert run_rounds(tree, [0], Sampling()).overlap == [0.0]
+    assert run_rounds(DraftTree([0, 0, 1], TreeShape.chain(2)), [0, 1], Sampling()).overlap == [1.0, 1.0]
     figures = sampled.figures(target_operations=100)
     assert figures["alpha_overlap"] == pytest.approx(0.6)
     assert (figures["positions"], figures["alpha_drafter"]) == (4, None)
-    # The second round: 4 nodes verified for 2 tokens, drafted for nothing.
+    # The second round verifies 4 nodes for 2 tokens; their drafting was free.
     assert (figures["operations_ratio"], figures["operations_per_token"]) == (0, 4 / 2)
     empty = OverlapMeter(Fixed(tree), Sampling()).figures(100)
     assert (empty["alpha_overlap"], empty["operations_ratio"], empty["operations_per_token"]) == (None, None, None)
 
 
 def test_several_models_by_hand() -> None:
-    """Rows of q are models; only the draw that is tried first counts.
+    """Rows of q are models; only the draw that is verified first counts.
 
     At the root that is the second model's token (.5 + .3 + .0), below it the first one's (.1 + .2 + .0).
     """
@@ -98,11 +98,11 @@ def test_several_models_by_hand() -> None:
     draws = [[(1, 1), (2, 0)], [(3, 0), (3, 1)], [], []]
     tree = DraftTree([0, 1, 0, 1], TreeShape.of((-1, 0, 0, 1)), q, draws=draws)
     p = torch.cat([P, P[2:]])
-    assert metered(tree, [0, 1, 3], Sampling(1.0), p=p).overlap == pytest.approx([0.8, 0.3])
-    assert metered(tree, [0, 2], Sampling(1.0), p=p).overlap == pytest.approx([0.8])
+    assert run_rounds(tree, [0, 1, 3], Sampling(1.0), p=p).overlap == pytest.approx([0.8, 0.3])
+    assert run_rounds(tree, [0, 2], Sampling(1.0), p=p).overlap == pytest.approx([0.8])
 
 
-def drafting(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, TreeDrafter, Any, torch.Generator]:
+def build_method(kind: str, tree: dict[str, Any], temperature: float) -> tuple[Any, TreeDrafter, Any, torch.Generator]:
     target = tiny_target()
     drafter = tiny_drafter_of(kind, target)
     sampling, generator = Sampling(temperature), torch.Generator().manual_seed(2)
@@ -127,10 +127,10 @@ TREES: dict[str, dict[str, Any]] = {
         ("eagle", "static", 1.5),
     ],
 )
-def test_measuring_changes_nothing(kind: str, shape: str, temperature: float) -> None:
-    """The same answers through the meter; and where children are drawn from q, q is the drafter's own distribution."""
+def test_meter_does_not_change_answers(kind: str, shape: str, temperature: float) -> None:
+    """Answers are equal with the meter; if children are drawn from q, q is the drafter's distribution."""
     tree = TREES[shape]
-    target, method, drafter, generator = drafting(kind, tree, temperature)
+    target, method, drafter, generator = build_method(kind, tree, temperature)
     sampling = Sampling(temperature)
     meter = OverlapMeter(method, sampling)
     answers = []
@@ -149,7 +149,7 @@ def test_measuring_changes_nothing(kind: str, shape: str, temperature: float) ->
         assert sum(meter.overlap) == sum(answers[1].draft_lengths)
 
 
-def test_a_method_that_reads_logits_still_does() -> None:
+def test_metered_method_still_reads_logits() -> None:
     target = tiny_target()
     with TargetSession(target, 128) as session:
         plain = generate(session, Lookahead("x"), PROMPT, Sampling(), 40)
@@ -159,8 +159,8 @@ def test_a_method_that_reads_logits_still_does() -> None:
     assert metered.ids == plain.ids
 
 
-def test_operations_are_two_for_each_parameter_and_row() -> None:
-    """Target: 2 layers of 32 x (32 + 16 + 16 + 32) and 3 x 32 x 48, LM head 61 x 32; attention itself left out."""
+def test_operations_are_two_per_parameter_and_row() -> None:
+    """Target: 2 layers of 32 x (32 + 16 + 16 + 32) and 3 x 32 x 48, LM head 61 x 32; without attention scores."""
     target = tiny_target()
     target_step = LinearOperations()
     with TargetSession(target, 64) as session:
@@ -179,7 +179,7 @@ def answer(draft_lengths: list[int], depths: list[int], tried: int) -> AnswerRec
 
 
 def test_theory_by_hand() -> None:
-    """3 accepted of 5 tried at depths 2, 2, 1: alpha .6, tau (1.96 + 1.96 + 1.6) / 3, c = .5 a round."""
+    """3 of 5 verified tokens accepted at depths 2, 2, 1: alpha .6, tau (1.96 + 1.96 + 1.6) / 3, c = .5 per round."""
     answers = [answer([2, 0, 1], [2, 2, 1], 4), answer([0], [2], 1)]
     untimed = {"alpha_overlap": 0.61, "alpha_drafter": 0.62, "operations_ratio": 0.1, "operations_per_token": 1.5}
     row = theory_row(answers, True, 0.5, untimed)
@@ -190,7 +190,7 @@ def test_theory_by_hand() -> None:
     assert row["c"] == pytest.approx(0.5 / (7 / 4))
     assert row["operations_factor"] == pytest.approx((2 * 0.1 + 3) / 1.96)  # theorem 3.11 at gamma 2
     assert (row["alpha_overlap"], row["alpha_drafter"], row["operations_measured"]) == (0.61, 0.62, 1.5)
-    # 1, 1.6 / 1.2857, 1.96 / 1.5714, 2.176 / 1.8571: gamma 2 is the best by a hair.
+    # 1, 1.6 / 1.2857, 1.96 / 1.5714, 2.176 / 1.8571: gamma 2 is slightly the best.
     assert row["best_gamma"] == 2
     at_once = theory_row([answer([2, 0, 1], [2, 2, 1], 5)], False, 0.5, None)
     assert at_once["c"] == 0.5

@@ -1,4 +1,4 @@
-"""Answers round by round in words: the pieces put together are the answer, and drafted tokens are marked."""
+"""Answers as text, round by round: the pieces add up to the answer, and draft tokens are marked."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ class Letters:
 
 
 class Bytes:
-    """Tokens are bytes, so that a character may take several."""
+    """Tokenizer whose tokens are bytes, so a character may take several."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -34,7 +34,7 @@ def session() -> Iterator[TargetSession]:
         yield session
 
 
-def traced(session: TargetSession, method: Any, tokens: int) -> tuple[list[int], TracedAnswer]:
+def trace_answer(session: TargetSession, method: Any, tokens: int) -> tuple[list[int], TracedAnswer]:
     trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), Letters())
     out = generate(session, method, PROMPT, Sampling(), tokens, on_round=trace.on_round)
     return out.ids, trace.answer
@@ -45,13 +45,13 @@ def test_traced_texts_add_up_to_the_answer(
     session: TargetSession, spoil_depth: int | None, drafted_kept: list[int]
 ) -> None:
     answer = generate(session, Autoregressive(), PROMPT, Sampling(), 24).ids
-    ids, found = traced(session, Scripted(answer, spoil_depth), 16)
+    ids, found = trace_answer(session, Scripted(answer, spoil_depth), 16)
     pieces = [found.first]
     for round_ in found.rounds:
         pieces += [round_.texts[node] for node in round_.path[1:]] + [round_.own or ""]
     assert "".join(pieces) == Letters().decode(ids, False)
     assert [len(round_.path) - 1 for round_ in found.rounds] == drafted_kept
-    if spoil_depth == 3:  # the token offered at depth 3 is not the target's, which stands as its own instead
+    if spoil_depth == 3:  # the draft token at depth 3 is rejected, and the target's own token is in its place
         first = found.rounds[0]
         assert first.parents == [-1, 0, 1, 2, 3]
         assert first.own == chr(97 + answer[3])

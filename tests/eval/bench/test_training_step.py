@@ -1,4 +1,4 @@
-"""A training step and its parts, at tiny sizes."""
+"""The benchmark of a training step and its parts, at tiny sizes."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from parts.timing import ratios
 from support.benchmark_scripts import benchmark, figures_of
 
 
-def test_a_step_and_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token has a label at each of the 5 depths, as far as the row goes. Ratios to a bound are of turns."""
+def test_step_and_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token has a label at each of the 5 depths within its row. Ratios to a bound are taken per repetition."""
     script = benchmark("training_step")
     monkeypatch.setitem(script.SHAPES, "135m", (64, 96, 2, 4, 2, 331, "float32"))
     figures = figures_of(script, tmp_path, monkeypatch, "bound", "--lengths", "32", "--turns", "1")

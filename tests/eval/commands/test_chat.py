@@ -1,4 +1,4 @@
-"""`draftsmith chat`: both sides say the same, turns build on each other, and Ctrl-C ends an answer, not the chat."""
+"""`draftsmith chat`: equal answers with and without the drafter, history of turns, and Ctrl-C ends only an answer."""
 
 import json
 import os
@@ -24,7 +24,7 @@ QUESTION, OTHER = "What does os.path.join do?", "Show me an example."
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """With a drafter that is not trained, which changes no word."""
+    """Return a recipe with an untrained drafter, which does not change answers."""
     made = recipe_in(tmp_path_factory.mktemp("chat"), target={"model": "embedded", "dtype": "float32"})
     torch.manual_seed(0)
     drafter = load_drafter_class("parallel").from_target(load_target(made.target)[0], {"num_masks": 2})
@@ -48,7 +48,7 @@ def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
     assert said[1]["answer"] == said[3]["answer"]
     assert [each["tau"] for each in said[2:]] == [1.0, 1.0]
     for each in said:
-        # This target says a special token in the middle of an answer.
+        # This target generates a special token within an answer.
         assert " ".join(each["answer"].split()) in " ".join(printed.replace("<|user|>", "").split())
         assert each["whole"]
         assert each["tokens"] <= 16
@@ -61,14 +61,14 @@ def test_with_and_without_the_drafter(recipe: str, tmp_path: Path) -> None:
     assert "<|im_end|>" not in printed
 
 
-def test_a_turn_reads_those_before_it(recipe: str, tmp_path: Path) -> None:
+def test_turn_reads_earlier_turns(recipe: str, tmp_path: Path) -> None:
     *_, after = talk(recipe, tmp_path, QUESTION, "What does it return?", OTHER)[0]
     (alone,) = talk(recipe, tmp_path, OTHER)[0]
     assert after["answer"] != alone["answer"]
 
 
-def test_a_line_that_is_no_text_ends_nothing(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a terminal in Latin-1 sends it: Python keeps such bytes as half surrogates, or refuses them."""
+def test_undecodable_line_does_not_end_the_chat(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Latin-1 terminal sends such bytes: Python keeps them as surrogates or raises."""
 
     def refused() -> str:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
@@ -80,7 +80,7 @@ def test_a_line_that_is_no_text_ends_nothing(recipe: str, tmp_path: Path, monkey
     assert printed.count("That line is not UTF-8") == 2
 
 
-def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, whole = [], chat.round_text
 
     def interrupted(*arguments: Any) -> Any:
@@ -95,7 +95,9 @@ def test_ctrl_c_ends_an_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.
     assert 0 < said[0]["tokens"] < said[1]["tokens"]
 
 
-def test_what_is_compiled_first_is_in_no_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_is_not_part_of_an_answers_time(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, bool]] = []
     answer = chat.Arm.answer
 
@@ -111,14 +113,14 @@ def test_what_is_compiled_first_is_in_no_answer(recipe: str, tmp_path: Path, mon
     assert asked[2][0] == drafting
 
 
-def test_a_path_is_a_question(recipe: str, tmp_path: Path) -> None:
+def test_path_is_read_as_a_question(recipe: str, tmp_path: Path) -> None:
     said, printed = talk(recipe, tmp_path, "/etc/passwd: what is it?", "/nothing")
     assert [each["question"] for each in said] == ["/etc/passwd: what is it?"]
     assert printed.count("/reset: forget") == 2
 
 
-def test_a_pasted_text_is_one_message() -> None:
-    """A terminal marks what is pasted; GNU readline then takes line breaks as text."""
+def test_pasted_text_is_one_message() -> None:
+    """A terminal marks pasted text, and GNU readline then reads its line breaks as text."""
     code = (
         "import readline\nfrom draftsmith.eval.commands import console\nconsole.paste_as_one_message()\n"
         "print('GNU' in readline.__doc__, repr(console.read_message()), flush=True)"

@@ -1,4 +1,4 @@
-"""The command line: a user's mistake is one sentence on stderr and a non-zero exit, never a traceback."""
+"""The command line: a user's mistake is one sentence on stderr and a non-zero exit code, never a traceback."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands import cli
 
 RUNNER = CliRunner()
-NO_RECIPE = {"demo", "recipes"}  # behind the first stands a question, behind the other nothing
+NO_RECIPE = {"demo", "recipes"}  # the first is followed by a question, the other by nothing
 COMMANDS = sorted({each.name or each.callback.__name__ for each in cli.app.registered_commands} - NO_RECIPE)
 INTERRUPTED = "interrupted: run the same command again to continue where it stopped\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_missing_recipe_and_sigterm_are_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM is of a scheduler, `docker stop` or `kill`."""
+def test_missing_recipe_and_sigterm_are_one_sentence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes from a scheduler, `docker stop` or `kill`."""
     result = RUNNER.invoke(cli.app, [command, "no-such-recipe.yaml"])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith("error: recipe file no-such-recipe.yaml does not exist")
@@ -40,8 +40,8 @@ def test_a_missing_recipe_and_sigterm_are_one_sentence(command: str, monkeypatch
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_the_help_groups_the_commands_and_cuts_nothing() -> None:
-    """Each command is in a group, in the order of the work, and has a summary that fits into a line."""
+def test_help_groups_commands_and_truncates_nothing() -> None:
+    """Each command is in a group, in the order of use, with a summary of one line."""
     for option in ("-h", "--help"):
         printed = RUNNER.invoke(cli.app, [option]).stdout
         assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == ["Options", *cli.PANELS]
@@ -52,7 +52,7 @@ def test_the_help_groups_the_commands_and_cuts_nothing() -> None:
     assert RUNNER.invoke(cli.app, ["train", "-h"]).stdout.startswith("Usage:")
 
 
-def test_the_shipped_recipes_are_listed_with_a_line_each(tmp_path: Path) -> None:
+def test_shipped_recipes_are_listed_one_per_line(tmp_path: Path) -> None:
     result = RUNNER.invoke(cli.app, ["recipes", f"--json={tmp_path}/names.json"])
     listed = json.loads((tmp_path / "names.json").read_text())
     assert [*listed] == sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
@@ -70,7 +70,7 @@ def test_ctrl_c_says_how_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr) == (130, INTERRUPTED)
 
 
-def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
+def test_launched_trainer_reports_mistakes_in_one_sentence(tmp_path: Path) -> None:
     recipe = tmp_path / "a.yaml"
     recipe.write_text("evall: {}\nname: a\n")
     command = [sys.executable, str(ROOT / "train" / "train_parallel.py"), str(recipe)]
@@ -79,7 +79,7 @@ def test_the_launched_trainer_reports_the_same_way(tmp_path: Path) -> None:
     assert result.stderr == f"error: {recipe}, line 1: unknown key `evall`: did you mean `eval`?\n"
 
 
-def test_a_comparison_stays_below_runs_dir(tmp_path: Path) -> None:
+def test_comparison_stays_below_runs_dir(tmp_path: Path) -> None:
     for name in ("../x", "a/b", "~", "a" * 300, "a\0b", ""):
         options = [f"runs_dir={tmp_path}/runs", "--name", name]
         result = RUNNER.invoke(cli.app, ["compare", "quickstart", "embedded-medusa", *options])
@@ -88,10 +88,8 @@ def test_a_comparison_stays_below_runs_dir(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_comes_next_can_be_pasted_and_a_file_of_figures_at_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shell leaves the ~ of `--json=~/rows.json` to us."""
+def test_next_command_is_quoted_and_json_path_expands_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell does not expand the ~ in `--json=~/rows.json`."""
     folder, home, here = (tmp_path / name for name in ("my runs [/x]", "home", "here"))
     for each in (folder, home, here):
         each.mkdir(parents=True)
@@ -109,8 +107,8 @@ def test_what_comes_next_can_be_pasted_and_a_file_of_figures_at_home(
     assert not list(here.iterdir())
 
 
-def test_help_and_a_mistyped_recipe_wait_for_no_library() -> None:
-    """They answer in half a second; torch and transformers alone take several."""
+def test_help_and_a_mistyped_recipe_import_no_large_library() -> None:
+    """They take half a second; importing torch and transformers takes several."""
     code = (
         "import sys; from typer.testing import CliRunner; from draftsmith.eval.commands.cli import app\n"
         "for arguments in (['--help'], ['run', 'quikstart'], ['compare', 'quickstart', 'embeded']):\n"

@@ -1,4 +1,4 @@
-"""Several recipes in one table: one baseline, one process, data made once. And finished runs against each other."""
+"""Several recipes in one table, with one baseline, one process and shared data; and comparison of finished runs."""
 
 import json
 import re
@@ -31,7 +31,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.results import portable
 
 
-def test_variants_of_one_key() -> None:
+def test_variants_of_one_recipe_key() -> None:
     variants = expand_variants("quickstart", ["train.max_steps=3"], "drafter.options.num_masks=1,3")
     assert [(v.name, v.drafter.options["num_masks"], v.train["max_steps"]) for v in variants] == [
         ("quickstart-num_masks-1", 1, 3),
@@ -44,7 +44,7 @@ def test_variants_of_one_key() -> None:
         expand_variants("quickstart", [], "drafter.options.num_masks=1,,3")
 
 
-def test_the_joint_recipe_names_every_drafter() -> None:
+def test_joint_recipe_names_every_drafter() -> None:
     variants = expand_variants("quickstart", ["runs_dir=elsewhere"], "drafter.options.inputs=hidden,both")
     joint = joint_recipe(variants, "table")
     assert joint.name == "table"
@@ -59,7 +59,7 @@ def test_the_joint_recipe_names_every_drafter() -> None:
     ]  # fmt: skip
 
 
-def test_seeds_train_anew_and_measure_the_rest_once() -> None:
+def test_seeds_repeat_training_and_measure_other_methods_once() -> None:
     recipe = load_recipe("quickstart", ["seed=5", "eval.methods=[{name: mine}, {name: lookup, kind: prompt_lookup}]"])
     first, *others = with_seeds([recipe], 3)
     assert first == recipe
@@ -85,7 +85,7 @@ def test_spread_over_seeds_by_hand() -> None:
     assert (found["speedup_mean"], found["speedup_std"]) == (1.5, 0.5)
 
 
-def test_what_cannot_be_compared() -> None:
+def test_incomparable_recipes_are_refused() -> None:
     for other, overrides, table, sentence in (
         ("embedded-medusa", ["eval.max_new_tokens=64"], "table", r"as eval\.max_new_tokens differ"),
         ("embedded-medusa", ["target.dtype=float64"], "table", "as target differ"),
@@ -96,7 +96,7 @@ def test_what_cannot_be_compared() -> None:
             compare([load_recipe("quickstart"), load_recipe(other, overrides)], table)
 
 
-def test_a_drafter_that_changes_its_target_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_that_changes_its_target_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     module = "draftsmith.eval.commands.compare"
     for name in ("make_drafter", "reuse_data"):
@@ -106,7 +106,7 @@ def test_a_drafter_that_changes_its_target_is_measured_alone(monkeypatch: pytest
     assert measured == ["table", "embedded-medusa2"]
 
 
-def test_data_are_reused_unless_they_would_be_others(tmp_path: Path) -> None:
+def test_data_are_reused_only_if_settings_match(tmp_path: Path) -> None:
     first = load_recipe("quickstart", [f"runs_dir={tmp_path}", "name=first"])
     (RunFolder(first).data / "tokens").mkdir(parents=True)
     for name, override in (("same", "data.packing=true"), ("other", "data.max_length_tokens=100")):
@@ -115,8 +115,8 @@ def test_data_are_reused_unless_they_would_be_others(tmp_path: Path) -> None:
         assert (RunFolder(second).data / "tokens").is_dir() == (name == "same")
 
 
-def test_a_whole_comparison(finished: FinishedRun) -> None:
-    """Two kinds of drafters; the second takes over the first one's conversations."""
+def test_compare_command_end_to_end(finished: FinishedRun) -> None:
+    """Two kinds of drafters; the second reuses the conversations of the first."""
     medusa = ["drafter.kind=medusa", "drafter.options={num_heads: 2}", "eval.methods=[{name: medusa-chain}]"]
     second = recipe_file(load_recipe(finished.recipe, ["name=second", *medusa]))
     command = ["compare", finished.recipe, second, "--name", "table"]
@@ -133,7 +133,7 @@ def test_a_whole_comparison(finished: FinishedRun) -> None:
     assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("Drafter ")] == drafters
     report = (runs / "table" / "report.md").read_text()
     assert "with parallel and medusa drafters\n" in report.splitlines(keepends=True)[0]
-    # Without the folders of this machine, which the report's readers do not have.
+    # Without local folders, which readers of the report do not have.
     assert f"    draftsmith {portable(shlex.join(command))}\n" in report
     assert str(finished.folder) not in report
     again = CliRunner().invoke(app, ["report", str(runs / "table" / "recipe.yaml")])
@@ -141,7 +141,7 @@ def test_a_whole_comparison(finished: FinishedRun) -> None:
     assert (runs / "table" / "report.md").read_text() == report
 
 
-def run_in(
+def write_run(
     folder: Path,
     seconds: list[float],
     order: int = 1,
@@ -149,7 +149,7 @@ def run_in(
     first_id: int = 1,
     categories: tuple[str, ...] = ("math",),
 ) -> Path:
-    """A run of one question for each of these seconds, its baseline at 2 s each."""
+    """Write a run with one question for each of these seconds, and a baseline of 2 s each."""
     log = RecordLog(folder / "eval" / "records.jsonl")
     for number, taken in list(enumerate(seconds, start=first_id))[::order]:
         record = replace(made_up(0, taken, 2.0), question_id=number, category=categories[number % len(categories)])
@@ -160,9 +160,9 @@ def run_in(
 
 
 def test_ratios_by_hand(tmp_path: Path) -> None:
-    """The second run answered in another order, which pairing has to undo."""
-    first = run_in(tmp_path / "a", [1.0, 0.5, 0.8, 1.2, 0.7])
-    second = run_in(tmp_path / "b", [0.5, 0.25, 0.4, 0.6, 0.35], order=-1)
+    """The second run has another order of questions, which pairing must undo."""
+    first = write_run(tmp_path / "a", [1.0, 0.5, 0.8, 1.2, 0.7])
+    second = write_run(tmp_path / "b", [0.5, 0.25, 0.4, 0.6, 0.35], order=-1)
     reference, other = compare_runs([first, second])
     assert (reference["run"], reference["method"], reference["reference"]) == (str(first), "chain", True)
     assert reference["speedup"] == pytest.approx(10.0 / 4.2)
@@ -173,14 +173,14 @@ def test_ratios_by_hand(tmp_path: Path) -> None:
     assert other["tau_ratio_interval"] == pytest.approx([1.0, 1.0])
 
 
-def test_each_task_counts_alike(tmp_path: Path) -> None:
+def test_tasks_have_equal_weight(tmp_path: Path) -> None:
     """Four of MT-bench's questions, equal in both runs, and two of QA, twice as fast in the second.
 
     By task 2 and 4 against 2 and 2 make 1.5; pooled 12 s in 5 s against 12 in 6 make 1.2.
     """
     categories = ("math", "writing", "qa")
-    first = run_in(tmp_path / "a", [1.0] * 6, categories=categories)
-    second = run_in(tmp_path / "b", [1.0, 0.5, 1.0] * 2, categories=categories)
+    first = write_run(tmp_path / "a", [1.0] * 6, categories=categories)
+    second = write_run(tmp_path / "b", [1.0, 0.5, 1.0] * 2, categories=categories)
     _, other = compare_runs([first, second])
     assert (other["speedup_ratio"], other["over_tasks"]["speedup_ratio"]) == (pytest.approx(1.2), pytest.approx(1.5))
     assert other["over_tasks"]["speedup_ratio_interval"] == pytest.approx([1.5, 1.5])
@@ -191,9 +191,9 @@ def test_each_task_counts_alike(tmp_path: Path) -> None:
     assert re.search(r"3\.00 \(3\.00 to 3\.00\).*1\.50x \(1\.50 to 1\.50\).*faster.*2\.40.*1\.20x", shown)
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
+def test_compare_runs_from_the_command_line(tmp_path: Path) -> None:
     folders = [
-        str(run_in(tmp_path / name, seconds)) for name, seconds in (("a", [1.0, 0.5] * 3), ("b", [2.0, 1.5] * 3))
+        str(write_run(tmp_path / name, seconds)) for name, seconds in (("a", [1.0, 0.5] * 3), ("b", [2.0, 1.5] * 3))
     ]
     result = CliRunner().invoke(app, ["compare", *folders])
     assert (result.exit_code, "slower" in result.output) == (0, True)
@@ -202,13 +202,13 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert "folders of measured runs together with recipes, --vary or --seeds: give the folders alone" in result.output
 
 
-def test_what_is_unlike_is_refused_by_name(tmp_path: Path) -> None:
-    first = run_in(tmp_path / "a", [1.0, 0.5])
+def test_runs_with_different_settings_are_refused_by_name(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", [1.0, 0.5])
     with pytest.raises(
         UserError, match=r"a and .*b cannot be compared: question 1 was answered with different prompts"
     ):
-        compare_runs([first, run_in(tmp_path / "b", [1.0, 0.5], prompts="zz")])
+        compare_runs([first, write_run(tmp_path / "b", [1.0, 0.5], prompts="zz")])
     with pytest.raises(UserError, match=r"2 question\(s\) are in one of them only, 1 for example"):
-        compare_runs([first, run_in(tmp_path / "c", [1.0, 0.5], first_id=2)])
+        compare_runs([first, write_run(tmp_path / "c", [1.0, 0.5], first_id=2)])
     with pytest.raises(UserError, match=f"one run, {re.escape(str(first))}, and needs two: name a second"):
         compare_runs([first])

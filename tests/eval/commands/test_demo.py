@@ -1,4 +1,4 @@
-"""`draftsmith demo`: both sides give one answer, which is shown whole; the drafter that ships is one."""
+"""`draftsmith demo`: equal, complete answers with and without the drafter; the shipped drafter is used."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from draftsmith.recipes.schema import TargetRecipe
 
 
 @pytest.mark.parametrize("question", ["What does os.path.join do?", None])
-def test_the_answer_with_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str], question: str | None) -> None:
-    """Of a drafter that is not trained, which changes no word."""
+def test_answer_is_equal_with_and_without_the_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], question: str | None
+) -> None:
+    """The drafter is untrained, which does not change the answer."""
     recipe = TargetRecipe(model="embedded", dtype="float32")
     torch.manual_seed(0)
     load_drafter_class("parallel").from_target(load_target(recipe)[0], {"num_masks": 2}).save_pretrained(tmp_path)
@@ -53,8 +55,8 @@ def test_times_are_medians_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (shown.plain_s, shown.drafted_s) == (pytest.approx(2), pytest.approx(1))
 
 
-def test_a_speedup_above_tau_is_a_defect_of_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten tokens in five rounds are two a round: 1.5 times as fast is possible, 3 times is not."""
+def test_speedup_above_tau_is_reported_as_a_clock_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten tokens in five rounds are two per round: a speedup of 1.5 is possible, 3 is not."""
 
     def answered(plain_s: float) -> DemoAnswer:
         return DemoAnswer("q", "a", False, True, 10, 5, plain_s, 1.0)
@@ -70,8 +72,8 @@ def test_a_speedup_above_tau_is_a_defect_of_the_clock(capsys: pytest.CaptureFixt
     assert "3.00x (!)" in capsys.readouterr().out
 
 
-def test_the_drafter_that_ships() -> None:
-    drafter = read_drafter(SHIPPED_DRAFTER, "auto")  # weights with the hashes that are noted
+def test_shipped_drafter() -> None:
+    drafter = read_drafter(SHIPPED_DRAFTER, "auto")  # weights with the recorded hashes
     assert (drafter.config.target_config["hidden_size"], drafter.config.target_config["vocab_size"]) == (576, 49152)
     assert (SHIPPED_DRAFTER / "model.safetensors").stat().st_size < 16e6
     assert read_training(SHIPPED_DRAFTER).steps > 0

@@ -1,4 +1,4 @@
-"""`data.distill.model`: a copy of the target, as it is served, answers in its place."""
+"""`data.distill.model`: a served copy of the target generates the answers."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 
-def recipe_in(folder: Path, name: str, **distill: Any) -> Recipe:
+def write_recipe(folder: Path, name: str, **distill: Any) -> Recipe:
     prompts = folder / "prompts.jsonl"
     lines = [{"messages": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(4, 24)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -39,29 +39,29 @@ def first_tokens(recipe: Recipe) -> dict[str, int]:
     return {line["messages"][0]["content"]: line["answer_ids"][0][0] for line in lines}
 
 
-def test_the_copy_answers(target_folder: Path, tmp_path: Path) -> None:
-    """Its head says the token after the one that the target's says."""
+def test_copy_of_the_target_generates_the_answers(target_folder: Path, tmp_path: Path) -> None:
+    """Its head is shifted: it generates the token id after the target's."""
     copy = tmp_path / "copy"
     shutil.copytree(target_folder, copy)
     model = LlamaForCausalLM.from_pretrained(copy)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(1, 0))
     model.save_pretrained(copy)
-    own = first_tokens(recipe_in(tmp_path, "own"))
-    recipe = recipe_in(tmp_path, "copied", model=str(copy))
+    own = first_tokens(write_recipe(tmp_path, "own"))
+    recipe = write_recipe(tmp_path, "copied", model=str(copy))
     found = first_tokens(recipe)
-    both = own.keys() & found.keys()  # an answer that is an end token alone is dropped
+    both = own.keys() & found.keys()  # an answer of an end token alone is dropped
     assert {key: found[key] for key in both} == {key: own[key] + 1 for key in both}
     assert len({own[key] for key in both}) > 3
     card = (RunFolder(recipe).data / "README.md").read_text()
     assert "every answer was written by `copy`, a copy of `target`, to train drafters for both." in card
     with pytest.raises(UserError, match=r"data\.distill\.model changed too"):
-        run_distill(recipe_in(tmp_path, "copied"))
+        run_distill(write_recipe(tmp_path, "copied"))
     switched = "{% if shout %}w9 {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
     for each in (target_folder, copy):
         save_tokenizer(each, SMALL_VOCABULARY, switched)
-    silent = recipe_in(tmp_path, "silent", model=str(copy))
+    silent = write_recipe(tmp_path, "silent", model=str(copy))
     silent.target.chat_template_kwargs = {"shout": True}
     assert len(first_tokens(silent)) > 3
     save_tokenizer(copy, SMALL_VOCABULARY - 1)
     with pytest.raises(UserError, match=r"data\.distill\.model .*copy has another tokenizer than target\.model"):
-        run_distill(recipe_in(tmp_path, "other", model=str(copy)))
+        run_distill(write_recipe(tmp_path, "other", model=str(copy)))

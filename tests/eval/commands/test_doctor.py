@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: each defect, provoked by what is really broken, is found, told, and makes the exit code 1."""
+"""`draftsmith doctor`: each real defect is found and reported, with exit code 1."""
 
 import json
 import re
@@ -47,13 +47,13 @@ def turns(user: str, assistant: str) -> dict[str, Any]:
 
 @dataclass
 class Clinic:
-    """A tiny target with its tokenizer, a source file and a recipe, all in one folder."""
+    """Folder with a tiny target, its tokenizer, a source file and a recipe."""
 
     folder: Path
     tokenizer: PreTrainedTokenizerFast
 
     def examine(self, *overrides: str, rows: int = 0) -> tuple[int, dict[str, Any], str]:
-        """Exit code, findings by `part/check`, and what was printed."""
+        """Run doctor; return the exit code, findings by `part/check`, and the output."""
         file = self.folder / "out.json"
         command = ["doctor", str(self.folder / "mine.yaml"), *overrides, f"--rows={rows}", f"--json={file}"]
         result = CliRunner().invoke(cli.app, command)
@@ -70,7 +70,7 @@ class Clinic:
         return [tokenize_conversation(self.tokenizer, parse_conversation(record, "here")) for record in TALK]
 
     def distilled(self, rows: list[TokenizedConversation]) -> None:
-        """Rows as if distillation had written them."""
+        """Write rows as distillation would."""
         columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": [row.loss_mask for row in rows]}
         datasets.Dataset.from_dict(columns).save_to_disk(str(self.folder / "runs" / "mine" / "data" / "tokens"))
 
@@ -105,10 +105,10 @@ def clinic(
     return Clinic(folder, tokenizer)
 
 
-def test_a_healthy_recipe(tmp_path: Path) -> None:
+def test_healthy_recipe_has_no_findings(tmp_path: Path) -> None:
     code, findings, printed = clinic(tmp_path).examine(rows=1)
     assert code == 0
-    unloved = findings.pop("drafter/engines")  # as two distinct masks are
+    unloved = findings.pop("drafter/engines")  # two distinct masks
     assert (unloved["severity"], unloved["figures"]) == ("warning", {"loading": []})
     assert "0 defects, 1 warning\n" in printed
     assert {entry["severity"] for entry in findings.values()} == {"ok"}
@@ -124,7 +124,7 @@ def test_a_healthy_recipe(tmp_path: Path) -> None:
 
 
 def test_copies_without_loss_are_part_of_their_answer(tmp_path: Path) -> None:
-    """An answer that loops, and its end after a hole of masked copies: it ends as it should, in one piece."""
+    """A looping answer whose copies are masked still ends correctly and counts as one answer."""
     source = [*TALK, turns("loop", "hello hi " * 20)]
     ill = clinic(tmp_path, source=source)
     rows = [tokenize_conversation(ill.tokenizer, parse_conversation(record, "here")) for record in source]
@@ -139,7 +139,7 @@ def test_copies_without_loss_are_part_of_their_answer(tmp_path: Path) -> None:
     assert ill.examine()[1]["tokens/end tokens"]["severity"] == "defect"
 
 
-# Changes to the clinic or, of the tokens, to their mask; overrides; the defect's place; what is said of it.
+# Changes to the folder or to the mask of the tokens; overrides; the defect's place; its message.
 DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     "every token is the assistant's": (
         {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
@@ -203,7 +203,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect(name: str, tmp_path: Path) -> None:
+def test_defect_is_found(name: str, tmp_path: Path) -> None:
     changes, overrides, check, sentence = DEFECTS[name]
     case = clinic(tmp_path, **({} if callable(changes) else changes))
     if callable(changes):
@@ -221,7 +221,7 @@ def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedC
     return [TokenizedConversation(row.input_ids, [change(row, t) for t in range(len(row.input_ids))]) for row in rows]
 
 
-def test_loss_on_everything_and_an_end_token_that_is_the_pad_token(tmp_path: Path) -> None:
+def test_loss_on_all_tokens_and_end_token_equal_to_the_pad_token(tmp_path: Path) -> None:
     case = clinic(tmp_path, template=templates.ZEPHYR, pad="</s>")
     case.distilled(with_mask(case.rows(), lambda row, t: 1))
     assert "carry loss, also those of user turns" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
@@ -231,8 +231,8 @@ def test_loss_on_everything_and_an_end_token_that_is_the_pad_token(tmp_path: Pat
     assert sentence in case.examine()[1]["tokens/end tokens"]["sentence"]
 
 
-def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
-    """-100, as labels have it, is no token: it is reported, and neither the preview nor the parity check stumbles."""
+def test_padding_in_rows_is_found(tmp_path: Path) -> None:
+    """-100, the padding of labels, is not a token id: it is reported, and the preview and parity check still work."""
     case = clinic(tmp_path)
     row = case.rows()[0]
     case.distilled([TokenizedConversation([*row.input_ids, -100, -100], [*row.loss_mask, 0, 0])])
@@ -242,8 +242,8 @@ def test_padding_that_went_into_the_rows(tmp_path: Path) -> None:
     assert findings["drafter/train = decode"]["severity"] == "ok"
 
 
-def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
-    """Skipping is on; a third of the conversations is cut; the tokenizer knows tokens that no row has."""
+def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
+    """Skipping is on; a third of the conversations is cut; the tokenizer has tokens that no row has."""
     case = clinic(
         tmp_path,
         source=[TALK[1], TALK[2], TWO_ROUNDS, turns("Say", ""), "{not json"],
@@ -259,7 +259,7 @@ def test_what_may_be_meant_is_a_warning(tmp_path: Path) -> None:
     assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
 
 
-def test_a_target_that_may_think(tmp_path: Path) -> None:
+def test_target_with_optional_thoughts(tmp_path: Path) -> None:
     thinks = "{% if enable_thinking %}{% endif %}" + templates.CHATML
     case = clinic(tmp_path, template=thinks)
     _, findings, _ = case.examine()
@@ -268,7 +268,7 @@ def test_a_target_that_may_think(tmp_path: Path) -> None:
     assert "chat/thoughts" not in case.examine("target.chat_template_kwargs={enable_thinking: false}")[1]
 
 
-def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
+def test_template_without_a_generation_prompt_is_found(tmp_path: Path) -> None:
     without = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     code, findings, _ = clinic(tmp_path, template=without).examine()
     assert code == 0
@@ -279,8 +279,8 @@ def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
     )
 
 
-def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reported by the checkup, and by distilling before anything is read or written."""
+def test_engine_that_is_not_installed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported by doctor, and by distill before anything is read or written."""
     monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
     case = clinic(tmp_path)
     code, findings, _ = case.examine("data.distill.engine=vllm")
@@ -294,8 +294,8 @@ def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "runs").exists()
 
 
-def test_rows_are_shown_as_they_would_be_trained(tmp_path: Path) -> None:
-    """Thoughts that leave the history in separate rows, and without loss where the recipe masks them."""
+def test_preview_shows_rows_as_trained(tmp_path: Path) -> None:
+    """Thoughts dropped from the history are in separate rows, without loss if the recipe masks them."""
     texts = ["<think>\none\n</think>\n\nHello", "<think>\ntwo\n</think>\n\nBye"]
     talk = [part for text in texts for part in turns("Say hi", text)["messages"]]
     case = clinic(tmp_path, source=[{"messages": talk}])
@@ -309,7 +309,7 @@ def test_rows_are_shown_as_they_would_be_trained(tmp_path: Path) -> None:
     assert "«\n\nHello<|im_end|>»" in printed
 
 
-def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
+def test_unused_keys_are_named(tmp_path: Path) -> None:
     found = clinic(tmp_path, source=[each | {"model": "m"} for each in TALK]).examine()[1]["source/source talk"]
     assert found["sentence"].endswith("keys not read: `model` (3)")
     assert found["figures"]["unread_keys"] == {"model": 3}
@@ -325,12 +325,12 @@ def test_little_loss_is_a_warning(tmp_path: Path) -> None:
     share = sum(row.loss_mask) / (900 + len(row.loss_mask))
     assert findings["tokens/supervised tokens"]["figures"]["loss_frac"] == pytest.approx(share)
     assert share < 0.05
-    assert code == 1  # but 900 tokens are more than the target's 256 positions
+    assert code == 1  # 900 tokens exceed the target's 256 positions
     assert findings["tokens/positions"]["severity"] == "defect"
 
 
-def test_what_distillation_lost(tmp_path: Path) -> None:
-    """Two of five conversations hit max_new_tokens; one that is being worked on does not count."""
+def test_losses_of_distillation_are_reported(tmp_path: Path) -> None:
+    """Two of five conversations reached max_new_tokens; one still in work does not count."""
     case = clinic(tmp_path)
     case.distilled(case.rows())
     data = tmp_path / "runs" / "mine" / "data"
@@ -353,7 +353,7 @@ def test_what_distillation_lost(tmp_path: Path) -> None:
     assert "Next: draftsmith train" in printed
 
 
-def test_unreadable_tokens(tmp_path: Path) -> None:
+def test_unreadable_tokens_are_reported(tmp_path: Path) -> None:
     case = clinic(tmp_path)
     (tmp_path / "runs" / "mine" / "data" / "tokens").mkdir(parents=True)
     code, findings, _ = case.examine()
@@ -361,13 +361,13 @@ def test_unreadable_tokens(tmp_path: Path) -> None:
     assert "delete it and run `draftsmith distill` again" in findings["tokens/tokens"]["sentence"]
 
 
-def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_that_ignores_the_mask_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaForCausalLM.forward
 
-    def deaf(self: Any, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+    def ignore_mask(self: Any, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
         return forward(self, *args, attention_mask=None, **options)
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", deaf)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", ignore_mask)
     code, findings, _ = clinic(tmp_path, num_hidden_layers=2).examine()
     assert code == 1
     assert "ignores 4-D attention masks" in findings["target/draft trees"]["sentence"]
@@ -381,7 +381,7 @@ def test_a_target_that_ignores_the_mask(tmp_path: Path, monkeypatch: pytest.Monk
         (True, "float16", "warning: CPUs are slow in float16: set target.dtype=bfloat16"),
     ],
 )
-def test_the_dtype_that_a_cpu_is_fast_in(
+def test_slow_dtype_on_a_cpu_is_a_warning(
     has_kernels: bool, dtype: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "has_kernels", lambda: has_kernels)
@@ -392,7 +392,7 @@ def test_the_dtype_that_a_cpu_is_fast_in(
     assert f"{finding['severity']}: {finding['sentence']}".startswith(sentence)
 
 
-def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_that_is_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = clinic(tmp_path)
     observe = ParallelDecoder.observe
     monkeypatch.setattr(ParallelDecoder, "observe", lambda self, ids, features: observe(self, ids, features.roll(1, 0)))
@@ -413,7 +413,9 @@ def test_a_drafter_whose_decoder_is_off_by_one(tmp_path: Path, monkeypatch: pyte
         ("vllm", ["drafter.kind=medusa"], "ok", "`draftsmith export --to vllm` can write it"),
     ],
 )
-def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str], severity: str, sentence: str) -> None:
+def test_engines_that_cannot_serve_the_drafter_are_reported(
+    tmp_path: Path, to: str, overrides: list[str], severity: str, sentence: str
+) -> None:
     code, findings, _ = clinic(tmp_path).examine("--serve", to, "drafter.options={}", *overrides)
     finding = findings["served/export"]
     assert (finding["severity"], sentence in finding["sentence"]) == (severity, True)
@@ -428,7 +430,7 @@ def test_whether_it_can_be_served(tmp_path: Path, to: str, overrides: list[str],
         (["drafter.kind=hydra", "drafter.options={}"], [], "only draftsmith's own loop and server"),
     ],
 )
-def test_which_engines_load_it_is_always_said(
+def test_engines_that_load_the_drafter_are_listed(
     tmp_path: Path, drafter: list[str], loading: list[str], sentence: str
 ) -> None:
     _, findings, _ = clinic(tmp_path, num_hidden_layers=4).examine(*drafter)
@@ -438,8 +440,8 @@ def test_which_engines_load_it_is_always_said(
 
 
 @pytest.mark.parametrize("kind", drafter_kinds())
-def test_a_target_of_experts(tmp_path: Path, kind: str) -> None:
-    """Every kind works, or says which line to change."""
+def test_target_of_experts_is_supported_or_explained(tmp_path: Path, kind: str) -> None:
+    """Every kind works, or its message names the line to change."""
     mine = clinic(tmp_path, model_type="qwen3_moe", num_hidden_layers=4, **EXPERTS["qwen3_moe"])
     code, findings, printed = mine.examine(f"drafter.kind={kind}", "drafter.options={}")
     if kind == "pass_embeddings":
@@ -448,7 +450,7 @@ def test_a_target_of_experts(tmp_path: Path, kind: str) -> None:
         assert (code, findings["drafter/train = decode"]["severity"]) == (0, "ok")
 
 
-def test_how_it_would_be_served(tmp_path: Path) -> None:
+def test_serve_command_is_shown(tmp_path: Path) -> None:
     mine = clinic(tmp_path, num_hidden_layers=4)
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={}")
     asked = '{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 5, "parallel_drafting": true}'

@@ -1,6 +1,6 @@
-"""`tune`, `prove` and `eval` one after the other, on the embedded target and a drafter fresh from it.
+"""`tune`, `prove` and `eval` in sequence, on the embedded target and an untrained drafter.
 
-They run once; every test has a copy of what they left.
+They run once; every test has a copy of their run folder.
 """
 
 import json
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Stages:
-    """Results of the stages. `card`: after the proof, when nothing was measured yet."""
+    """Results of the stages. `card`: the model card after the proof, before any measurement."""
 
     recipe: Recipe
     tuned: Tuned
     proof: Proof
     card: str
     summary: list[dict[str, Any]]
-    weights: list[torch.Tensor]  # of what tune loaded
+    weights: list[torch.Tensor]  # of the session loaded by tune
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,14 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
     return copied
 
 
-def test_one_after_the_other(stages: Stages) -> None:
+def test_stages_in_sequence(stages: Stages) -> None:
     folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
     speeds = {id(method): gain for method, _, gain in tuned.measured}
     assert speeds[id(tuned.chosen)] == max(speeds.values())
     assert any(method is tuned.default for method, *_ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
     assert tree["tree"] == tuned.chosen.tree
-    # Packed layers ask for their weights' version, which tensors made in inference mode do not have.
+    # Packed layers read their weights' version counter, which tensors created in inference mode lack.
     assert stages.weights
     assert not any(weight.is_inference() for weight in stages.weights)
 
@@ -125,20 +125,20 @@ def test_one_after_the_other(stages: Stages) -> None:
     assert timing["lookup"]["c_operations"] == 0
     assert timing["lookup"]["alpha_drafter"] is None
     assert timing["tuned"]["c_operations"] > 0
-    if not tree["lookup"]:  # whose first child is not always the drafter's; the clock decides which tree it is
+    if not tree["lookup"]:  # whose first child is not always the drafter's; timing decides which tree is chosen
         assert timing["tuned"]["alpha_drafter"] == pytest.approx(timing["tuned"]["alpha_overlap"])
     assert (folder.eval / "theory_speedup.png").is_file()
-    # The measurement names the tree that it was made with, so that another tuning is not mixed into it.
+    # The measurement records its tree, so that results of another tuning are not mixed in.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree
 
 
 def test_processes_share_the_questions(stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every question once, by one of two, with the answers that one process gives; then nothing is left to measure."""
+    """Two processes measure every question once, with the answers of one process; then nothing is left to measure."""
     recipe = stages.recipe.model_copy(update={"runs_dir": str(tmp_path)})
     shutil.copytree(RunFolder(stages.recipe).root, RunFolder(recipe).root)
     shutil.rmtree(RunFolder(recipe).eval)
-    monkeypatch.setattr(module, "gpus_for", lambda processes: ["7"] * processes)  # nothing here looks at it
+    monkeypatch.setattr(module, "gpus_for", lambda processes: ["7"] * processes)  # unused here
     evaluate(recipe, processes=2)
     alone, shared = (list(RecordLog(RunFolder(each).eval / "records.jsonl")) for each in (stages.recipe, recipe))
     answers = {record.question_id: {key: answer.ids for key, answer in record.answers.items()} for record in shared}
@@ -158,8 +158,8 @@ def test_processes_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert module.gpus_for(2) == ["0", "1"]
 
 
-def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
-    """Not one that was tuned afterwards."""
+def test_report_names_the_measured_tree(recipe: Recipe) -> None:
+    """A tree tuned afterwards is not named."""
     folder = RunFolder(recipe)
     write_tuned(folder.drafter, MethodConfig(name="x", tree="best_first", nodes=37, max_depth=2))
     shown = {}
@@ -177,8 +177,8 @@ def test_the_report_names_the_tree_that_was_measured(recipe: Recipe) -> None:
         evaluate(recipe)
 
 
-def test_the_model_card_carries_figures_and_proof_of_its_weights_alone(recipe: Recipe) -> None:
-    """Not what somebody wrote into `summary.json`, or as the proof's verdict."""
+def test_model_card_has_figures_and_proof_of_its_weights_only(recipe: Recipe) -> None:
+    """Edits of `summary.json` or of the proof's verdict do not reach it."""
     folder = RunFolder(recipe)
     card = folder.drafter / "README.md"
     text = ModelCard.load(card).text
@@ -201,7 +201,7 @@ def test_the_model_card_carries_figures_and_proof_of_its_weights_alone(recipe: R
     assert "## Is it lossless?" not in card.read_text()
 
 
-def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_of_the_card_runs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(recipe).drafter
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(code.replace("owner/this-drafter", str(folder)), {})
@@ -209,6 +209,6 @@ def test_the_cards_example_runs(recipe: Recipe, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("stage", [tune, prove, evaluate])
-def test_without_a_drafter(stage: Callable[[Recipe], object], recipe: Recipe) -> None:
+def test_stage_without_a_drafter_is_reported(stage: Callable[[Recipe], object], recipe: Recipe) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
         stage(recipe.model_copy(update={"name": "nothing-trained"}))

@@ -1,6 +1,6 @@
-"""Whatever is done to a run's files, its recipe, its inputs or its target: exit code 0, 1 or 2, and one sentence.
+"""Random damage to a run's files, recipe, inputs or target: exit code 0, 1 or 2, and one sentence.
 
-Never a traceback, never a hang. The seed is fixed; another one, and more cases, are tried by hand:
+No traceback, no hang. The seed is fixed; try another one, and more cases, by hand:
 
     DRAFTSMITH_FUZZ="7 300" python -m pytest tests/eval/commands/test_fuzz.py     # seed, times as many cases
 """
@@ -30,14 +30,14 @@ GONE = object()
 
 @pytest.fixture
 def run(finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
-    monkeypatch.chdir(tmp_path)  # for paths of odd recipes
+    monkeypatch.chdir(tmp_path)  # for paths in random recipes
     for pictures in ("draw_charts", "draw_theory"):  # they take most of the time
         monkeypatch.setattr(evaluate, pictures, lambda *_: [])
     return finished
 
 
 def error_line(result: Result) -> str:
-    """The one sentence of a command that ended as it should; empty if it had nothing to complain about."""
+    """Return the error sentence of a command that ended properly, empty if there is none."""
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (0, 1, 2)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -45,9 +45,9 @@ def error_line(result: Result) -> str:
     return errors[0] if errors else ""
 
 
-# ---- what stages read of one another, by name ----
+# ---- files that stages read from each other ----
 
-NOTHING_WRONG = {("provenance.json", "distill")}  # with a stage that nobody knows
+NOTHING_WRONG = {("provenance.json", "distill")}  # with an unknown stage
 
 
 @pytest.mark.parametrize("content", [b'{"x": {}}', b"\x89PNG\xff"])
@@ -61,7 +61,7 @@ NOTHING_WRONG = {("provenance.json", "distill")}  # with a stage that nobody kno
         ("eval/traced.json", "eval"), ("eval/traced.json", "report"),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_named(run: FinishedRun, name: str, command: str, content: bytes) -> None:
+def test_damaged_file_is_named(run: FinishedRun, name: str, command: str, content: bytes) -> None:
     file = run.root / name
     file.write_bytes(content)
     sentence = error_line(run.call(command))
@@ -72,7 +72,7 @@ def test_a_damaged_file_is_named(run: FinishedRun, name: str, command: str, cont
 
 
 @pytest.mark.parametrize("tree", [3, [], {"tree": "best_first", "nodes": -1}, {"tree": "static"}])
-def test_a_broken_tuned_tree_is_named(run: FinishedRun, tree: Any) -> None:
+def test_broken_tuned_tree_is_named(run: FinishedRun, tree: Any) -> None:
     file = run.root / "drafter" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tuned_tree": tree}))
     for command in ("eval", "prove"):
@@ -86,9 +86,9 @@ def test_truncated_weights_are_named(run: FinishedRun) -> None:
         run.restore()
 
 
-# ---- anything at all ----
+# ---- random damage ----
 
-# Commands with their options, and what is removed first so that they have something to do.
+# Commands with their options, and files removed first so that they have work to do.
 WORK: dict[str, tuple[str, list[str], list[str]]] = {
     "distil again": ("distill", [], ["data"]),
     "train again": ("train", [], ["drafter"]),
@@ -97,7 +97,7 @@ WORK: dict[str, tuple[str, list[str], list[str]]] = {
     "measure again": ("eval", [], ["eval"]),
     "features again": ("features", [], ["features"]),
 }
-# By the beginning of a file's path in the run: what reads it.
+# Commands that read a file, by the start of its path in the run.
 COMMANDS = {
     "drafter/checkpoints": ["resume"],
     "drafter": ["train", "eval", "prove", "tune", "report"],
@@ -117,20 +117,20 @@ BYTES: list[Callable[[bytes, random.Random], bytes]] = [
 ]
 
 
-def tried(run: FinishedRun, name: str) -> str:
-    """Run a command, one of `WORK` or any other; return the problem in how it ended, or an empty string."""
+def run_command(run: FinishedRun, name: str) -> str:
+    """Run a command, one of `WORK` or any other; return the defect of its outcome, or an empty string."""
     command, options, unwanted = WORK.get(name, (name, [], []))
     for place in unwanted:
         shutil.rmtree(run.root / place) if (run.root / place).is_dir() else (run.root / place).unlink(missing_ok=True)
     try:
         error_line(run.call(command, *options))
-    except BaseException as error:  # a hang too
+    except BaseException as error:  # also a hang
         return f"{name}: {type(error).__name__} {error}"[:600]
     return ""
 
 
 def damage(file: Path, rng: random.Random, odd: list[Any]) -> str:
-    """Change bytes, or a value if it is JSON. Returns how."""
+    """Change bytes, or a value if the file is JSON; return a description."""
     whole = file.read_bytes()
     if file.suffix in (".json", ".jsonl", ".yaml") and rng.random() < 0.6:
         lines = whole.splitlines() if file.suffix == ".jsonl" else [whole]
@@ -146,8 +146,8 @@ def damage(file: Path, rng: random.Random, odd: list[Any]) -> str:
 
 
 def with_odd_value(values: Any, rng: random.Random, odds: list[Any]) -> tuple[Any, str]:
-    """One value, anywhere, replaced or removed."""
-    places = list(places_of(values))
+    """Replace or remove one random value."""
+    places = list(list_places(values))
     if not places:
         return [], "no value"
     part, key = rng.choice(places)
@@ -159,15 +159,15 @@ def with_odd_value(values: Any, rng: random.Random, odds: list[Any]) -> tuple[An
     return values, f"{key} = {'gone' if odd is GONE else repr(odd)}"
 
 
-def places_of(values: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with each of its keys."""
+def list_places(values: Any) -> Iterator[tuple[Any, Any]]:
+    """Return every container with each of its keys."""
     parts = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else []
     for key, part in parts:
         yield values, key
-        yield from places_of(part)
+        yield from list_places(part)
 
 
-def of_the_run(run: FinishedRun) -> list[Path]:
+def list_run_files(run: FinishedRun) -> list[Path]:
     not_read = (".png", ".html", ".lock")
     return [file for file in sorted(run.root.rglob("*")) if file.is_file() and file.suffix not in not_read]
 
@@ -175,7 +175,7 @@ def of_the_run(run: FinishedRun) -> list[Path]:
 # Cases, the files of a run, and the commands that read a file.
 FUZZED: dict[str, tuple[int, Callable[[FinishedRun], list[Path]], Callable[[str], list[str]]]] = {
     "files of a run": (
-        12, of_the_run, lambda place: next(names for start, names in COMMANDS.items() if place.startswith(start)),
+        12, list_run_files, lambda place: next(names for start, names in COMMANDS.items() if place.startswith(start)),
     ),
     "recipes": (
         16, lambda run: [Path(run.recipe)],
@@ -193,15 +193,15 @@ FUZZED: dict[str, tuple[int, Callable[[FinishedRun], list[Path]], Callable[[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUZZED)
-def test_anything_at_all(run: FinishedRun, name: str) -> None:
+def test_random_damage_ends_in_one_sentence(run: FinishedRun, name: str) -> None:
     count, files_of, commands = FUZZED[name]
-    odd = [value for value in ODD if name != "targets" or value != 10**30]  # 10**30 layers take for ever to build
+    odd = [value for value in ODD if name != "targets" or value != 10**30]  # 10**30 layers never finish building
     rng, files, wrong = random.Random(SEED), files_of(run), []
     for _ in range(count * TIMES):
         run.restore()
         file = rng.choice(files)
         how, place = damage(file, rng, odd), file.relative_to(run.folder).as_posix()
-        problem = tried(run, rng.choice(commands(place.removeprefix("runs/run/"))))
+        problem = run_command(run, rng.choice(commands(place.removeprefix("runs/run/"))))
         if problem:
             wrong.append(f"{place}, {how}: {problem}")
     assert not wrong, "\n".join(wrong)

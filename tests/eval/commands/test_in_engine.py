@@ -65,7 +65,7 @@ def figures(recipe: str, server: StreamingServer) -> dict[str, Any]:
     return json.loads(text)["figures"]
 
 
-def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
+def test_speedup_between_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     result = measure(recipe, "2,1", drafting, plain)
     assert result.exit_code == 0, (result.output, result.exception)
@@ -76,19 +76,19 @@ def test_two_servers(recipe: str, servers: list[StreamingServer]) -> None:
     for row in found["rows"]:
         assert (row["answers"], row["tokens"], row["failures"]) == (3, 21, {})
     one, two = found["rows"][2:]
-    # Three answers of three rounds; of two drafted tokens one is kept, always the first.
+    # Three answers of three rounds; the first of two draft tokens is accepted.
     for row in (one, two):
         assert (row["drafts"], row["tau"], row["tau_committed"]) == (9, 2.0, 2.0)
         assert (row["acceptance_by_depth"], row["acceptance_conditional"]) == ([1.0, 0.0], [1.0, 0.0])
         assert row["speedup"] > 0
     assert (one["tau_by_question"], two["tau_by_question"]) == (2.0, None)
     assert "Greedy, with drafter, concurrency 1: 3 of 3 answers are the same with the drafter." in found["notes"]
-    # The conversation continued with the engine's answer.
+    # The conversation continues with the engine's answer.
     prompts = [body["prompt"] for body in plain.bodies if body["max_tokens"] == 7]
     assert [7, *ANSWERED, 8] in prompts
 
 
-def test_greedy_answers_that_differ_are_told_apart_from_ties(recipe: str, servers: list[StreamingServer]) -> None:
+def test_differing_greedy_answers_are_separated_from_ties(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     plain.answer = OTHER_ANSWER
     result = measure(recipe, "1", drafting, plain)
@@ -102,7 +102,7 @@ def test_greedy_answers_that_differ_are_told_apart_from_ties(recipe: str, server
     assert "question 1/0 differs at token 2: NO TIE" in result.output
 
 
-def test_one_server_that_others_use_too(recipe: str, servers: list[StreamingServer]) -> None:
+def test_one_server_shared_with_other_clients(recipe: str, servers: list[StreamingServer]) -> None:
     servers[0].others = 5
     assert measure(recipe, "1", servers[0]).exit_code == 0
     name = f"{servers[0].engine}-server-answers.jsonl"
@@ -140,7 +140,7 @@ WRONG = [
 ]
 
 
-def test_wrong_options(recipe: str) -> None:
+def test_invalid_options_are_reported(recipe: str) -> None:
     for arguments, sentence in WRONG:
         result = call(recipe, *arguments)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1), (arguments, result.output, result.exception)
@@ -150,7 +150,7 @@ def test_wrong_options(recipe: str) -> None:
     assert "an option for an engine needs --engine: add `--engine vllm`" in result.stderr
 
 
-def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) -> None:
+def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[StreamingServer]) -> None:
     drafting, plain = servers
     for given, sentence in (
         ((plain, plain), "does not draft: start it with the command that `draftsmith export` prints"),
@@ -162,7 +162,7 @@ def test_servers_that_draft_or_not(recipe: str, servers: list[StreamingServer]) 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_no_vllm_says_how(recipe: str) -> None:
+def test_missing_vllm_is_reported_with_the_way_out(recipe: str) -> None:
     run = RunFolder(recipe_in(Path(recipe).parent, "run"))
     load_drafter_class("eagle").from_target(tiny_target(num_hidden_layers=4), {}).save_pretrained(run.drafter)
     training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}
@@ -181,8 +181,8 @@ def arguments(**options: Any) -> dict[str, Any]:
     return vllm_arguments(read_engine_options(json.dumps(options)), setting, CONFIG, 300, 16)
 
 
-def test_a_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of 3 layers, 2 heads of 16, in fp32: 768 bytes a token, as much for a drafter; four blocks."""
+def test_started_server_is_sized_for_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of 3 layers, 2 heads of 16, in fp32: 768 bytes per token, the same for a drafter; four blocks."""
     monkeypatch.setattr(in_engine.torch.cuda, "is_available", lambda: False)
     found = arguments()
     assert (found["model"], found["dtype"]) == ("a/model", "float32")

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a measurement in one sentence; it resumes where it stopped, with the same answers."""
+"""SIGTERM and Ctrl-C end a measurement with one sentence; it resumes where it stopped, with equal answers."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.decoding.session import TargetSession
 
 
-def answers_of(run: FinishedRun) -> dict[tuple[int, Any], Any]:
-    """Token ids of every answer, by question and method."""
+def read_answers(run: FinishedRun) -> dict[tuple[int, Any], Any]:
+    """Return the token ids of every answer by question and method."""
     return {
         (record.run, record.question_id, name): [turn.ids for turn in answer.turns]
         for record in RecordLog(run.root / "eval" / "records.jsonl")
@@ -23,10 +23,10 @@ def answers_of(run: FinishedRun) -> dict[tuple[int, Any], Any]:
 
 @pytest.mark.parametrize("where", ["first forward", "later forward", "before a record", "after a record"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_it_goes_on_where_it_stopped(
+def test_interrupted_measurement_resumes(
     finished: FinishedRun, monkeypatch: pytest.MonkeyPatch, where: str, number: signal.Signals, code: int
 ) -> None:
-    whole = answers_of(finished)
+    whole = read_answers(finished)
     for file in sorted((finished.root / "eval").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     calls = 0
@@ -52,9 +52,9 @@ def test_it_goes_on_where_it_stopped(
             patch.setattr(RecordLog, "append", interrupting(RecordLog.append, 1, "before" in where))
         stopped = finished.call("eval")
     assert (stopped.exit_code, stopped.stderr.splitlines()[-1]) == (code, INTERRUPTED)
-    kept = answers_of(finished)
+    kept = read_answers(finished)
     assert kept.items() <= whole.items()
     assert bool(kept) == (where == "after a record")
     again = finished.call("eval")
     assert again.exit_code == 0, again.output
-    assert answers_of(finished) == whole
+    assert read_answers(finished) == whole

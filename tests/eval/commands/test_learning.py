@@ -1,4 +1,4 @@
-"""A drafter that learns while it serves: what is kept, what is trained on, what is taken, and what a kill leaves."""
+"""A drafter that learns while it serves: stored answers, training, choice of candidates, and kills."""
 
 import contextlib
 import json
@@ -51,8 +51,8 @@ from draftsmith.recipes.schema import Recipe, SourceRecipe
 NEW_TOKENS = 48
 
 
-def made(folder: Path) -> Recipe:
-    """With a drafter that is not trained."""
+def build_run(folder: Path) -> Recipe:
+    """Return a recipe with an untrained drafter."""
     method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}
     recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]})
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def record(*ids: int) -> Any:
 
 
 def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
-    """To be called by `Worker.answer`."""
+    """Answer a prompt by `Worker.answer`."""
     out: queue.SimpleQueue[Any] = queue.SimpleQueue()
     worker.submit(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
     while not isinstance(end := out.get(timeout=60), CompletedAnswer):
@@ -76,8 +76,8 @@ def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[list[int]], list[list[int]]]:
-    """A run that has served 90 answers of the target; the prompts, and the answers."""
-    recipe = made(tmp_path_factory.mktemp("learn"))
+    """Return a run that has served 90 answers of the target, the prompts and the answers."""
+    recipe = build_run(tmp_path_factory.mktemp("learn"))
     learned = Learned(recipe)
     worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record))
     records = (parse_conversation(record, where) for where, record in open_records(SourceRecipe(), "all"))
@@ -88,21 +88,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[list[
 
 @pytest.fixture
 def again(served: tuple[Recipe, list[list[int]], list[list[int]]], tmp_path: Path, monkeypatch: Any) -> Recipe:
-    """A copy of that run, for short trainings."""
+    """Copy that run, for short trainings."""
     shutil.copytree(served[0].runs_dir, tmp_path / "runs")
     monkeypatch.setattr(learning, "FIRST_CYCLE_TOKENS", 6000)
     monkeypatch.setattr(learning, "TRAINING", learning.TRAINING | {"learning_rate": 2e-3})
     return served[0].model_copy(update={"runs_dir": str(tmp_path / "runs")})
 
 
-# ---- what is kept ----
+# ---- stored answers ----
 
 
-def test_the_newest_answers_are_kept_and_torn_lines_are_not(tmp_path: Path) -> None:
-    learned = Learned(made(tmp_path), kept_answers=4)
+def test_newest_answers_are_kept_and_torn_lines_dropped(tmp_path: Path) -> None:
+    learned = Learned(build_run(tmp_path), kept_answers=4)
     for number in range(5):
         learned.add(list(range(20)), record(number, 7))
-    learned.add(list(range(20)), record(4, 7))  # once more
+    learned.add(list(range(20)), record(4, 7))  # a duplicate
     learned.add([1], record(2, 7))  # too short to learn from
     learned.add(list(range(20)), record(9))  # nothing was decoded
     file = learned.folder / "answers.jsonl"
@@ -112,13 +112,13 @@ def test_the_newest_answers_are_kept_and_torn_lines_are_not(tmp_path: Path) -> N
     assert len(learned.answers()) == 4
     again = Learned(learned.recipe, kept_answers=3)
     again.add(list(range(20)), record(8, 7))
-    assert len(file.read_bytes().splitlines()) == 4  # the newest three of before, and it
+    assert len(file.read_bytes().splitlines()) == 4  # it and the newest three before it
     assert again.answers()[-1].ids == [8, 7]
 
 
-def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, caplog: Any) -> None:
-    """Whatever it is: half a line with the next one behind it, no UTF-8, JSON of another form, ids that are none."""
-    learned = Learned(made(tmp_path), kept_answers=100)
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path, caplog: Any) -> None:
+    """Half a line joined with the next one, invalid UTF-8, JSON of another form, invalid ids."""
+    learned = Learned(build_run(tmp_path), kept_answers=100)
     learned.add(list(range(20)), record(1, 7))
     damaged = [b'{"prompt_ids": [1, 2{"prompt_ids": [1], "ids": [2]}', b"\xff\xfe", b"[]", b"7", b'{"ids": [1]}',
                b'{"prompt_ids": [-1], "ids": ["2"]}', b""]  # fmt: skip
@@ -128,15 +128,15 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path: Path, caplog: Any) -> N
     assert [answer.ids[0] for answer in learned.answers()] == [1, 2]
     assert learned.damaged_lines == len(damaged)
     again = Learned(learned.recipe, kept_answers=100)
-    again.add(list(range(20)), record(3, 7))  # the first of a server leaves them out
+    again.add(list(range(20)), record(3, 7))  # the server's first write leaves them out
     assert [answer.ids[0] for answer in again.answers()] == [1, 2, 3]
     assert again.damaged_lines == 0
     assert f"answers.jsonl: {len(damaged)} damaged lines are left out" in caplog.text
 
 
-def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, tiny_disk: Path) -> None:
-    """No part of a line is left that would swallow the next one."""
-    recipe = made(tmp_path)
+def test_full_disk_leaves_whole_lines_and_learning_resumes(tmp_path: Path, tiny_disk: Path) -> None:
+    """No partial line stays that would join with the next one."""
+    recipe = build_run(tmp_path)
     (RunFolder(recipe).root / "learned").symlink_to(tiny_disk)
     learned = Learned(recipe)
     learned.add(list(range(20)), record(1, 7))
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, 
         while stream.write(b"x" * 4096):
             pass
     for _ in range(3):
-        with contextlib.suppress(OSError):  # the last page of the file may take one more
+        with contextlib.suppress(OSError):  # the file's last page may hold one more
             learned.add(list(range(20)), record(*[8] * 1500))
     filler.unlink()
     learned.add(list(range(20)), record(9, 7))
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_whole_lines_and_learning_comes_back(tmp_path: Path, 
     assert learned.damaged_lines == 0
 
 
-def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
+def test_full_disk_loses_no_answer(served: Any, again: Recipe, caplog: Any) -> None:
     refused, kept = iter([True, True, False, False]), list[Any]()
 
     def keep(finished: CompletedAnswer) -> None:
@@ -174,29 +174,29 @@ def test_a_full_disk_costs_no_answer(served: Any, again: Recipe, caplog: Any) ->
     ) == (1, 1)
 
 
-def test_a_full_disk_ends_no_learner(again: Recipe, monkeypatch: Any, capsys: Any) -> None:
+def test_full_disk_does_not_end_the_learner(again: Recipe, monkeypatch: Any, capsys: Any) -> None:
     learner = Learner(Learned(again), 0.1)
     full = OSError(28, "No space left on device", "model.safetensors")
     monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(full))
     assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S
     assert "no space left on device: model.safetensors" in capsys.readouterr().out
     with contextlib.redirect_stdout(SimpleNamespace(write=lambda _: (_ for _ in ()).throw(full))):  # type: ignore[type-var]
-        assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S  # the log cannot be written either
+        assert cycle_or_pause_s(learner) == learning.TRIES_AGAIN_AFTER_S  # the log cannot be written, too
     monkeypatch.setattr(learner, "_train", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
-    with pytest.raises(ZeroDivisionError):  # the same answers again; a bug of ours is none of the disk's
+    with pytest.raises(ZeroDivisionError):  # the same answers again; a bug is not reported as a disk error
         cycle_or_pause_s(learner)
 
 
-def test_what_users_asked_is_the_owners_alone(tmp_path: Path) -> None:
-    learned = Learned(made(tmp_path), kept_answers=1)
+def test_stored_prompts_are_readable_by_the_owner_only(tmp_path: Path) -> None:
+    learned = Learned(build_run(tmp_path), kept_answers=1)
     for number in range(4):  # trimmed in between
         learned.add([1], record(number))
         assert stat.S_IMODE((learned.folder / "answers.jsonl").stat().st_mode) == 0o600
     assert stat.S_IMODE(learned.folder.stat().st_mode) == 0o700
 
 
-def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path) -> None:
-    recipe = made(tmp_path)
+def test_replaced_drafter_is_not_mistaken_for_the_learned_one(tmp_path: Path) -> None:
+    recipe = build_run(tmp_path)
     Learned(recipe)
     weights = RunFolder(recipe).drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
@@ -204,11 +204,11 @@ def test_another_drafter_is_not_mistaken_for_the_one_that_learned(tmp_path: Path
         Learned(recipe)
 
 
-# ---- what is weighed ----
+# ---- evaluation of candidates ----
 
 
-def test_the_interval_by_hand() -> None:
-    """Every answer better by the same: no resampling is worse. Half better, half worse: zero is inside."""
+def test_interval_by_hand() -> None:
+    """If every answer improves equally, no resample is worse; if half improve and half get worse, zero is inside."""
     tokens = [10] * 20
     assert tau_of(tokens, [2.0] * 10 + [5.0] * 10) == 200 / 70
     low, high = paired_interval(tokens, [2.0] * 20, [2.5] * 20)
@@ -219,7 +219,7 @@ def test_the_interval_by_hand() -> None:
     assert np.mean(shares) == pytest.approx(learning.HELD_OUT_FRAC, abs=0.03)
 
 
-def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_path: Path) -> None:
+def test_candidate_is_interpolated_with_its_initial_weights(again: Recipe, tmp_path: Path) -> None:
     begun = RunFolder(again).drafter
     folder = tmp_path / "trained"
     shutil.copytree(begun, folder)
@@ -234,14 +234,16 @@ def test_a_candidate_keeps_some_of_the_weights_it_began_with(again: Recipe, tmp_
         expected = value + 0.75 if value.is_floating_point() else value
         torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=0)
     target, _ = load_target(again.target)
-    assert load_drafter(folder, target).config.model_type == "draftsmith-parallel"  # its weights are those it notes
+    assert (
+        load_drafter(folder, target).config.model_type == "draftsmith-parallel"
+    )  # its weights match the recorded hashes
 
 
 @pytest.mark.slow
-def test_it_learns_from_what_it_served_and_answers_stay(
+def test_learner_improves_the_drafter_and_answers_stay_equal(
     again: Recipe, served: tuple[Recipe, list[list[int]], list[list[int]]], monkeypatch: Any
 ) -> None:
-    """Taken only if better on answers that no training saw; then the server drafts with it, and says the same."""
+    """A candidate is accepted only if it is better on held-out answers; the server then drafts with it."""
     learned = Learned(again)
     learner = Learner(learned, 0.1)
     seen: list[list[int]] = []
@@ -259,7 +261,7 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     assert not [ids for ids in held_out if ids in seen]
     assert 0 < first.low < first.candidate - first.serving < first.high
     assert (first.number, learned.state.current, learned.state.previous) == (1, 1, 0)
-    assert learner.cycle() is None  # nothing is new
+    assert learner.cycle() is None  # no new answers
     worker = Worker(again, 4, get_newer=Learned(again).newer)
     worker._get_newer = iter([learned.serving(), *[None] * 99]).__next__
     assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:8]]) == served[2][:8]
@@ -269,7 +271,7 @@ def test_it_learns_from_what_it_served_and_answers_stay(
     assert learned.roll_back() == "drafter 1 serves again, in place of 0"
 
 
-def test_a_worse_candidate_is_thrown_away_and_an_unclear_one_goes_on(again: Recipe, monkeypatch: Any) -> None:
+def test_worse_candidate_is_dropped_and_unclear_one_trained_further(again: Recipe, monkeypatch: Any) -> None:
     learned = Learned(again)
     learner = Learner(learned, 0.1)
     begun: list[Path] = []
@@ -287,7 +289,7 @@ def test_a_worse_candidate_is_thrown_away_and_an_unclear_one_goes_on(again: Reci
     assert sentences == ["trained further", "dropped", "trained further"]
 
 
-def test_a_candidate_with_other_answers_is_not_taken(again: Recipe, monkeypatch: Any) -> None:
+def test_candidate_that_changes_answers_is_rejected(again: Recipe, monkeypatch: Any) -> None:
     learned = Learned(again)
     learner = Learner(learned, 0.1)
     monkeypatch.setattr(learner, "_train", lambda *_: RunFolder(again).drafter)
@@ -304,15 +306,15 @@ def test_a_candidate_with_other_answers_is_not_taken(again: Recipe, monkeypatch:
 # ---- the process ----
 
 
-def test_the_server_says_once_that_nothing_learns_any_more(again: Recipe, caplog: Any) -> None:
+def test_server_reports_once_that_the_learner_died(again: Recipe, caplog: Any) -> None:
     learned = Learned(again)
     newer = watched(learned, SimpleNamespace(is_alive=lambda: False))
     assert (newer(), newer()) == (None, None)
     assert caplog.text.count("the process that trains the drafter has ended") == 1
 
 
-def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> None:
-    """The command: its arguments, its output, and the drafter that it starts with."""
+def test_serve_learns_only_with_its_option(again: Recipe, monkeypatch: Any) -> None:
+    """Check the command's arguments, its output, and the drafter that it starts with."""
     begun: list[Any] = []
     monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
     workers: list[Any] = []
@@ -325,7 +327,7 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     seconds: list[Any] = []
 
     def run(*_: Any) -> None:
-        if len(workers) == 2:  # while it serves and learns, another one would
+        if len(workers) == 2:  # try to start a second server while this one serves and learns
             seconds.append(CliRunner().invoke(cli.app, ["serve", recipe_file(again), "--learn"]))
 
     monkeypatch.setattr(server, "run", run)
@@ -350,8 +352,8 @@ def test_serve_learns_by_its_option_alone(again: Recipe, monkeypatch: Any) -> No
     assert (alone.exit_code, alone.stderr.count("\n")) == (2, 1)
 
 
-def test_a_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: Any) -> None:
-    """The drafter that nobody names yet does not serve, and the next one takes its place."""
+def test_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: Any) -> None:
+    """A drafter without a state does not serve, and the next one replaces it."""
     trained = RunFolder(again).drafter
 
     def learner_of(learned: Learned) -> Learner:
@@ -380,9 +382,9 @@ def test_a_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: An
     load_drafter(after.serving(), load_target(again.target)[0])
 
 
-def test_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> None:
-    """The second waits for the first, which a kill of its server may have left: it would clear away its cycles."""
-    learned, begun = Learned(made(tmp_path)), threading.Event()
+def test_only_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    """The second waits for the first, maybe left by a killed server, since it would delete the first one's cycles."""
+    learned, begun = Learned(build_run(tmp_path)), threading.Event()
 
     def learner(*_: Any) -> Any:
         begun.set()
@@ -404,8 +406,8 @@ def test_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -> Non
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> None:
-    """Nothing reads the unfinished files of a killed process."""
+def test_last_good_drafter_serves_after_a_kill_at_any_moment(again: Recipe) -> None:
+    """Unfinished files of a killed process are not read."""
     learned = Learned(again)
     for wait_s in (6.0, 9.0):
         process = start_learning(learned, 0.1)
@@ -421,6 +423,6 @@ def test_killed_at_any_moment_the_last_good_drafter_serves(again: Recipe) -> Non
     assert json.loads((learned.folder / "state.json").read_text())["begun_with"] == state.begun_with
 
 
-def test_the_sentence() -> None:
+def test_summary_sentence() -> None:
     weighed = CandidateResult(0.0, 20, 1000, 1.5, 1.7, 0.1, 0.3, 2)
     assert weighed.sentence() == "candidate: tau 1.50 -> 1.70 (+0.10 to +0.30) on 20 held-out answers: serves as 2"

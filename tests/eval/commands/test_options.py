@@ -1,4 +1,4 @@
-"""`--json` and `--quiet`, wherever they stand; what is on which stream."""
+"""`--json` and `--quiet` at any place of the command line, and the output of each stream."""
 
 import io
 import json
@@ -24,8 +24,8 @@ TRAIN = ["train", "quickstart"]
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` prints something and returns something, immediately."""
+def fake_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace `train` by a stub that prints and returns something."""
 
     def run_train(recipe: Recipe) -> dict[str, Any]:
         heading("2 train", recipe.name)
@@ -45,35 +45,35 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plan a.yaml -- --json", "plan a.yaml -- --json"),
     ],
 )
-def test_they_may_stand_anywhere(words: str, expected: str) -> None:
+def test_global_options_may_stand_anywhere(words: str, expected: str) -> None:
     assert move_to_front(words.split()) == expected.split()
 
 
-@pytest.mark.usefixtures("trained")
-def test_json_stands_alone_on_stdout() -> None:
+@pytest.mark.usefixtures("fake_training")
+def test_stdout_has_only_the_json() -> None:
     plain = RUNNER.invoke(cli.app, TRAIN)
     for arguments in ([*TRAIN, "--json"], ["--json", *TRAIN]):
         result = RUNNER.invoke(cli.app, arguments)
         assert result.exit_code == 0
         assert json.loads(result.stdout) == {"name": "quickstart", "loss": None}
-        assert result.stderr == plain.stdout != ""  # people read on
+        assert result.stderr == plain.stdout != ""  # for human readers
 
 
-@pytest.mark.usefixtures("trained")
-def test_quiet_leaves_nothing_but_the_json() -> None:
+@pytest.mark.usefixtures("fake_training")
+def test_quiet_prints_only_the_json() -> None:
     assert RUNNER.invoke(cli.app, [*TRAIN, "-q"]).output == ""
     result = RUNNER.invoke(cli.app, ["--quiet", *TRAIN, "--json"])
     assert (json.loads(result.stdout)["name"], result.stderr) == ("quickstart", "")
 
 
-def test_quiet_is_not_for_errors() -> None:
+def test_quiet_prints_errors() -> None:
     result = RUNNER.invoke(cli.app, ["plan", "gone.yaml", "--quiet", "--json"])
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: recipe file gone.yaml does not exist")
 
 
-def test_what_other_processes_write_is_no_json() -> None:
+def test_output_of_child_processes_is_not_in_the_json() -> None:
     program = (
         "import os, subprocess\n"
         "from draftsmith.eval.commands.console import output_to, tell\n"
@@ -87,7 +87,7 @@ def test_what_other_processes_write_is_no_json() -> None:
     assert sorted(result.stderr.split()) == ["child", "library", "print"]
 
 
-# What a command finds of a finished run of eight conversations and two steps; push looks up no network.
+# The figures of each command on a finished run of eight conversations and two steps; push uses no network.
 FIGURES: dict[str, Callable[[Any], bool]] = {
     "distill": lambda found: found["tokens"]["rows"] == found["conversations"]["already_done"] == 8,
     "features": lambda found: found["bytes"] > found["written_bytes"] == 0 < found["tokens"],
@@ -104,7 +104,7 @@ FIGURES: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("command", FIGURES)
-def test_every_command_tells_its_figures(finished: FinishedRun, command: str) -> None:
+def test_every_command_writes_its_figures(finished: FinishedRun, command: str) -> None:
     result = finished.call(command, "--json", *(["--dry-run"] if command == "push" else []))
     assert result.exit_code == 0 or command == "doctor", result.stderr
     assert FIGURES[command](json.loads(result.stdout))
@@ -112,13 +112,13 @@ def test_every_command_tells_its_figures(finished: FinishedRun, command: str) ->
     assert "\x1b" not in result.output
 
 
-def test_every_command_is_tried() -> None:
-    """Compare by its files, export and import next to the files they write; `recipes` in test_cli; the rest talk."""
+def test_every_command_is_tested() -> None:
+    """Other tests cover compare, export, import and `recipes` (test_cli); the remaining commands are interactive."""
     names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     assert names == {*FIGURES, "compare", "export", "import", "demo", "chat", "serve", "recipes"}
 
 
-def test_a_table_in_a_file_is_as_wide_as_it_needs(
+def test_table_in_a_file_is_as_wide_as_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
@@ -130,8 +130,8 @@ def test_a_table_in_a_file_is_as_wide_as_it_needs(
 
 
 @pytest.mark.parametrize("width", [10, 17, 40])
-def test_a_growing_text_breaks_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it comes in pieces; a word wider than the line is the terminal's to break. Wide characters are two."""
+def test_streamed_text_breaks_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces may be split anywhere; the terminal breaks words wider than a line. Wide characters count two."""
     text = "The quick brown fox  jumps\n    over the lazy dog, 漢字 and a_word_of_more_than_ten_columns ends"
     monkeypatch.setenv("COLUMNS", str(width))
     shown = []

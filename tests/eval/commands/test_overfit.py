@@ -1,4 +1,4 @@
-"""`draftsmith doctor --overfit`: a drafter learns one answer of the embedded target by heart, or is wired wrongly."""
+"""`draftsmith doctor --overfit`: a drafter memorises one answer of the embedded target unless it is defective."""
 
 import json
 import re
@@ -16,7 +16,7 @@ FEW = "data.conversations.limit=20"
 
 
 def examine(recipe: str, folder: Path, *overrides: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the exit code and the findings by their check; nothing was written into a run."""
+    """Return the exit code and the findings by check; assert that no run folder was written."""
     file = folder / "out.json"
     values = (f"runs_dir={folder / 'runs'}", FEW, *overrides)
     result = CliRunner().invoke(cli.app, ["doctor", recipe, *values, "--overfit", "--rows=0", f"--json={file}"])
@@ -27,8 +27,8 @@ def examine(recipe: str, folder: Path, *overrides: str) -> tuple[int, dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_a_drafter_learns_one_answer(kind: str, tmp_path: Path) -> None:
-    """All depths in one pass, and a step a depth: 96 tokens, 95 after the prefill's, in 16 rounds of at most 6."""
+def test_drafter_memorises_one_answer(kind: str, tmp_path: Path) -> None:
+    """All depths in one pass, or a step per depth: 96 tokens, 95 after the prefill's, in 16 rounds of at most 6."""
     code, findings = examine(f"embedded-{kind}", tmp_path)
     entry, figures = findings["overfit"], findings["overfit"]["figures"]
     assert (code, entry["severity"]) == (0, "ok")
@@ -39,8 +39,8 @@ def test_a_drafter_learns_one_answer(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_features_of_another_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training learns the labels all the same; decoding, with the right features, drafts none of them."""
+def test_features_of_the_wrong_position_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training still learns the labels, but decoding with the right features drafts none of them."""
     right = Drafter.training_features
 
     def one_off(drafter: Drafter, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -59,11 +59,11 @@ def test_features_of_another_position(tmp_path: Path, monkeypatch: pytest.Monkey
         r"training with those of the decoder in models/drafters/medusa\.py",
         findings["overfit"]["sentence"],
     )
-    assert findings["train = decode"]["severity"] == "ok"  # which does not see how the trainer calls the drafter
+    assert findings["train = decode"]["severity"] == "ok"  # which does not cover the trainer's call of the drafter
 
 
-def test_too_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that has not learned its labels either."""
+def test_too_few_steps_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter has not learned its labels."""
     monkeypatch.setattr(overfit, "STEPS", 2)
     code, findings = examine("embedded-medusa", tmp_path)
     assert (code, findings["overfit"]["severity"]) == (1, "defect")
@@ -74,7 +74,7 @@ def test_too_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_kinds_without_layers_say_so(tmp_path: Path) -> None:
+def test_kinds_without_layers_are_reported(tmp_path: Path) -> None:
     code, findings = examine("embedded-pass", tmp_path)
     assert (code, findings["overfit"]["severity"]) == (0, "ok")
     assert findings["overfit"]["sentence"] == (
@@ -82,7 +82,7 @@ def test_kinds_without_layers_say_so(tmp_path: Path) -> None:
     )
 
 
-def test_defects_of_the_data_come_first(tmp_path: Path) -> None:
+def test_defects_of_the_data_are_reported_first(tmp_path: Path) -> None:
     code, findings = examine("embedded-medusa", tmp_path, "data.conversations.source=gone.jsonl")
     assert code == 1
     assert findings["overfit"]["sentence"] == "not checked: correct the defects of the data and the target first"

@@ -1,4 +1,4 @@
-"""The proof holds for what is lossless, fails for what is not, and tells a tie from a bug."""
+"""The proof holds for lossless methods, fails for others, and separates ties from bugs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ PROMPT = [5, 9, 33, 12]
 
 
 class Guess:
-    """Drafts two tokens from a fixed q at depths 1 and 2."""
+    """Method that drafts two tokens from a fixed q at depths 1 and 2."""
 
     name = "guess"
 
@@ -59,8 +59,8 @@ def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int 
     return _test(target, measured, drawn)
 
 
-def test_lossless_sampling_passes_and_what_is_not_lossless_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verifier that accepts twice as readily is hardly visible in the text, and found; so are greedy answers."""
+def test_lossless_sampling_passes_and_lossy_sampling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that accepts twice as often barely changes the text, but is found; so are greedy answers."""
     proof = distribution_proof()
     assert (proof.tokens, proof.impossible) == (1200, 0)
     assert proof.p_value > 0.01
@@ -98,13 +98,13 @@ def test_chi_square_by_hand() -> None:
     assert float(torch.special.gammaincc(half_df, half)) == pytest.approx(0.05, abs=1e-4)
 
 
-def test_all_of_it_must_hold() -> None:
+def test_every_part_of_the_proof_must_hold() -> None:
     good = DistributionProof("x", 1.0, 100, 0, 19.0, 0.4)
     assert Proof([GreedyProof("x", 1, 12)], [good], 1e-12, []).holds
     assert not Proof([], [good], 1e-3, []).holds
     unlikely = DistributionProof("x", 1.0, 100, 0, 60.0, 4e-4)
     assert not Proof([], [unlikely, good][:1], 0.0, []).holds
-    assert Proof([], [unlikely, good, good], 0.0, []).holds  # one of three may be that unlikely
+    assert Proof([], [unlikely, good, good], 0.0, []).holds  # one of three tests may have such a p-value
     impossible = DistributionProof("x", 1.0, 100, 1, 19.0, 0.4)
     proof = Proof([GreedyProof("x", 1, 12)], [impossible], 0.0, [])
     assert not proof.holds
@@ -116,7 +116,7 @@ def test_all_of_it_must_hold() -> None:
     assert lenient.endswith("Not lossless, left out: hasty, sloppy.")
 
 
-def test_there_must_be_something_lossless() -> None:
+def test_proof_without_a_lossless_method_is_an_error() -> None:
     recipe = Recipe.model_validate({"name": "x", "eval": {"methods": [{"name": "hasty", "lenience": 0.5}]}})
     with pytest.raises(UserError, match=r"eval\.methods: every method \(hasty\) has a lenience below 1"):
         prove(recipe)

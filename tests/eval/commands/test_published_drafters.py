@@ -1,4 +1,4 @@
-"""A drafter that was pushed is used by its id, wherever a folder is: the same weights, the same figures."""
+"""A published drafter is used by its Hub id in place of a folder, with equal weights and figures."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ REPO = f"{USER}/target-parallelspec"
 
 @pytest.fixture
 def run(finished: FinishedRun, hub: FakeHub) -> Iterator[FinishedRun]:
-    """Pushed; `recipe` is then another run's, whose only drafter is the Hub's."""
+    """Push a run; `recipe` is that of another run, whose only drafter is the Hub's."""
     own = finished.recipe
     assert finished.call("push").exit_code == 0
     recipe = load_recipe(own)
@@ -43,7 +43,7 @@ def refused(run: FinishedRun, command: str, *arguments: str) -> str:
     return line
 
 
-def test_the_same_drafter_comes_back(run: FinishedRun, hub: FakeHub) -> None:
+def test_pushed_drafter_is_downloaded_unchanged(run: FinishedRun, hub: FakeHub) -> None:
     target, _ = load_target(load_recipe(run.recipe).target)
     here, there = load_drafter(run.root / "drafter", target), load_drafter(REPO, target)
     for name, tensor in here.state_dict().items():
@@ -54,8 +54,8 @@ def test_the_same_drafter_comes_back(run: FinishedRun, hub: FakeHub) -> None:
 
 
 @pytest.mark.slow
-def test_eval_prove_and_tune(run: FinishedRun, hub: FakeHub) -> None:
-    """The tuned tree went up in the drafter's config; the figures are those of the run that trained it."""
+def test_eval_prove_and_tune_of_a_published_drafter(run: FinishedRun, hub: FakeHub) -> None:
+    """The drafter's config on the Hub has the tuned tree; figures equal those of the run that trained it."""
     for command in ("eval", "prove", "tune"):
         result = run.call(command)
         assert result.exit_code == 0, (command, result.output, result.exception)
@@ -71,7 +71,7 @@ def test_eval_prove_and_tune(run: FinishedRun, hub: FakeHub) -> None:
     assert json.loads((fetched / "config.json").read_text()) == json.loads(hub.files(REPO)["config.json"])
 
 
-def test_what_the_hub_does_not_give(run: FinishedRun, hub: FakeHub) -> None:
+def test_missing_files_on_the_hub_are_reported(run: FinishedRun, hub: FakeHub) -> None:
     def refusal(location: str) -> str:
         registry._fetched.cache_clear()
         return refused(run, "eval", f"eval.methods=[{{name: x, drafter: {location}}}]", "name=refused")

@@ -1,4 +1,4 @@
-"""`draftsmith push`: what goes up is the run's drafter and nothing of this machine; whatever breaks, it resumes."""
+"""`draftsmith push`: it uploads the run's drafter, nothing local, and resumes after every failure."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ def staged(run: FinishedRun) -> dict[str, bytes]:
 
 
 def error_line(result: Result) -> str:
-    """The one sentence of a command that failed."""
+    """Return the error sentence of a failed command."""
     assert result.exit_code == 2, (result.output, result.exception)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.stderr
@@ -43,14 +43,14 @@ def error_line(result: Result) -> str:
     return lines[0]
 
 
-def pushed(result: Result) -> Result:
+def push_run(result: Result) -> Result:
     assert result.exit_code == 0, (result.output, result.exception)
     return result
 
 
-def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: FakeHub) -> None:
-    """And nothing of this machine is in it."""
-    result = pushed(run.call("push", "--dry-run", f"train.run_name=train.hub_token={TOKEN}"))
+def test_dry_run_sends_nothing_and_lists_all_files(run: FinishedRun, hub: FakeHub) -> None:
+    """No file contains a local path."""
+    result = push_run(run.call("push", "--dry-run", f"train.run_name=train.hub_token={TOKEN}"))
     assert "The target's card names no licence, so the drafter's has none: --license sets one" in result.output
     assert not hub.calls
     files = staged(run)
@@ -69,9 +69,9 @@ def test_dry_run_sends_nothing_and_shows_all(run: FinishedRun, hub: FakeHub) -> 
     assert json.loads(files["config.json"])["target_name_or_path"] == ".../target"
 
 
-def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
-    """Their hashes are noted again, so that the folder is a drafter; the run's own stays as it is."""
-    pushed(run.call("push", "--dry-run", "--dtype", "bfloat16"))
+def test_weights_are_pushed_in_half_precision(run: FinishedRun, hub: FakeHub) -> None:
+    """Their hashes are updated, so the folder is a valid drafter; the run's own drafter is unchanged."""
+    push_run(run.call("push", "--dry-run", "--dtype", "bfloat16"))
     assert not hub.calls
     halved, whole = (load_file(run.root / name / "model.safetensors") for name in ("hub", "drafter"))
     assert {value.dtype for value in whole.values()} == {torch.float32}
@@ -81,7 +81,7 @@ def test_weights_in_half_the_bytes(run: FinishedRun, hub: FakeHub) -> None:
     check_as_trained(run.root / "drafter")
 
 
-def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: FakeHub) -> None:
+def test_handwritten_files_are_checked_for_local_paths(run: FinishedRun, hub: FakeHub) -> None:
     card = run.root / "drafter" / "README.md"
     card.write_text(f"# Mine\nTrained in {run.root}/drafter.\n")
     assert "README.md contains a folder of this machine" in error_line(run.call("push"))
@@ -89,12 +89,12 @@ def test_what_somebody_wrote_by_hand_is_looked_through(run: FinishedRun, hub: Fa
     assert "README.md contains your token" in error_line(run.call("push"))
     assert not hub.repos
     card.write_text("# Mine\n")
-    pushed(run.call("push"))
+    push_run(run.call("push"))
     assert hub.files(REPO)["README.md"] == b"# Mine\n"
 
 
-def test_the_card_says_what_was_measured(run: FinishedRun, hub: FakeHub) -> None:
-    pushed(run.call("push", "--dry-run", "--repo", "me/mine", "--license", "mit"))
+def test_card_has_the_measured_figures(run: FinishedRun, hub: FakeHub) -> None:
+    push_run(run.call("push", "--dry-run", "--repo", "me/mine", "--license", "mit"))
     card = ModelCard.load(run.root / "hub" / "README.md")
     values = card.data.to_dict()
     assert values["license"] == "mit"
@@ -108,11 +108,11 @@ def test_the_card_says_what_was_measured(run: FinishedRun, hub: FakeHub) -> None
     assert (recipe.drafter, recipe.runs_dir) == (load_recipe(run.recipe).drafter, "runs")
 
 
-def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
-    """From the card next to its weights, without a link that leads nowhere; on the Hub the link leads there."""
+def test_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
+    """It is read from the card next to the target's weights; only a target on the Hub is linked."""
     front = "license: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]"
     (run.folder / "target" / "README.md").write_text(f"---\n{front}\n---\n# It\n")
-    result = pushed(run.call("push", "--dry-run"))
+    result = push_run(run.call("push", "--dry-run"))
     assert "names no licence" not in result.output
     values = ModelCard.load(run.root / "hub" / "README.md").data.to_dict()
     assert {key: values[key] for key in ("license", "license_name")} == {"license": "other", "license_name": "mine"}
@@ -122,16 +122,16 @@ def test_the_licence_is_the_targets(run: FinishedRun, hub: FakeHub) -> None:
     assert get_license("org/llm")["license_link"] == f"{constants.ENDPOINT}/org/llm/blob/main/LICENSE"
 
 
-def test_a_target_in_a_folder_has_a_name_on_the_hub(run: FinishedRun, hub: FakeHub) -> None:
-    assert "YOU/T-8B-parallelspec" in pushed(run.call("push", "--dry-run", "--base-model", "org/T-8B")).output
+def test_target_in_a_folder_needs_a_hub_name(run: FinishedRun, hub: FakeHub) -> None:
+    assert "YOU/T-8B-parallelspec" in push_run(run.call("push", "--dry-run", "--base-model", "org/T-8B")).output
     card = ModelCard.load(run.root / "hub" / "README.md")
     assert card.data.to_dict()["base_model"] == "org/T-8B"
     assert 'TargetRecipe(model="org/T-8B")' in card.text
     assert "--base-model: 8B is no Hub id: give owner/name" in error_line(run.call("push", "--base-model", "8B"))
 
 
-def test_one_commit_with_all_files_and_nothing_of_others_deleted(run: FinishedRun, hub: FakeHub) -> None:
-    result = pushed(run.call("push"))
+def test_one_commit_has_all_files_and_deletes_no_others(run: FinishedRun, hub: FakeHub) -> None:
+    result = push_run(run.call("push"))
     repo = hub.repos[REPO]
     assert f"Pushed    {URL}/{REPO}/commit/" in result.output
     assert repo.private
@@ -140,7 +140,7 @@ def test_one_commit_with_all_files_and_nothing_of_others_deleted(run: FinishedRu
     own = {"notes/mine.json": b"{}", "LICENSE": b"mine"}
     stale = {"model-00002-of-00002.safetensors": b"x", "eval/old.png": b"x", "export/vllm/config.json": b"{}"}
     repo.commit(hub.files(REPO) | own | stale)
-    pushed(run.call("push", "--license", "mit"))
+    push_run(run.call("push", "--license", "mit"))
     assert hub.files(REPO) == staged(run) | own
     assert b"license: mit" in hub.files(REPO)["README.md"]
 
@@ -153,27 +153,27 @@ def test_one_commit_with_all_files_and_nothing_of_others_deleted(run: FinishedRu
         ("upload_folder", httpx2.ReadError("broken"), "failed or broke off"),
     ],
 )
-def test_what_breaks_is_one_sentence_and_the_same_command_goes_on(
+def test_failed_push_is_one_sentence_and_resumes(
     run: FinishedRun, hub: FakeHub, call: str, fault: Exception, sentence: str
 ) -> None:
     hub.faults[call] = fault
     assert sentence in error_line(run.call("push"))
     assert all(repo.at(None) == {} for repo in hub.repos.values())
     hub.faults.clear()
-    pushed(run.call("push"))
+    push_run(run.call("push"))
     assert hub.files(REPO) == staged(run)
 
 
-def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: FakeHub) -> None:
-    """With the command that serves them after a download, if they are of these weights."""
+def test_exports_are_pushed_and_removed_ones_deleted(run: FinishedRun, hub: FakeHub) -> None:
+    """The card has the command to serve them after a download, if they match these weights."""
     servable = ["drafter.options={inputs: embedding, num_masks: 1}", "name=pard", "eval.methods=[]"]
     for command in ("distill", "train"):
-        pushed(run.call(command, *servable))
+        push_run(run.call(command, *servable))
     root = run.root.parent / "pard"
     assert "did you mean `sglang`?" in error_line(run.call("push", "--exports", "vllm,sglan", *servable))
     assert "cannot go `--to sglang`" in error_line(run.call("push", "--exports", "sglang", *servable))
     assert not hub.repos
-    pushed(run.call("push", "--exports", "vllm", *servable))
+    push_run(run.call("push", "--exports", "vllm", *servable))
     files = hub.files(REPO)
     export = root / "export" / "vllm"
     assert files["export/vllm/model.safetensors"] == (export / "model.safetensors").read_bytes()
@@ -188,24 +188,24 @@ def test_exports_go_up_and_what_is_gone_here_goes_there(run: FinishedRun, hub: F
     (export / "export.json").write_text(json.dumps(noted | {"drafter_sha256": {"model.safetensors": "0"}}))
     assert "was made from other weights: delete it" in error_line(run.call("push", *servable))
     shutil.rmtree(export)
-    pushed(run.call("push", *servable))
+    push_run(run.call("push", *servable))
     assert not [name for name in hub.files(REPO) if name.startswith("export/")]
 
 
-def test_a_revision_is_a_branch(run: FinishedRun, hub: FakeHub) -> None:
-    result = pushed(run.call("push", "--revision", "v1", "--public", "--repo", "mine"))
+def test_revision_is_a_branch(run: FinishedRun, hub: FakeHub) -> None:
+    result = push_run(run.call("push", "--revision", "v1", "--public", "--repo", "mine"))
     assert f"drafter: {USER}/mine@v1}}" in result.output
     assert hub.files(f"{USER}/mine", "v1") == staged(run)
     assert hub.files(f"{USER}/mine", "main") == {}
     assert not hub.repos[f"{USER}/mine"].private
 
 
-def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
-    """Another model in it, or open where it should be private: it stays as it is."""
+def test_unsuitable_existing_repository_is_refused(run: FinishedRun, hub: FakeHub) -> None:
+    """If it has another model, or is public although private was requested, it is not changed."""
     hub.read_only.add("others")
     assert "may not do that in others/x (HTTP 403)" in error_line(run.call("push", "--repo", "others/x"))
     assert "a b is no valid repository name: give name or user/name" in error_line(run.call("push", "--repo", "a b"))
-    pushed(run.call("push", "--repo", "mine"))
+    push_run(run.call("push", "--repo", "mine"))
     repo = hub.repos[f"{USER}/mine"]
     repo.private = False
     assert "tester/mine is public: push with --public" in error_line(run.call("push", "--repo", "mine"))
@@ -220,7 +220,7 @@ def test_a_repository_that_is_there(run: FinishedRun, hub: FakeHub) -> None:
     assert hub.files(f"{USER}/mine") == {"data.csv": b"1,2"}
 
 
-def test_only_what_was_trained_is_pushed(run: FinishedRun, hub: FakeHub) -> None:
+def test_only_trained_drafters_are_pushed(run: FinishedRun, hub: FakeHub) -> None:
     drafter = run.root / "drafter"
     assert "was trained with parallel, not eagle" in error_line(run.call("push", "drafter={kind: eagle}"))
     assert "was trained with" in error_line(run.call("push", "target.model=embedded"))
@@ -231,19 +231,19 @@ def test_only_what_was_trained_is_pushed(run: FinishedRun, hub: FakeHub) -> None
     assert not hub.calls
 
 
-def test_runs_of_earlier_versions_and_damaged_ones(run: FinishedRun, hub: FakeHub) -> None:
+def test_runs_of_earlier_versions_and_damaged_runs(run: FinishedRun, hub: FakeHub) -> None:
     result = run.root / "eval" / "result.json"
     result.write_text('{"figures": ')
     assert "result.json is damaged or of another version: run `draftsmith report` again" in error_line(run.call("push"))
     shutil.rmtree(run.root / "eval")
-    pushed(run.call("push"))
+    push_run(run.call("push"))
     assert hub.files(REPO) == staged(run)
     assert not [name for name in hub.files(REPO) if name.startswith("eval/")]
     assert b"model-index" not in hub.files(REPO)["README.md"]
 
 
-def test_names_are_those_that_engines_look_for() -> None:
-    """vLLM takes `eagle-` for EAGLE and `eagle3` for EAGLE-3 (vllm/config/speculative.py)."""
+def test_names_are_those_that_engines_expect() -> None:
+    """vLLM detects EAGLE by `eagle-` and EAGLE-3 by `eagle3` (vllm/config/speculative.py)."""
     for kind in drafter_kinds():
         name = default_name(Recipe(name="x", target={"model": "org/T-8B"}, drafter={"kind": kind}))
         assert ("eagle-" in name, "eagle3" in name) == (kind == "eagle", kind == "eagle3")

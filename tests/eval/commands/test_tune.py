@@ -1,4 +1,4 @@
-"""What a trace promises is what other trees of the same drafter really keep; the tree is found again afterwards."""
+"""The tau predicted from a trace equals that of real trees of the same drafter; the chosen tree is stored."""
 
 import json
 from pathlib import Path
@@ -32,18 +32,18 @@ def test_expected_tau_by_hand() -> None:
     other_tasks: Trace = [
         [[0, 1]] * 6,
         [],
-    ]  # six rounds count as the four do; without rounds not at all
+    ]  # six rounds count as much as the four; none without rounds
     assert expected_tau([*trace, *other_tasks], depth=3, nodes=48) == 1 + (6 / 4 + 2) / 2
 
 
-def test_the_fastest_is_so_in_the_mean_over_tasks() -> None:
-    """Twice as fast on one task and equal on the other: 1.5 times, where pooled 25 tokens a second over 15 are 1.67."""
+def test_fastest_tree_is_chosen_by_the_mean_over_tasks() -> None:
+    """Twice as fast on one task and equal on the other: 1.5 times; pooled, 25 over 15 tokens/s would be 1.67."""
     first, other = {"qa": [10.0, 1.0], "rag": [20.0, 1.0]}, {"qa": [10.0, 1.0], "rag": [40.0, 1.0]}
     speed, gain = speed_and_gain(other, first)
     assert (speed, gain) == (25.0, 1.5)
 
 
-def test_the_best_candidate_depends_on_the_clock() -> None:
+def test_best_candidate_depends_on_the_costs() -> None:
     trace, chain_trace, draft_s = [[[5, 7]] * 3 + [[0]]], [[[0], [], [], []]], {1: 1.0, 2: 1.0}
     flat = candidates(trace, chain_trace, [[[]]], [1, 2], ((1, 10.0), (64, 10.0)), draft_s)
     assert describe(flat[0].method) == "best_first of 8 nodes"
@@ -55,8 +55,8 @@ def test_the_best_candidate_depends_on_the_clock() -> None:
     assert looking[0].tau == 1 + 6 / 2
 
 
-def test_the_trace_promises_what_trees_keep() -> None:
-    """The same tree that was traced: exactly its tau. A smaller one and a chain: nearly (rounds start elsewhere)."""
+def test_predicted_tau_equals_measured_tau() -> None:
+    """Exact for the traced tree; approximate for a smaller one and a chain, whose rounds start elsewhere."""
     target = tiny_target(max_position_embeddings=512).double()
     prompt, new_tokens = [5, 6, 7], 400
     wanted = greedy_reference(target, prompt, new_tokens)
@@ -75,7 +75,7 @@ def test_the_trace_promises_what_trees_keep() -> None:
         return MethodConfig(name="x", tree="best_first", nodes=nodes, branch=6)
 
     trace, tau = run(tree(30))
-    assert expected_tau(trace, depth=4, nodes=30) == pytest.approx(tau, abs=0.03)  # the last round is cut
+    assert expected_tau(trace, depth=4, nodes=30) == pytest.approx(tau, abs=0.03)  # the limit cuts the last round
     assert expected_tau(trace, depth=4, nodes=8) == pytest.approx(run(tree(8))[1], rel=0.12)
     chain_trace, tau = run(MethodConfig(name="x"))
     assert expected_tau(chain_trace, depth=4, nodes=4) == pytest.approx(tau, abs=0.03)
@@ -83,7 +83,7 @@ def test_the_trace_promises_what_trees_keep() -> None:
     assert expected_tau(chain_trace, depth=2, nodes=2) == pytest.approx(short, rel=0.12)
 
 
-def test_the_tree_goes_with_the_drafter(tmp_path: Path) -> None:
+def test_tuned_tree_is_saved_with_the_drafter(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "draftsmith-parallel"}))
     row = MethodConfig(name="mine", tree="tuned")
     assert resolve_tuned(row, tmp_path).tree == "best_first"  # never tuned

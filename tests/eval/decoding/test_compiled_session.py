@@ -1,6 +1,6 @@
-"""Compiled decoding: the same greedy tokens, nothing compiled after the warm-up, one sentence where it cannot be.
+"""Compiled decoding: equal greedy tokens, no compilation after the warm-up, one sentence if it is impossible.
 
-With the backend `eager` graphs are traced, but not translated to machine code, which takes a minute for each.
+With the backend `eager` graphs are traced but not compiled to machine code, which takes a minute each.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def methods(answer: list[int]) -> list[Method]:
     ],
 )
 def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
-    """Padded: one graph a size, all of them after one answer of each method. Else one graph for everything."""
+    """Padded: one graph per size, all compiled after one answer of each method. Otherwise one graph for all."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     with TargetSession(target, 48) as session:
@@ -79,8 +79,8 @@ def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
 
 
 @pytest.mark.parametrize("static", [True, False])
-def test_nothing_is_compiled_again_over_1000_tokens(static: bool) -> None:
-    """Padded: one graph for a token and one for the tree, at every length. Else one graph for both."""
+def test_no_recompilation_over_1000_tokens(static: bool) -> None:
+    """Padded: one graph for a token and one for the tree at every length. Otherwise one graph for both."""
     target = AutoModelForCausalLM.from_config(
         LlamaConfig(**SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 2048})
     ).eval()
@@ -104,7 +104,7 @@ def test_nothing_is_compiled_again_over_1000_tokens(static: bool) -> None:
 
 @pytest.mark.parametrize("static", [True, False])
 def test_features_of_each_method(static: bool) -> None:
-    """A reader of fewer layers than another gets its own, in its order; new layers make a new graph."""
+    """A method that reads fewer layers gets its own in its order; new layers need a new graph."""
     target, of_layers = tiny_target(), ((-1,), (1, -1), (-1,))
     steps: list[list[Any]] = []
     for compiler in (None, Compiler("eager", is_static=static)):
@@ -118,7 +118,7 @@ def test_features_of_each_method(static: bool) -> None:
         torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
+def test_tree_larger_than_any_known_runs_without_compilation() -> None:
     target = tiny_target()
     torch.compiler.set_stance("fail_on_recompile")
     compiler = Compiler("eager", is_static=True)
@@ -132,8 +132,8 @@ def test_a_tree_larger_than_any_known_runs_without_compilation() -> None:
 
 
 @pytest.mark.slow
-def test_two_sessions_on_a_cpu_do_not_share_a_graph() -> None:
-    """Nothing about a call is looked at, so that the second one would run the first one's target."""
+def test_sessions_on_a_cpu_do_not_share_a_graph() -> None:
+    """Calls have no guards, so the second session would run the first one's target."""
     torch.manual_seed(0)
     answers = []
     for _ in range(2):
@@ -148,8 +148,8 @@ def test_two_sessions_on_a_cpu_do_not_share_a_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.nightly), False])
-def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(static: bool) -> None:
-    """So greedy answers are identical in half precision too."""
+def test_compiled_bf16_logits_are_bitwise_equal_alone_and_in_a_tree(static: bool) -> None:
+    """Greedy answers are therefore identical in half precision too."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **{**SIZES, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
@@ -188,7 +188,7 @@ def test_in_machine_code_and_bf16_a_token_has_the_same_bits_alone_and_in_a_tree(
     ],
 )
 def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The same answers and accepted lengths as without compilation; nothing is compiled again over 1,000 tokens."""
+    """Answers and accepted lengths equal those without compilation; nothing is recompiled over 1,000 tokens."""
     target = tiny_target(num_hidden_layers=4).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
     recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
@@ -213,7 +213,7 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog
 
 
 def drafts(drafter: Any, decoder: Any, rounds: list[int]) -> list[torch.Tensor]:
-    """Return the logits of the last draft after a prompt of 20 tokens and rounds that commit so many tokens each."""
+    """Return the logits of the last draft after a prompt of 20 tokens and rounds that commit `rounds` tokens each."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 61, (1000,), generator=generator)
     features = torch.randn(1000, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)
@@ -232,8 +232,8 @@ def drafts(drafter: Any, decoder: Any, rounds: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["eagle"])
-def test_compiled_drafters_write_into_memory_that_stays(kind: str) -> None:
-    """CUDA graphs are given up where an input of the graph changes in place, unless its address is known to stay."""
+def test_compiled_drafters_write_into_static_memory(kind: str) -> None:
+    """CUDA graphs are disabled if an input changes in place, unless its address is marked static."""
     target = tiny_target()
     drafter = tiny_drafter_of(kind, target)
     changed: list[torch.fx.Node] = []
@@ -253,15 +253,15 @@ def test_compiled_drafters_write_into_memory_that_stays(kind: str) -> None:
     with TargetSession(target, 64, drafter.feature_layers) as session:
         generate(session, build_tree_drafter(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
     assert len(changed) >= 2  # keys and values of every layer
-    # What torch's own `_get_static_input_indices` looks for.
+    # The attribute read by torch's `_get_static_input_indices`.
     assert {node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in changed} == {"unguarded"}
 
 
 @pytest.mark.parametrize("static", [True, False])
-def test_a_target_that_cannot_be_compiled_runs_as_it_is(
+def test_target_that_cannot_be_compiled_runs_eagerly(
     static: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default; a recipe with compilation gets an error that there is none."""
+    """This is the default; a recipe that requests compilation gets an error."""
     target = tiny_target()
     with TargetSession(target, 40) as plain:
         wanted = generate(plain, Autoregressive(), [5, 9, 33], GREEDY, 20).ids
@@ -285,7 +285,7 @@ def test_a_target_that_cannot_be_compiled_runs_as_it_is(
     [(None, "cuda", "c++", True), (None, "cpu", "c++", True), (None, "cpu", None, False), (None, "mps", "c++", False)]
     + [(requested, device, "c++", requested) for requested in (True, False) for device in ("cpu", "cuda")],
 )
-def test_compiles_by_default_where_a_compiler_is(
+def test_compilation_is_the_default_with_a_compiler(
     monkeypatch: pytest.MonkeyPatch, requested: bool | None, device: str, compiler: str | None, expected: bool
 ) -> None:
     monkeypatch.delenv(compiling.SWITCH, raising=False)

@@ -1,4 +1,4 @@
-"""The loop: what counts as kept, where it stops, and that sampling keeps the target's distribution end to end."""
+"""The decoding loop: accepted tokens, stopping, and sampling from the target's distribution end to end."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -53,13 +53,13 @@ def session(target: LlamaForCausalLM) -> Iterator[TargetSession]:
         yield session
 
 
-def answer_of(session: TargetSession, tokens: int) -> list[int]:
+def generate_greedy(session: TargetSession, tokens: int) -> list[int]:
     return generate(session, Autoregressive(), PROMPT, GREEDY, tokens).ids
 
 
-def test_never_always_sometimes(session: TargetSession) -> None:
-    """16 tokens, the first from the prefill, 15 in rounds: five at a time, one at a time, or three at a time."""
-    answer = answer_of(session, 24)
+def test_drafts_that_are_never_always_or_sometimes_right(session: TargetSession) -> None:
+    """16 tokens, the first from the prefill, 15 in rounds of five, one or three."""
+    answer = generate_greedy(session, 24)
     for spoil_depth, accept_lengths, drafts in [
         (None, [5, 5, 5], [4, 4, 4]),
         (1, [1] * 15, [0] * 15),
@@ -79,9 +79,9 @@ def test_never_always_sometimes(session: TargetSession) -> None:
         assert 0 < out.first_token_s < out.prefill_s
 
 
-def test_the_limit_cuts_the_last_round(session: TargetSession) -> None:
-    """1 + 5 + 2: the last tree is cut to the one drafted token that can be committed with the target's own."""
-    answer = answer_of(session, 24)
+def test_token_limit_cuts_the_last_round(session: TargetSession) -> None:
+    """1 + 5 + 2: the last tree is cut to the one draft token that can be committed with the target's own."""
+    answer = generate_greedy(session, 24)
     out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 8)
     assert out.ids == answer[:8]
     assert out.accept_lengths == [5, 2]
@@ -89,12 +89,12 @@ def test_the_limit_cuts_the_last_round(session: TargetSession) -> None:
     assert generate(session, Scripted(answer, None), PROMPT, GREEDY, 1).rounds == 0
 
 
-def test_tried_positions(session: TargetSession) -> None:
-    """Every accepted one and the rejected one after it; none where the path is used up, or where the answer ends."""
-    answer = answer_of(session, 24)
+def test_verified_draft_tokens_by_depth(session: TargetSession) -> None:
+    """Every accepted one and the rejected one after it, if any: none after a full path or at the answer's end."""
+    answer = generate_greedy(session, 24)
     for spoil_depth, tried in [(None, 4 * 3), (1, 15), (3, 3 * 5)]:
         out = generate(session, Scripted(answer, spoil_depth), PROMPT, GREEDY, 16)
-        # The last tree of the spoiled ones is cut to what is still wanted: no drafted token at depth 3, or none at all.
+        # The last spoiled tree is cut to the remaining tokens: no draft token at depth 3, or none at all.
         assert out.tried == tried - (spoil_depth is not None)
         assert max(out.draft_depths) == 4
         assert (out.draft_depths[-1] < 4) == (spoil_depth is not None)
@@ -104,12 +104,12 @@ def test_tried_positions(session: TargetSession) -> None:
 
 
 def test_tokens_outside_the_draft_vocabulary(session: TargetSession) -> None:
-    """One token cannot be drafted: it is counted where it is a round's own, and where it stood against drafts.
+    """One token cannot be drafted: it is counted as a round's own token, and if it caused a rejection.
 
-    Rounds of three end at every third token, the last with its tree cut to nothing to reject; rounds of five are kept
-    in full, and end at no rejection.
+    Rounds of three end at every third token, the last with a tree cut so that none is rejected; rounds of five are
+    accepted in full and end without a rejection.
     """
-    answer = answer_of(session, 24)
+    answer = generate_greedy(session, 24)
     missing = answer[6]
     columns = TokenColumns(torch.tensor([token for token in range(V) if token != missing]), V)
     for spoil_depth, own_tokens, rejecting in [(3, answer[3:16:3], 4), (None, answer[5:16:5], 0)]:
@@ -122,9 +122,9 @@ def test_tokens_outside_the_draft_vocabulary(session: TargetSession) -> None:
     assert missing in answer[3:15:3]
 
 
-def test_every_round_is_handed_over(session: TargetSession) -> None:
-    """Accepted paths and what was kept of them, the last one cut by the end token; no answer differs for it."""
-    answer = answer_of(session, 24)
+def test_on_round_gets_every_round(session: TargetSession) -> None:
+    """It gets accepted paths and committed tokens, the last cut by the end token; the answer does not change."""
+    answer = generate_greedy(session, 24)
     end = next(token for index, token in enumerate(answer) if index >= 8 and token not in answer[:index])
     rounds: list[Round] = []
     out = generate(session, Scripted(answer, 3), PROMPT, GREEDY, 20, {end}, on_round=rounds.append)
@@ -139,8 +139,8 @@ def test_every_round_is_handed_over(session: TargetSession) -> None:
         place += round_.kept
 
 
-def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves only where each phase does its work."""
+def test_phases_are_timed_separately(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake clock moves only in the work of each phase."""
     from draftsmith.eval.decoding import generate as loop
 
     now = [0.0]
@@ -152,7 +152,7 @@ def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest
 
         return timed
 
-    answer = answer_of(session, 24)
+    answer = generate_greedy(session, 24)
     method = Scripted(answer, None)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(loop, "verify", taking(4.0, loop.verify))
@@ -167,8 +167,8 @@ def test_each_phase_has_its_own_time(session: TargetSession, monkeypatch: pytest
     assert out.wall_time_s == 96.0 + 45.0
 
 
-def test_an_end_token_cuts_the_round(session: TargetSession) -> None:
-    answer = answer_of(session, 24)
+def test_end_token_cuts_the_round(session: TargetSession) -> None:
+    answer = generate_greedy(session, 24)
     end = next(token for index, token in enumerate(answer) if index >= 2 and token not in answer[:index])
     place = answer.index(end)
     out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 20, {end, V + 5})
@@ -183,14 +183,14 @@ def test_prompt_and_answer_must_fit(session: TargetSession) -> None:
         generate(session, Autoregressive(), PROMPT, GREEDY, 46)
 
 
-def test_up_to_the_last_position(session: TargetSession) -> None:
-    answer = answer_of(session, 45)
+def test_answer_may_reach_the_last_position(session: TargetSession) -> None:
+    answer = generate_greedy(session, 45)
     out = generate(session, Scripted([*answer, 1, 1, 1, 1], None), PROMPT, GREEDY, 45)
     assert out.ids == answer
     assert len(answer) == 45
 
 
-# ---- sampling: the distribution of whole answers, by enumeration of everything that chance can do in the loop ----
+# ---- sampling: the distribution of whole answers, by enumeration of all random outcomes in the loop ----
 
 SMALL_V, DEPTHS = 3, 2
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
@@ -208,7 +208,7 @@ BUILDERS: dict[str, TreeBuilder] = {
 
 
 class TableSession:
-    """A target whose logits [V] after every answer so far are in a table; it stands in for a `TargetSession`."""
+    """Stand-in for a `TargetSession` whose logits [V] after every partial answer are in a table."""
 
     device, current = torch.device("cpu"), 0
 
@@ -236,10 +236,10 @@ class TableSession:
         self._answer += tuple(self._tree.tokens[node] for node in path)
 
 
-def every_answer(
+def enumerate_answers(
     answer: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Every answer that the loop can give, with its probability: of the first token, all drafts and all verdicts."""
+    """Return every possible answer with its probability, over the first token, all drafts and all verifications."""
     scripts: list[list[int]] = [[]]
     while scripts:
         chooser = Outcomes(scripts.pop())
@@ -261,7 +261,7 @@ def every_answer(
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all answers, over up to two rounds, or four of trees without chance: exactly. Some adapt from round two on."""
+    """Exact for all answers over up to two rounds, or four of deterministic trees. Some adapt from round two on."""
     monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 1)
     sampling, builder = Sampling(0.8, top_k=2 if "top-k" in name else 0), BUILDERS[name]
     columns = TokenColumns(torch.tensor([0, 2]), SMALL_V) if "two tokens" in name else ALL_TOKENS
@@ -280,7 +280,7 @@ def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: p
         return generate(session, method, PROMPT, sampling, new_tokens, on_round=lambda r: sizes.add(len(r.tree))).ids
 
     joint = torch.zeros([SMALL_V] * new_tokens, dtype=torch.float64)
-    for probability, ids in every_answer(answer, monkeypatch):
+    for probability, ids in enumerate_answers(answer, monkeypatch):
         joint[ids] += probability
     wanted = torch.ones_like(joint)
     for ids in itertools.product(range(SMALL_V), repeat=new_tokens):
@@ -291,7 +291,7 @@ def test_sampled_answers_have_the_targets_distribution(name: str, monkeypatch: p
 
 
 def test_sampling_keeps_the_distribution(target: LlamaForCausalLM, session: TargetSession) -> None:
-    """Chi-square of the third token over 400 answers with real chance; 10 degrees of freedom have 29.6 at 0.1 %."""
+    """Chi-square of the third token over 400 random answers; 10 degrees of freedom have 29.6 at 0.1 %."""
     sampling, answers = Sampling(0.7), 400
     generator = torch.Generator().manual_seed(4)
     marginals = torch.randn(2, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -311,7 +311,7 @@ def test_sampling_keeps_the_distribution(target: LlamaForCausalLM, session: Targ
 
 
 class OneOfTwo(Autoregressive):
-    """Proposes a wrong sibling before every right token, and keeps the features that it is shown."""
+    """Method that proposes a wrong sibling before every right token, and stores observed features."""
 
     def __init__(self, answer: list[int]) -> None:
         super().__init__()
@@ -330,9 +330,9 @@ class OneOfTwo(Autoregressive):
         self.seen.append(features)
 
 
-def test_a_method_is_shown_the_features_of_the_accepted_path(target: LlamaForCausalLM, session: TargetSession) -> None:
-    """Which are those at the token before each committed one, as one forward over the whole answer has them."""
-    answer = answer_of(session, 16)
+def test_method_observes_features_of_the_accepted_path(target: LlamaForCausalLM, session: TargetSession) -> None:
+    """They are those at the token before each committed one, as in one forward over the whole answer."""
+    answer = generate_greedy(session, 16)
     method = OneOfTwo(answer)
     out = generate(session, method, PROMPT, GREEDY, 10)
     assert out.ids == answer[:10]

@@ -1,6 +1,6 @@
 """Invariant 1: every method and every tree returns exactly the target's greedy tokens.
 
-The reference is `generate` of transformers, which shares no code with ours.
+The reference is transformers' `generate`, which shares no code with ours.
 """
 
 from typing import Any
@@ -51,15 +51,15 @@ def check_all_trees(
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_tiny_targets(name: str) -> None:
+def test_greedy_identity_on_tiny_targets(name: str) -> None:
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     check_all_trees(target, [[5, 6, 7, 8], [90, 3]], new_tokens=40)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral with a window", "gemma2", "gpt2"])
-def test_methods_without_training(name: str) -> None:
-    """A draft model here is the target with other weights: its own cache must be right for its architecture too."""
+def test_greedy_identity_of_methods_without_training(name: str) -> None:
+    """The draft model is the target's architecture with other weights: its cache must be right for it too."""
     torch.manual_seed(0)
     target, draft = (AutoModelForCausalLM.from_config(TINY[name]).double().eval() for _ in range(2))
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_methods_without_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_grown_trees(name: str) -> None:
+def test_greedy_identity_of_grown_trees(name: str) -> None:
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     check_all_trees(target, [[5, 6, 7, 8]], 40, HalfRightStepwiseDecoder, GROWERS)

@@ -1,4 +1,4 @@
-"""Masks as CUDA's kernels want them, and which kernels may run: seen on a CPU, in every forward of a round."""
+"""Masks aligned for CUDA's kernels, and the enabled kernels, checked on a CPU in every forward of a round."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 
 class SeenMasks(TorchFunctionMode):
-    """Notes every mask that attention is called with."""
+    """Record every mask passed to attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class SeenMasks(TorchFunctionMode):
 
 @contextmanager
 def masks_are_aligned(at_least: int) -> Iterator[None]:
-    """Every row of every mask begins at a multiple of 8 elements, as 16 bytes are in half precision."""
+    """Assert that every row of every mask starts at a multiple of 8 elements, 16 bytes in half precision."""
     with SeenMasks() as seen:
         yield
     assert len(seen.masks) >= at_least
@@ -55,14 +55,14 @@ def masks_are_aligned(at_least: int) -> Iterator[None]:
         assert all(step % 8 == 0 for step in steps), places
 
 
-def method_of(decoder: Any, tree: str) -> TreeDrafter:
+def build_method(decoder: Any, tree: str) -> TreeDrafter:
     recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
     return build_tree_drafter(recipe, decoder, GREEDY)
 
 
 @pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash"])
 @pytest.mark.parametrize("tree", TREES)
-def test_of_target_and_drafter(kind: str, tree: str) -> None:
+def test_masks_of_target_and_drafter_are_aligned(kind: str, tree: str) -> None:
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target)
     with (
@@ -70,7 +70,7 @@ def test_of_target_and_drafter(kind: str, tree: str) -> None:
         TargetSession(target, 61, drafter.feature_layers, compiler=Compiler("eager", is_static=True)) as padded,
         masks_are_aligned(at_least=30),
     ):
-        generate(session, method_of(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 50)
+        generate(session, build_method(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 50)
         with torch.inference_mode():
             padded.prefill([5, 9, 33])
             mask = padded._mask([(0, DraftTree([5, 6, 7], TreeShape.of((-1, 0, 0))))], padded.cache.capacity)
@@ -78,7 +78,7 @@ def test_of_target_and_drafter(kind: str, tree: str) -> None:
 
 
 def test_cudnn_attention_is_off_while_a_session_is_open() -> None:
-    """It builds a plan for every new length, which is every round."""
+    """cuDNN builds a plan for every new length, so in every round."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     target = tiny_target()
     assert enabled()

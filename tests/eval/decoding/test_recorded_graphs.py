@@ -1,7 +1,7 @@
-"""Decoding with recorded CUDA graphs, on a ghost of a GPU.
+"""Decoding with recorded CUDA graphs, on a ghost device.
 
-A replay runs the recorded function again, into the memory of its first results, as CUDA does. What a graph runs is not
-counted, and nothing is compiled.
+A replay runs the recorded function again into the memory of its first results, as CUDA does. Operations within a graph
+are not counted, and nothing is compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ FEW_FIRST = [
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Record graphs as the ghost can; the names of the functions that are replayed, while launches are counted."""
+    """Record graphs on the ghost device; return the names of replayed functions while launches are counted."""
     names: list[str] = []
 
     def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
@@ -72,7 +72,7 @@ def tensors(results: Any) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results)
 
 
-def on_ghost(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+def build_on_ghost(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target).to(dtype)
     target.to(dtype).to("cuda:0")
@@ -82,9 +82,9 @@ def on_ghost(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", FEW_FIRST)
-def test_a_round_is_few_launches(kind: str, tree: str, replays: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """A draft is one graph, or one a level; the answers are those without graphs; nobody waits but for results."""
-    target, drafter = on_ghost(kind)
+def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A draft is one graph, or one per level; answers equal those without graphs; only results are waited for."""
+    target, drafter = build_on_ghost(kind)
     recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
     with TargetSession(target, 64, drafter.feature_layers) as session:
         plain = generate(session, build_tree_drafter(recipe, drafter.decoder(64), Sampling()), PROMPT, Sampling(), 12)
@@ -118,11 +118,11 @@ def test_a_round_is_few_launches(kind: str, tree: str, replays: list[str], caplo
 
 
 @pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash", "medusa"])
-def test_a_draft_that_cannot_be_compiled_runs_as_it_is(
+def test_draft_that_cannot_be_compiled_runs_eagerly(
     kind: str, replays: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the same answers, after one warning; the tree that was being grown goes on."""
-    target, drafter = on_ghost(kind)
+    """It gives equal answers after one warning, and the current tree is completed."""
+    target, drafter = build_on_ghost(kind)
     recipe = MethodConfig.model_validate({"name": "x", **TREES["best_first"]})
 
     def answer(decoder: Any) -> Any:
@@ -131,7 +131,7 @@ def test_a_draft_that_cannot_be_compiled_runs_as_it_is(
         return out.ids, out.accept_lengths
 
     wanted = answer(drafter.decoder(64))
-    for good in (0, 1):  # functions that can be compiled: of those that draft level by level the first is
+    for good in (0, 1):  # functions that can be compiled: the first one of drafters that work level by level
         calls = iter(range(good))
 
         def compile_few(function: Any, *_: Any, calls: Iterator[int] = calls, **__: Any) -> Any:
@@ -153,7 +153,7 @@ CHAIN = DraftTree([7, 3, 20, 21, 22, 23], TreeShape.chain(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_16_bits_all_forwards_have_one_size(dtype: torch.dtype, replays: list[str]) -> None:
+def test_all_forwards_in_16_bits_have_one_size(dtype: torch.dtype, replays: list[str]) -> None:
     target = tiny_target().to(dtype).to("cuda:0")
     with TargetSession(target, 100, compiler=Compiler()) as session, torch.inference_mode():
         assert session.compiled is not None
@@ -172,8 +172,8 @@ def test_in_16_bits_all_forwards_have_one_size(dtype: torch.dtype, replays: list
 
 
 @pytest.mark.parametrize("rows", [6, 64])
-def test_a_step_of_the_size_of_a_tree_has_its_bits(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a chain in bf16: what follows each accepted token, and after it; a padded step writes one token."""
+def test_step_padded_to_a_tree_is_bitwise_equal(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a chain in bf16 the logits after each accepted token are equal; a padded step writes one token."""
     monkeypatch.setattr(compiling, "_compile", lambda function, *_, **__: function)
     target = tiny_target(num_hidden_layers=3).bfloat16()
     chain = DraftTree([7, *(10 + node % 50 for node in range(rows - 1))], TreeShape.chain(rows - 1))

@@ -1,4 +1,4 @@
-"""The target session: a tree forward equals separate forwards, and the cache holds exactly what was committed."""
+"""The target session: a tree forward equals separate forwards, and the cache holds exactly the committed tokens."""
 
 from typing import Any
 
@@ -48,8 +48,8 @@ def tiny(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa")
 
 
 @torch.inference_mode()
-def plain(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and features of a forward without a cache."""
+def forward_without_cache(model: Any, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and features of a forward without a cache."""
     tokens = torch.tensor([ids])
     return model(tokens).logits[0], model.base_model(tokens).last_hidden_state[0]
 
@@ -62,20 +62,20 @@ def test_tree_equals_separate_sequences(name: str, attention: str) -> None:
     tree = DraftTree([7, 1, 2, 3, 4, 6], TreeShape.of((-1, 0, 0, 2, 2, 4)))
     with TargetSession(model, 40) as session:
         step = session.prefill(prompt)
-        logits, features = plain(model, prompt)
+        logits, features = forward_without_cache(model, prompt)
         torch.testing.assert_close(step.logits, logits[-1:])
         torch.testing.assert_close(step.features, features)
         step = session.forward_tree(tree)
         for node in range(len(tree)):
             sequence = prompt + [tree.tokens[step] for step in tree.shape.path_to(node)]
-            logits, features = plain(model, sequence)
+            logits, features = forward_without_cache(model, sequence)
             torch.testing.assert_close(step.logits[node], logits[-1], atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(step.features[node], features[-1], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_commit_keeps_the_path_and_nothing_else(name: str) -> None:
-    """Several rounds with paths that are contiguous, scattered or only the root; then the same session again."""
+def test_commit_keeps_only_the_path(name: str) -> None:
+    """Several rounds with contiguous and scattered paths and the root alone; then the session is reused."""
     model = tiny(name)
     shape = TreeShape.of((-1, 0, 0, 1, 2, 4))
     with TargetSession(model, 40) as session:
@@ -86,16 +86,20 @@ def test_commit_keeps_the_path_and_nothing_else(name: str) -> None:
                 tree = DraftTree([(11 * number + 3 * node) % V for node in range(6)], shape)
                 step = session.forward_tree(tree)
                 last = committed + [tree.tokens[node] for node in shape.path_to(5)]
-                torch.testing.assert_close(step.logits[5], plain(model, last)[0][-1], atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(
+                    step.logits[5], forward_without_cache(model, last)[0][-1], atol=1e-6, rtol=1e-5
+                )
                 session.commit(path)
                 committed += [tree.tokens[node] for node in path]
                 assert session.length_tokens == len(committed)
             step = session.forward_tree(DraftTree([1], TreeShape.chain(0)))
-            torch.testing.assert_close(step.logits[0], plain(model, [*committed, 1])[0][-1], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                step.logits[0], forward_without_cache(model, [*committed, 1])[0][-1], atol=1e-6, rtol=1e-5
+            )
 
 
-def test_tree_masks_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Best-first trees have ever new shapes; their masks must not fill the memory."""
+def test_cache_of_tree_masks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best-first trees keep having new shapes; their masks must not fill the memory."""
     monkeypatch.setattr(session_module, "MOST_SHAPES", 3)
     model = tiny("llama")
     with TargetSession(model, 40) as session:
@@ -103,12 +107,12 @@ def test_tree_masks_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch
         for last in (0, 1, 2, 3, 4, 0):
             tree = DraftTree([7, 1, 2, 3, 4, 5], TreeShape.of((-1, 0, 0, 2, 3, last)))
             step = session.forward_tree(tree)
-            wanted = plain(model, [1, 2] + [tree.tokens[step] for step in tree.shape.path_to(5)])[0][-1]
+            wanted = forward_without_cache(model, [1, 2] + [tree.tokens[step] for step in tree.shape.path_to(5)])[0][-1]
             torch.testing.assert_close(step.logits[5], wanted, atol=1e-6, rtol=1e-5)
             assert 0 < len(session._bias_of) <= 3
 
 
-def test_too_long() -> None:
+def test_too_long_sequences_are_refused() -> None:
     model = tiny("llama")
     assert longest_sequence_tokens(model) == 64
     with pytest.raises(UserError, match="65 tokens do not fit into the target's 64 positions"):
@@ -117,7 +121,7 @@ def test_too_long() -> None:
         session.prefill(list(range(9)))
 
 
-def test_a_sliding_window_does_not_limit_the_session() -> None:
+def test_sliding_window_does_not_limit_the_session() -> None:
     config = MistralConfig(**SIZES, sliding_window=16)
     model = AutoModelForCausalLM.from_config(config).eval()
     assert longest_sequence_tokens(model) == 64
@@ -125,17 +129,17 @@ def test_a_sliding_window_does_not_limit_the_session() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a model would give wrong answers silently; the probe compares siblings with separate runs."""
+def test_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model would silently give wrong answers; the probe compares siblings with separate runs."""
     torch.manual_seed(seed)
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": layers})
     model = AutoModelForCausalLM.from_config(config).eval()
     forward = model.forward
 
-    def deaf(*args: Any, attention_mask: Any = None, **options: Any) -> Any:
+    def ignore_mask(*args: Any, attention_mask: Any = None, **options: Any) -> Any:
         return forward(*args, attention_mask=None, **options)
 
-    monkeypatch.setattr(model, "forward", deaf)
+    monkeypatch.setattr(model, "forward", ignore_mask)
     with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.*=sdpa or eager"):
         TargetSession(model, 20)
     assert not model.base_model._forward_hooks

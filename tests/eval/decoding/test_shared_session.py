@@ -1,4 +1,4 @@
-"""Several sequences in one forward: each is what it would be alone, to the last bit where our kernels run."""
+"""Several sequences in one forward: each equals its run alone, bitwise with our kernels."""
 
 import itertools
 from typing import Any
@@ -15,7 +15,7 @@ from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped
 from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.target.features import FINAL_FEATURES
 
-# A chain, a tree whose path is not in order, and a single token; the last path is kept over a page's border.
+# A chain, a tree whose path is not in order, and a single token; the last path crosses a page border.
 TREES = [
     (DraftTree([7, 3, 20, 21], TreeShape.of((-1, 0, 1, 2))), [0, 1, 2]),
     (DraftTree([9, 4, 5, 6, 8], TreeShape.of((-1, 0, 0, 2, 3))), [0, 2, 3, 4]),
@@ -24,8 +24,8 @@ TREES = [
 PROMPTS = [[5, 6, 7, 8], [90, 3], list(range(PAGE - 3))]
 
 
-def alone(target: Any, prompt: list[int], trees: list[tuple[DraftTree, list[int]]]) -> list[torch.Tensor]:
-    """Logits and features of the prompt and of every tree."""
+def run_alone(target: Any, prompt: list[int], trees: list[tuple[DraftTree, list[int]]]) -> list[torch.Tensor]:
+    """Return logits and features of the prompt and of every tree."""
     with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
         step = session.prefill(prompt)
         found = [step.logits, step.features]
@@ -37,12 +37,12 @@ def alone(target: Any, prompt: list[int], trees: list[tuple[DraftTree, list[int]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_each_is_what_it_is_alone(name: str) -> None:
-    """In turns, together and in other orders; one starts while the others are running, in a place that was used."""
+def test_each_sequence_equals_its_run_alone(name: str) -> None:
+    """Alternating, together and in other orders; one starts in a reused slot while the others run."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]
-    expected = [alone(target, prompt, trees) for prompt, trees in zip(PROMPTS, by_sequence, strict=True)]
+    expected = [run_alone(target, prompt, trees) for prompt, trees in zip(PROMPTS, by_sequence, strict=True)]
     found: list[list[torch.Tensor]] = [[], [], []]
     with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
@@ -70,7 +70,7 @@ def test_each_is_what_it_is_alone(name: str) -> None:
 
 @pytest.mark.skipif(not has_kernels(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits(dtype: torch.dtype) -> None:
+def test_shared_forward_is_bitwise_equal(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     wide = LlamaConfig(
         **{**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -79,7 +79,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
     use_grouped_sdpa(target)
     pack_linears(target)
     tree, path = TREES[1]
-    expected = [alone(target, prompt, [(tree, path)] * 3) for prompt in PROMPTS]
+    expected = [run_alone(target, prompt, [(tree, path)] * 3) for prompt in PROMPTS]
     with TargetSession(target, 2 * PAGE, sequences=3) as session:
         session.read_layers((1, FINAL_FEATURES))
         found = []
@@ -95,7 +95,7 @@ def test_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_room_is_that_of_one_sequence() -> None:
+def test_length_limit_is_that_of_one_sequence() -> None:
     target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
     with TargetSession(target, 20, sequences=3) as session, pytest.raises(UserError, match="a session of 20"):
         session.prefill([1] * 21)

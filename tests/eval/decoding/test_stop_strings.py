@@ -1,4 +1,4 @@
-"""Stop strings cut at the token that completes one, whatever pieces the tokens are, and wherever a round ends."""
+"""Stop strings cut at the token that completes one, for any split into tokens and rounds."""
 
 import itertools
 from typing import Any
@@ -23,7 +23,7 @@ V = 11
 
 
 class PieceTokenizer:
-    """Token i stands for PIECES[i]."""
+    """Tokenizer whose token i is PIECES[i]."""
 
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
@@ -33,7 +33,7 @@ class PieceTokenizer:
 
 
 def cut(tokenizer: Any, ids: list[int], *stop: str) -> tuple[int | None, str | None]:
-    """How many tokens are kept, and the text; both None if nothing stops."""
+    """Return the number of kept tokens and the text; both None if nothing stops."""
     matcher = StopMatcher(StopStrings(stop, tokenizer))
     for index, token in enumerate(ids):
         if matcher.completes(token):
@@ -41,13 +41,13 @@ def cut(tokenizer: Any, ids: list[int], *stop: str) -> tuple[int | None, str | N
     return None, matcher.text_before
 
 
-def test_by_hand() -> None:
+def test_cuts_by_hand() -> None:
     tokenizer = PieceTokenizer(["Hello", "\n", "\n\n", "Q", ": x", "}\n\nfoo"])
     assert cut(tokenizer, [0, 1, 1, 3], "\n\n") == (3, "Hello")  # across two tokens
     assert cut(tokenizer, [0, 2, 3], "\n\n") == (2, "Hello")  # a whole token
     assert cut(tokenizer, [0, 5, 3], "\n\n") == (2, "Hello}")  # inside a token
-    assert cut(tokenizer, [0, 1, 3, 4], "\nQ:") == (4, "Hello")  # three tokens, and a rest behind it
-    assert cut(tokenizer, [0, 5], "foo", "}\n") == (2, "Hello")  # the first in the text, not in the list
+    assert cut(tokenizer, [0, 1, 3, 4], "\nQ:") == (4, "Hello")  # three tokens, with text after it
+    assert cut(tokenizer, [0, 5], "foo", "}\n") == (2, "Hello")  # the first one in the text, not in the list
     assert cut(tokenizer, [0, 1, 3, 1], "\n\n", "z") == (None, None)
     assert cut(tokenizer, [0], "Hello") == (1, "")
     assert cut(tokenizer, [3, 3, 3], "QQ") == (2, "")
@@ -58,7 +58,7 @@ def byte_level() -> Any:
 
 
 def byte_fallback() -> Any:
-    """As Llama 2's: words with their space, single bytes for what the vocabulary lacks, no space at the very start."""
+    """Build one like Llama 2's: words with their space, bytes for unknown characters, no space at the start."""
     vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for piece in ("▁", "a", "b", "c", ".", "▁a", "▁b", "▁c"):
         vocabulary[piece] = len(vocabulary)
@@ -74,8 +74,8 @@ def byte_fallback() -> Any:
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize("text", ["a b. 東京 c\n\na", "€ ab é\u0301 c b", "a\U0001f600\U0001f600b c"])
-def test_as_if_the_whole_text_were_decoded_after_every_token(make: Any, text: str) -> None:
-    """Every substring as the stop string: the first prefix of the tokens whose text holds it."""
+def test_cut_equals_decoding_the_whole_text_after_every_token(make: Any, text: str) -> None:
+    """For every substring as the stop string the cut is the shortest prefix of tokens whose text holds it."""
     tokenizer = make()
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
@@ -88,7 +88,7 @@ def test_as_if_the_whole_text_were_decoded_after_every_token(make: Any, text: st
     assert cut(tokenizer, ids, text + "!") == (None, None)
 
 
-def test_special_tokens_are_no_text() -> None:
+def test_special_tokens_do_not_match() -> None:
     tokenizer = byte_level()
     eot = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*tokenizer.encode("Hello there", add_special_tokens=False), eot, *tokenizer.encode("Say")]
@@ -110,8 +110,8 @@ def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling
         return generate(session, method, PROMPT, sampling, 24, (), torch.Generator().manual_seed(0), stops)
 
 
-def test_in_the_middle_of_an_accepted_path_and_across_two_rounds(target: LlamaForCausalLM) -> None:
-    """Rounds keep tokens 1-5, 6-10, ... of the answer (token 0 is the prefill's), as all drafts are right."""
+def test_stop_within_an_accepted_path_and_across_rounds(target: LlamaForCausalLM) -> None:
+    """All drafts are right, so rounds commit tokens 1-5, 6-10, ... (token 0 is the prefill's)."""
     answer = run(target, Autoregressive()).ids
     pieces = PieceTokenizer([f"<{token}>" for token in range(V)])
 

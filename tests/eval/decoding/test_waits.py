@@ -1,6 +1,6 @@
-"""How often the host waits for a GPU in a round, counted on a ghost of one (`support.ghost_device`).
+"""Waits of the host for a GPU per round, counted on a ghost device (`support.ghost_device`).
 
-It cannot show what a wait costs: 10 to 20 us, in rounds of 10 to 30 ms for a target of 8B.
+It does not measure the cost of a wait: 10 to 20 us, in rounds of 10 to 30 ms for a target of 8B.
 """
 
 from typing import Any
@@ -28,15 +28,15 @@ TREES: dict[str, dict[str, Any]] = {
     "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
     "adaptive": {"tree": "adaptive", "nodes": 9, "branch": 3, "lookup": True},
 }
-# One that drafts in one forward, one level by level; of the others each is like one of them.
+# One kind drafts in one forward, one level by level; every other kind is like one of them.
 FEW_FIRST = [k if k in ("parallel", "hydra") else pytest.param(k, marks=pytest.mark.nightly) for k in drafter_kinds()]
 
 
-def waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling) -> tuple[float, float]:
-    """Waits of a round for what the device has made, and for copies to it; with its prompt, but without its end."""
+def count_waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling) -> tuple[float, float]:
+    """Return a round's waits for results of the device and for copies to it, with the prompt, without the end."""
     generator = torch.Generator()
     with TargetSession(target, 64, layers) as session:
-        generate(session, method, PROMPT, sampling, 12, (), generator.manual_seed(2))  # what is made once
+        generate(session, method, PROMPT, sampling, 12, (), generator.manual_seed(2))  # one-time setup
         prefill = session.prefill
 
         def counting(prompt_ids: list[int]) -> Any:
@@ -48,7 +48,7 @@ def waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampli
         answer = generate(session, method, PROMPT, sampling, 12, (), generator.manual_seed(2))
         GhostDevice.counting = False
     assert answer.rounds >= 3
-    back = GhostDevice.of("back") - 2  # the first token, and the answer's end for its time
+    back = GhostDevice.of("back") - 2  # the first token, and the end of the answer for timing
     sent = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR]
     return back / answer.rounds, sent / answer.rounds
 
@@ -68,7 +68,7 @@ def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, in
     with ghost_device():
         target, drafter, method = drafting_on("cuda:0", kind, tree, sampling)
         levels = method.decoder.num_depths if isinstance(method.decoder, StepwiseDecoder) else 1
-        return *waits(method, drafter.feature_layers, target, sampling), levels
+        return *count_waits(method, drafter.feature_layers, target, sampling), levels
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -137,11 +137,11 @@ def test_a_round_without_drafts_waits_once() -> None:
     with ghost_device():
         target = tiny_target().to("cuda:0")
         for method in (Autoregressive(), PromptLookup("lookup", num_tokens=4, partial=True)):
-            assert waits(method, (-1,), target, Sampling()) == (1, 0)
+            assert count_waits(method, (-1,), target, Sampling()) == (1, 0)
 
 
-def test_the_ghost_sees_a_wait() -> None:
-    """A counter that counted nothing would pass all of the above."""
+def test_ghost_device_counts_a_wait() -> None:
+    """A counter that never counts would pass all tests above."""
     with ghost_device():
         target = tiny_target(num_hidden_layers=4, head_dim=16).to("cuda:0")
         with TargetSession(target, 64) as session:

@@ -1,11 +1,11 @@
-"""Trees grown level by level: as good as they can be by brute force, in few calls, and lossless when sampled."""
+"""Trees grown level by level: optimal by brute force, in few calls, and lossless when sampled."""
 
 import pytest
 import torch
 from support.table_decoder import (
     Path,
     TableDecoder,
-    every_path,
+    list_paths,
     paths_in,
     random_table,
 )
@@ -29,7 +29,7 @@ GREEDY = Sampling()
 
 
 def eagle2(table: dict[Path, Tensor], depths: int, nodes: int, branch: int, temperature: float) -> list[Path]:
-    """EAGLE-2 as it is written: expand at every depth, rerank once at the end."""
+    """Grow a tree as in EAGLE-2: expand at every depth, rerank once at the end."""
     probability: dict[Path, float] = {(): 1.0}
     frontier: list[Path] = [()]
     for _ in range(depths):
@@ -45,8 +45,8 @@ def eagle2(table: dict[Path, Tensor], depths: int, nodes: int, branch: int, temp
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_best_first_is_eagle_2_where_the_beam_is_narrow(seed: int) -> None:
-    """And it expands no more than that: at most `branch` nodes a depth, none at the last."""
+def test_best_first_equals_eagle_2_for_a_narrow_beam(seed: int) -> None:
+    """It expands no more nodes: at most `branch` per depth, none at the last."""
     depths, vocabulary, nodes, branch = 4, 4, 1 + seed % 20, 1 + seed % 4
     table = random_table(seed, vocabulary, depths)
     decoder = TableDecoder(table, depths)
@@ -72,15 +72,15 @@ def test_best_first_by_hand() -> None:
 
     assert paths(3, 2) == ([(0,), (1,), (1, 0)], [2])
     assert paths(5, 2) == ([(0,), (1,), (0, 0), (0, 1), (1, 0)], [2])
-    # Only the best node of a depth is expanded, with its best child.
+    # Only the best node of each depth is expanded, with its best child.
     assert paths(3, 1) == ([(0,), (0, 0)], [1])
-    # Nothing below the last of two, and nothing below the only one, can stay: no call for them.
+    # No node below the last of two, or below the only one, can stay, so there is no call for them.
     assert paths(2, 2) == ([(0,), (1,)], [1])
     assert paths(1, 2) == ([(0,)], [])
 
 
-def test_what_would_not_be_verified_is_not_drafted_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node has to promise 0.1 / 1.2 = 0.083: of the first three one stays, and below it all do but one of 0.072."""
+def test_nodes_that_would_not_be_verified_are_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node needs a probability of 0.1 / 1.2 = 0.083: one of the first three stays, below it all but one of 0.072."""
     monkeypatch.setattr(adaptive, "FIRST_ROUNDS", 0)
     below = torch.tensor([0.5, 0.42, 0.08]).log()
     table = {(): torch.tensor([0.9, 0.05, 0.05]).log()} | {(first,): below for first in range(3)}
@@ -92,13 +92,13 @@ def test_what_would_not_be_verified_is_not_drafted_below(monkeypatch: pytest.Mon
     assert paths_in(tree) == [(0,), (0, 0), (0, 1)]
 
 
-def test_of_equally_likely_nodes_the_parent_stays() -> None:
-    """Three first tokens, all equally likely, and then one that is certain: every node is as likely as its parent."""
+def test_parent_stays_among_equally_likely_nodes() -> None:
+    """Three equally likely first tokens, each followed by a certain one: every node is as likely as its parent."""
     certain = torch.tensor([0.0, -torch.inf, -torch.inf])
-    table = dict.fromkeys(every_path(3, range(1, 3)), certain) | {(): torch.zeros(3)}
+    table = dict.fromkeys(list_paths(3, range(1, 3)), certain) | {(): torch.zeros(3)}
     for nodes in range(1, 11):
         tree = BestFirstGrower(nodes, branch=3).propose(9, TableDecoder(table, 3), GREEDY, None)
-        # What comes first stays, and what has no probability never comes.
+        # The first ones stay, and tokens without probability are never drafted.
         assert tree.depths == (0, 1, 1, 1, 2, 2, 2, 3, 3, 3)[: nodes + 1]
         assert all(path[1:] == (0,) * (len(path) - 1) for path in paths_in(tree))
 
@@ -123,8 +123,8 @@ def test_greedy_chain_follows_the_argmax_of_its_own_path() -> None:
 RANK_PATHS = [[2], [0], [0, 0], [0, 1], [2, 1], [0, 1, 0], [2, 1, 2], [1], [2, 1, 0], [0, 1, 0, 0]]
 
 
-def test_static_ranks_are_those_of_the_parent_on_the_path() -> None:
-    """Every level in one call, for the nodes with children only."""
+def test_static_ranks_are_relative_to_the_parent() -> None:
+    """Every level is one call, only for nodes with children."""
     table = random_table(1, 4, 4)
     decoder = TableDecoder(table, 4)
     tree = StaticGrower(RANK_PATHS).propose(9, decoder, GREEDY, None)
@@ -148,7 +148,7 @@ def test_static_tree_larger_than_the_draft() -> None:
 
 
 def test_draws_without_replacement() -> None:
-    """Ordered pairs from q = (.5, .3, .2, 0): the second is drawn from what the first left."""
+    """Ordered pairs from q = (.5, .3, .2, 0): the second is drawn from the remaining tokens."""
     q = torch.tensor([[0.5, 0.3, 0.2, 0.0]], dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
     draws = 20000

@@ -1,4 +1,4 @@
-"""Methods that need no training: each drafts what its paper says, and none changes the target's greedy tokens."""
+"""Methods without training: each drafts as in its paper, and none changes the target's greedy tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def expected_ids(target: PreTrainedModel) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tokens_folder(tmp_path_factory: pytest.TempPathFactory, expected_ids: list[int]) -> Path:
-    """Half of the answer, and something else: what an n-gram drafter finds there is sometimes right."""
+    """Write half of the answer and other tokens, so that an n-gram drafter is sometimes right."""
     folder = tmp_path_factory.mktemp("run") / "data" / "tokens"
     rows = {"input_ids": [expected_ids[:20], [5, 6, 7, 5, 6, 8]], "loss_mask": [[1] * 20, [0, 1, 1, 1, 1, 1]]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(folder))
@@ -88,7 +88,7 @@ def test_every_method_file_is_tested() -> None:
 
 
 class TestPromptLookup:
-    def drafted(self, ids: list[int], match: str = "earliest", partial: bool = False, **options: int) -> list[int]:
+    def draft_tokens(self, ids: list[int], match: str = "earliest", partial: bool = False, **options: int) -> list[int]:
         method = PromptLookup("x", match=match, partial=partial, **options)
         method.start(ids[:3], NO_FEATURES)
         method.observe(ids[3:], NO_FEATURES)
@@ -97,21 +97,21 @@ class TestPromptLookup:
     def test_spec_bench_drafts_all_tokens_or_none(self) -> None:
         """Four tokens follow the 3-gram, but five the shorter 2-gram 2 3, which occurred before."""
         ids = [2, 3, 5, 1, 2, 3, 6, 1, 2, 3]
-        assert self.drafted(ids, num_tokens=4) == [3, 6, 1, 2, 3]
-        assert self.drafted(ids, num_tokens=5) == [3, 5, 1, 2, 3, 6]
-        assert self.drafted(ids, num_tokens=9) == [3]
-        assert self.drafted(ids, num_tokens=9, partial=True) == [3, 6, 1, 2, 3]
+        assert self.draft_tokens(ids, num_tokens=4) == [3, 6, 1, 2, 3]
+        assert self.draft_tokens(ids, num_tokens=5) == [3, 5, 1, 2, 3, 6]
+        assert self.draft_tokens(ids, num_tokens=9) == [3]
+        assert self.draft_tokens(ids, num_tokens=9, partial=True) == [3, 6, 1, 2, 3]
         # ... and more than the n-gram has.
-        assert self.drafted([1, 2, 3, 4, 1, 2, 3], num_tokens=1) == [3, 4]
-        assert self.drafted([1, 2, 3, 1, 2, 3], num_tokens=1, max_ngram=3) == [3, 1]
+        assert self.draft_tokens([1, 2, 3, 4, 1, 2, 3], num_tokens=1) == [3, 4]
+        assert self.draft_tokens([1, 2, 3, 1, 2, 3], num_tokens=1, max_ngram=3) == [3, 1]
 
     @pytest.mark.parametrize("seed", range(6))
-    def test_the_same_as_transformers(self, seed: int) -> None:
-        """Its own class says what `earliest` and `partial` draft."""
+    def test_prompt_lookup_equals_transformers(self, seed: int) -> None:
+        """The reference for `earliest` and `partial` is transformers' class."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, (12,), generator=generator)
         theirs = PromptLookupCandidateGenerator(None, num_output_tokens=4, max_matching_ngram_size=2, max_length=99)
-        assert self.drafted(ids.tolist(), num_tokens=4, max_ngram=2, partial=True) == [
+        assert self.draft_tokens(ids.tolist(), num_tokens=4, max_ngram=2, partial=True) == [
             int(ids[-1]),
             *theirs.get_candidates(ids[None])[0][0, len(ids) :].tolist(),
         ]
@@ -133,22 +133,22 @@ class TestNgram:
         assert self.counts(3, [1, 2]) == {3: 2, 4: 1}
         assert self.counts(3, [3, 1]) == {2: 1}
 
-    def test_backs_off(self) -> None:
+    def test_backs_off_to_shorter_ngrams(self) -> None:
         assert self.counts(3, [8, 2]) == {3: 2, 4: 1}  # to the bigram
         assert self.counts(3, [8, 8]) == self.counts(1, [])  # to the unigram
         assert self.counts(3, []) == self.counts(1, [])
 
-    def test_too_many_ngrams(self) -> None:
+    def test_too_many_ngrams_are_refused(self) -> None:
         with pytest.raises(ValueError, match="4-grams over 100000"):
             NgramModel(self.ROWS, 4, 100_000)
 
-    def test_no_tokens(self, target: PreTrainedModel, tmp_path: Path) -> None:
+    def test_missing_tokens_are_reported(self, target: PreTrainedModel, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="holds no tokens to count n-grams in: run `draftsmith distill"):
             make_method(setting(target, tmp_path / "nowhere", "ngram"))
 
 
 class TestLookahead:
-    def test_a_column_becomes_an_ngram_and_a_guess(self) -> None:
+    def test_column_becomes_an_ngram_and_a_guess(self) -> None:
         method = Lookahead("x", level=4, window=3, guesses=2, from_prompt=False)
         method.start([10, 11, 12], NO_FEATURES)
         method.observe([20], NO_FEATURES)
@@ -169,7 +169,7 @@ class TestLookahead:
         guessed = method.propose()
         assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in guessed.paths()]
 
-    def test_the_window_fills_level_by_level(self) -> None:
+    def test_window_fills_level_by_level(self) -> None:
         """W=2, N=4: 4 tokens of the prompt; each of the first two rounds adds a level and drops a column."""
         method = Lookahead("x", level=4, window=2, guesses=1)
         method.start([10, 11, 12], NO_FEATURES)
@@ -178,7 +178,7 @@ class TestLookahead:
         _, a, b, c = method._levels[0]
 
         def run(first: int) -> DraftTree:
-            """The target says `first` at the root, and one more at every node of the column after it."""
+            """Run a round: the target's token is `first` at the root, and one more at every node of the next column."""
             tree = method.propose()
             logits = torch.zeros(len(tree), 60)
             for number, node in enumerate(method._last_nodes):
@@ -201,8 +201,10 @@ class TestLookahead:
         assert method._pool == {20: {(32, 41, 50): None}, c: {(33, 42, 51): None}}
 
     @pytest.mark.parametrize(("accept_window", "accepted"), [(False, []), (True, [1, 4])])
-    def test_a_guess_of_the_window_is_accepted_by_option_alone(self, accept_window: bool, accepted: list[int]) -> None:
-        """The target says 1 4 7 behind the root; 1 4 is a column of the window, later an n-gram of the pool."""
+    def test_guess_of_the_window_is_accepted_only_with_the_option(
+        self, accept_window: bool, accepted: list[int]
+    ) -> None:
+        """The target's tokens after the root are 1 4 7; 1 4 is a column of the window, later an n-gram of the pool."""
         method = Lookahead("x", level=3, window=2, guesses=2, accept_window=accept_window)
         method.start([10], NO_FEATURES)
         method.observe([20], NO_FEATURES)
@@ -224,8 +226,8 @@ class TestDraftModel:
     def draft(self) -> PreTrainedModel:
         return tiny_target(num_hidden_layers=1).double()
 
-    def test_it_drafts_what_it_would_say(self, draft: PreTrainedModel) -> None:
-        """Every logit equals a plain forward over its path, after paths accepted in whole, in part and not at all."""
+    def test_draft_logits_equal_a_plain_forward(self, draft: PreTrainedModel) -> None:
+        """Every logit equals a plain forward over its path, after fully, partly and never accepted paths."""
         decoder, committed = DraftModelDecoder(draft, 3, 64, VOCABULARY), [5, 9, 33]
         decoder.start(torch.tensor(committed), NO_FEATURES)
 
@@ -246,14 +248,14 @@ class TestDraftModel:
         for depth in range(1, 4):  # a chain needs no mask
             check(decoder.expand([depth], [depth - 1]), [*range(1, depth + 1)])
 
-    def test_the_target_as_its_own_draft_model_is_always_right(
+    def test_target_as_its_own_draft_model_is_always_right(
         self, target: PreTrainedModel, expected_ids: list[int]
     ) -> None:
         decoder = DraftModelDecoder(target, 4, 64, VOCABULARY)
         method = build_tree_drafter(MethodConfig(name="x"), decoder, GREEDY)
         out = answer(target, method)
         assert out.ids == expected_ids
-        assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 every round, and what is left of 39
+        assert out.accept_lengths == [5] * 7 + [4]  # gamma + 1 per round, and the rest of 39
 
     def test_smaller_and_larger_vocabularies(self, target: PreTrainedModel, expected_ids: list[int]) -> None:
         for size in (VOCABULARY - 7, VOCABULARY + 7):
@@ -289,12 +291,14 @@ class TestDraftModel:
         ),
     ],
 )
-def test_wrong_options(keys: dict[str, Any], message: str, target: PreTrainedModel, tokens_folder: Path) -> None:
+def test_invalid_options_are_reported(
+    keys: dict[str, Any], message: str, target: PreTrainedModel, tokens_folder: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         make_method(setting(target, tokens_folder, **keys))
 
 
-def test_cut_trees_teach_lookahead_nothing(target: PreTrainedModel) -> None:
+def test_lookahead_does_not_learn_from_cut_trees(target: PreTrainedModel) -> None:
     method = Lookahead("x", level=3, window=2, guesses=1)
     method.start(PROMPT, NO_FEATURES)
     method.observe([5], NO_FEATURES)

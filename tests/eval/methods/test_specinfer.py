@@ -1,4 +1,4 @@
-"""SpecInfer: trees merged from several draft models, exactly lossless however they overlap."""
+"""SpecInfer: trees merged from several draft models, exactly lossless for any overlap."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ NO_FEATURES = torch.zeros(0)
 V = 3
 
 
-def merged(decoders: list[Any], expansion: list[int], samples: int = 1, sampling: Sampling = GREEDY) -> SpecInfer:
+def build_merged(decoders: list[Any], expansion: list[int], samples: int = 1, sampling: Sampling = GREEDY) -> SpecInfer:
     method = SpecInfer("x", list[StepwiseDecoder](decoders), expansion, samples, sampling, torch.Generator())
     method.observe([7], NO_FEATURES)
     return method
@@ -38,24 +38,24 @@ def merged(decoders: list[Any], expansion: list[int], samples: int = 1, sampling
 # ---- greedy: the most likely tokens of each ----
 
 
-def test_the_most_likely_tokens_of_every_model_are_merged() -> None:
+def test_most_likely_tokens_of_every_model_are_merged() -> None:
     """<2, 1>. A: 0, 1, then 2 below both. B: 1, 2, then 0 below 1 and 2 below 2."""
     a = {(): torch.tensor([3.0, 2, 1]), (0,): torch.tensor([0.0, 1, 2]), (1,): torch.tensor([0.0, 1, 2])}
     b = {(): torch.tensor([1.0, 3, 2]), (1,): torch.tensor([2.0, 1, 0]), (2,): torch.tensor([0.0, 1, 2])}
     first, second = TableDecoder(a, 2), TableDecoder(b, 2)
-    tree = merged([first, second], [2, 1], samples=3).propose()
+    tree = build_merged([first, second], [2, 1], samples=3).propose()
     assert sorted(paths_in(tree)) == [(0,), (0, 2), (1,), (1, 0), (1, 2), (2,), (2, 2)]
     assert (tree.tokens[0], tree.q, tree.draws) == (7, None, None)
-    # Each model reads its own nodes only, whichever others drafted them.
+    # Each model reads its own nodes only, even if others drafted them too.
     assert (first.widths, second.widths) == ([2], [2])
 
 
 def test_tokens_without_probability_are_not_drafted() -> None:
     table = {(): torch.tensor([0.0, -torch.inf, -torch.inf])}
-    assert paths_in(merged([TableDecoder(table, 1)], [3]).propose()) == [(0,)]
+    assert paths_in(build_merged([TableDecoder(table, 1)], [3]).propose()) == [(0,)]
 
 
-# ---- sampled: the distribution, by enumeration over everything that can be drawn ----
+# ---- sampled: the distribution, by enumeration of all draws ----
 
 
 def every_tree(grow: Callable[[], DraftTree], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[float, DraftTree]]:
@@ -77,12 +77,12 @@ def every_tree(grow: Callable[[], DraftTree], monkeypatch: pytest.MonkeyPatch) -
     ("models", "expansion", "samples"),
     [(2, [2], 1), (2, [1, 1], 1), (1, [1, 1], 2), (1, [2, 1], 1), (3, [1], 1), (2, [1, 2], 1)],
 )
-def test_it_keeps_the_distribution(
+def test_sampling_keeps_the_targets_distribution(
     models: int, expansion: list[int], samples: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """p and every q depend on the whole path, and every q is another."""
+    """p and every q depend on the whole path, and all q differ."""
     decoders = [TableDecoder(random_table(20 + model, V, 2), 2) for model in range(models)]
-    method, trees = merged(decoders, expansion, samples, sampling), []
+    method, trees = build_merged(decoders, expansion, samples, sampling), []
     for weight, tree in every_tree(method.propose, monkeypatch):
         paths = paths_in(tree)
         assert len(set(paths)) == len(paths), "equal paths must share a node"
@@ -93,9 +93,9 @@ def test_it_keeps_the_distribution(
     check_three_tokens(trees, random_table(11, V, 3), sampling, V)
 
 
-def test_a_cut_tree_keeps_its_draws() -> None:
+def test_cut_tree_keeps_its_draws() -> None:
     sampling, table = Sampling(1.0), random_table(3, V, 3)
-    tree = merged([TableDecoder(table, 3)], [3, 2, 2], 2, sampling).propose()
+    tree = build_merged([TableDecoder(table, 3)], [3, 2, 2], 2, sampling).propose()
     cut = tree.cut_to_depth(1)
     assert tree.draws is not None
     assert cut.draws is not None
@@ -163,6 +163,6 @@ def test_draft_models_and_a_trained_drafter_together(tmp_path: Path, temperature
         ),
     ],
 )
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_method(setting(None, None, options))

@@ -1,4 +1,4 @@
-"""Intervals over questions: figures by hand, coverage where the truth is known, and what pairing takes away."""
+"""Intervals over questions: figures by hand, coverage of a known truth, and the effect of pairing."""
 
 import math
 
@@ -9,61 +9,61 @@ from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, interval, paired_ratio, speedup, tau
 
 
-def sums_of(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | None = None) -> QuestionSums:
-    """Ten rounds a question, as many tokens as kept; the baseline's token takes a second."""
+def build_sums(kept: list[float], seconds: list[float], tasks: tuple[str, ...] | None = None) -> QuestionSums:
+    """Build sums of ten rounds per question with `kept` tokens; a baseline token takes a second."""
     kept_q, ones = np.array(kept), np.ones(len(kept))
     return QuestionSums(kept_q, 10 * ones, kept_q, np.array(seconds), kept_q, kept_q, tasks)
 
 
 def test_figures_are_pooled_or_a_mean_over_tasks() -> None:
-    sums = sums_of([20.0, 40.0, 60.0], [10.0, 5.0, 15.0])
+    sums = build_sums([20.0, 40.0, 60.0], [10.0, 5.0, 15.0])
     assert (compute_ratio(tau, sums), compute_ratio(speedup, sums)) == (pytest.approx(4.0), pytest.approx(120 / 30))
-    by_task = sums_of([20.0, 40.0, 60.0], [10.0, 5.0, 15.0], ("rag", "rag", "qa"))
+    by_task = build_sums([20.0, 40.0, 60.0], [10.0, 5.0, 15.0], ("rag", "rag", "qa"))
     assert compute_ratio(tau, by_task) == pytest.approx((3.0 + 6.0) / 2)
     assert compute_ratio(speedup, by_task) == pytest.approx((60 / 15 + 60 / 15) / 2)
 
 
 def test_error_equals_the_delta_method() -> None:
-    """Of log tau the derivative by a question's weight is kept / all kept - rounds / all rounds."""
-    sums = sums_of([20.0, 40.0], [1.0, 1.0])
+    """The derivative of log tau by a question's weight is kept / all kept - rounds / all rounds."""
+    sums = build_sums([20.0, 40.0], [1.0, 1.0])
     log, influence = bootstrap._log_and_influence(tau, sums, np.ones((1, 2)))
     assert log[0] == pytest.approx(math.log(3.0))
     assert influence[0].tolist() == pytest.approx([20 / 60 - 1 / 2, 40 / 60 - 1 / 2])
-    by_task = sums_of([20.0, 40.0, 60.0, 60.0], [1.0] * 4, ("rag", "rag", "qa", "qa"))
+    by_task = build_sums([20.0, 40.0, 60.0, 60.0], [1.0] * 4, ("rag", "rag", "qa", "qa"))
     _, influence = bootstrap._log_and_influence(tau, by_task, np.ones((1, 4)))
-    # rag's tau is 3 of a mean of 4.5, so that its derivatives count 3 / (2 * 4.5); qa's questions are equal.
+    # rag's tau is 3 and the mean 4.5, so its derivatives count 3 / (2 * 4.5); qa's questions are equal.
     assert influence[0].tolist() == pytest.approx([-1 / 6 / 3, 1 / 6 / 3, 0, 0])
 
 
 def test_too_few_questions_have_no_interval() -> None:
-    assert interval(tau, sums_of([20.0] * 4, [1.0] * 4)) is None
-    assert interval(tau, sums_of([20.0] * 5, [1.0] * 5, ("rag", "rag", "qa", "qa", "mt_bench"))) is None
-    assert interval(tau, sums_of([20.0] * 5, [1.0] * 5)) == pytest.approx([2.0, 2.0])
+    assert interval(tau, build_sums([20.0] * 4, [1.0] * 4)) is None
+    assert interval(tau, build_sums([20.0] * 5, [1.0] * 5, ("rag", "rag", "qa", "qa", "mt_bench"))) is None
+    assert interval(tau, build_sums([20.0] * 5, [1.0] * 5)) == pytest.approx([2.0, 2.0])
 
 
 @pytest.mark.parametrize("tasks", [None, ("rag",) * 7 + ("qa",) * 6])
 def test_interval_has_nominal_coverage(tasks: tuple[str, ...] | None) -> None:
-    """400 times 13 questions with a tau of 2 on average. The percentile bootstrap covered 90 % of such."""
+    """400 samples of 13 questions with a mean tau of 2. The percentile bootstrap covered only 90 %."""
     chance, hits = np.random.default_rng(1), 0
     for _ in range(400):
         kept = chance.gamma(4.0, 5.0, size=13)  # mean 20, so a tau of 2
-        ends = interval(tau, sums_of(kept.tolist(), kept.tolist(), tasks))
+        ends = interval(tau, build_sums(kept.tolist(), kept.tolist(), tasks))
         assert ends is not None
         hits += ends[0] <= 2.0 <= ends[1]
     assert 0.925 <= hits / 400 <= 0.975
 
 
-def test_pairing_cancels_the_questions_difficulty() -> None:
-    """One is 10 % faster on every question, however unlike the questions are."""
+def test_pairing_cancels_the_difficulty_of_questions() -> None:
+    """One is 10 % faster on every question, although questions differ."""
     chance = np.random.default_rng(2)
     kept = chance.uniform(10, 60, size=20).tolist()
-    slow = sums_of(kept, [each / 2 for each in kept])
-    fast = sums_of(kept, [each / 2.2 for each in kept])
+    slow = build_sums(kept, [each / 2 for each in kept])
+    fast = build_sums(kept, [each / 2.2 for each in kept])
     assert paired_ratio(speedup, fast, slow) == pytest.approx([1.1, 1.1])
-    longer = sums_of([1.1 * each for each in kept], kept)  # and another keeps 10 % more tokens in each round
+    longer = build_sums([1.1 * each for each in kept], kept)  # and another accepts 10 % more tokens per round
     assert paired_ratio(tau, longer, slow) == pytest.approx([1.1, 1.1])
-    hard = sums_of(kept, chance.uniform(5, 30, size=20).tolist())
+    hard = build_sums(kept, chance.uniform(5, 30, size=20).tolist())
     low, high = paired_ratio(speedup, hard, slow) or [0.0, 0.0]
     assert high - low > 0.1
     with pytest.raises(ValueError, match="20 questions cannot be paired with 2"):
-        paired_ratio(tau, slow, sums_of([1.0, 2.0], [1.0, 1.0]))
+        paired_ratio(tau, slow, build_sums([1.0, 2.0], [1.0, 1.0]))

@@ -1,4 +1,4 @@
-"""Pictures: curves against figures from the paper's table 1 or by hand, ours drawn in, and odd names."""
+"""Charts: curves against the paper's table 1 or by hand, our measured points, and unusual names."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def test_curves_by_hand_and_from_table_1() -> None:
     """Figure 2 is 1 + a + ... + a^gamma.
 
     At alpha .5, c .1 the speedups are 1, 1.364, 1.458, 1.442 for gamma 0 to 3; nothing pays if alpha <= c. Table 1 has
-    for (alpha .8, gamma 5) 3.69x and operations 1.63; at alpha 0 all gamma + 1 operations are in vain.
+    for (alpha .8, gamma 5) 3.69x and operations 1.63; at alpha 0 all gamma + 1 operations are wasted.
     """
     tokens, gammas, speedups, operations = THEORY
 
@@ -43,7 +43,7 @@ def test_curves_by_hand_and_from_table_1() -> None:
     assert (at(speedups, 3, 0.0), at(operations, 3, 0.0)) == (1, 4)
 
 
-def test_measured_points_are_drawn_into_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_points_are_on_the_curves_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     monkeypatch.setattr(charts.plt, "close", figures.append)
     files = draw_theory(ROWS, tmp_path)
@@ -71,7 +71,7 @@ def test_measured_points_are_drawn_into_the_curves(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_category_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
-    """Dollar signs are no mathematics, and no picture grows beyond what can be drawn: 60 inches of 140 dots."""
+    """Dollar signs are not parsed as mathematics, and charts are at most 60 inches at 140 dpi."""
     categories = ["$\\frac{$", "x" * 5000, "\u4f60\u597d", *(f"category {n}" for n in range(60))]
     rows = [row(name, category) for name in ("autoregressive", "a$_{$") for category in (*categories, "overall")]
     for picture in draw_charts(rows, tmp_path, "run $\\x$"):

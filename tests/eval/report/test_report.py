@@ -1,4 +1,4 @@
-"""What the report says: complete, and honest about what it did not find."""
+"""The report is complete and states missing results."""
 
 import re
 from pathlib import Path
@@ -29,14 +29,14 @@ SLOWNESS = "Part of any speedup here is due to a slow baseline"
 BASELINE = [{"temperature": 0.0, "step_bytes_per_s": 2e9, "read_bytes_per_s": 4e9, "share": 0.5}]
 
 
-def on_screen(summary: list[dict[str, Any]], width: int = 140, **options: Any) -> str:
+def render_table(summary: list[dict[str, Any]], width: int = 140, **options: Any) -> str:
     console = Console(record=True, width=width, force_terminal=False, no_color=True)
     print_table(summary, console, **options)
     return console.export_text()
 
 
 def test_report_in_markdown(tmp_path: Path) -> None:
-    """Two temperatures, a draft vocabulary, a method that is not lossless, stop strings, and a slow baseline."""
+    """The run has two temperatures, a draft vocabulary, a lossy method, stop strings, and a slow baseline."""
     reduced = {"decoded_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
     strange = "[red]a|*b* _c_ <d>\n~~e~~ $f$ multi_turn"
     summary = [
@@ -76,7 +76,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
         assert said in text
     assert re.search(r"\| fast \| 0 \| .* \| not lossless \|", text)
     assert text.index("## Theory") < text.index("![theory_tokens](eval/theory_tokens.png)")
-    # Tables stay tables: no blank line between their rows, and each row has as many cells as its header.
+    # Tables are valid: no blank line between rows, and each row has as many cells as its header.
     for table in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
         lines = table.strip().split("\n")
         assert len(lines) > 2
@@ -105,9 +105,9 @@ def test_next_steps_follow_from_the_numbers() -> None:
 
 
 def test_terminal_table() -> None:
-    """One line a method, the fastest first: the tree's round takes 0.25 steps to draft and 4.5 ms over 4 to check."""
+    """One line per method, the fastest first: the tree takes 0.25 steps to draft, 4.5 ms over 4 ms to verify."""
     lenient = row("fast", "overall", speedup_mean=3.0, greedy_identical=None, lossless=False)
-    text = on_screen([*SUMMARY, BUG, TIES, lenient], baseline=BASELINE, timing=TIMING)
+    text = render_table([*SUMMARY, BUG, TIES, lenient], baseline=BASELINE, timing=TIMING)
     assert re.search(r"tree +2.01x +too few questions +2.50 +1.38: 0.25 \+ 1.12 +yes", text)
     assert re.search(r"bad .* NO\s", text)
     assert re.search(r"rounded .* but for 3 ties", text)
@@ -117,10 +117,10 @@ def test_terminal_table() -> None:
     assert "do not have the target's distribution" in " ".join(text.split())
     assert "commits more tokens" in text
     assert "four million parameters" not in text
-    assert "four million parameters" in on_screen(SUMMARY, is_embedded=True)
+    assert "four million parameters" in render_table(SUMMARY, is_embedded=True)
     # A long name hides no figure, and a name is text, not markup.
     long = [row("a-recipe-with-a-rather-long-name/[red]its-method", "overall", tau=2.71)]
-    text = on_screen([*SUMMARY, *long], 80)
+    text = render_table([*SUMMARY, *long], 80)
     assert "2.71" in text
     assert "[red]" in re.sub(r"\s", "", text)
 
@@ -154,7 +154,7 @@ def test_verdict_names_the_fastest_lossless_method() -> None:
 
 
 def test_verdict_explains_tau_and_round_costs() -> None:
-    """0.25 to draft and 4.5 ms over 4 ms to check: 1.375 steps, for 2.5 tokens."""
+    """0.25 to draft and 4.5 ms over 4 ms to verify: 1.375 steps for 2.5 tokens."""
     why = verdicts(SUMMARY, TIMING)[0].why
     assert why == (
         "A round of tree commits 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 "
@@ -176,7 +176,7 @@ def test_fastest_trained_drafter_is_named_if_another_method_won() -> None:
 
 
 def test_lossless_verdict() -> None:
-    """chain and tree, 10 answers each; the baseline's own count nowhere. Other differences than ties decide."""
+    """chain and tree have 10 answers each, the baseline's do not count. Differences other than ties decide."""
 
     def sentences(rows: list[dict[str, Any]], proof: dict[str, Any] | None = None) -> tuple[str, str, str]:
         found = lossless(rows, proof, answers=10)

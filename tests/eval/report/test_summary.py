@@ -1,4 +1,4 @@
-"""Figures under separate names: categories that count once, the baseline's speed by hand, what documents quote."""
+"""Figures of the summary: categories, the baseline's speed by hand, and the rows that documents quote."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ EIGHT = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "st
 
 
 def test_no_category_is_counted_twice() -> None:
-    """writing and math are mt_bench where there are other tasks too, and then a separate table."""
+    """writing and math belong to mt_bench if there are other tasks too, and then have a separate table."""
     summary = summarize(records_of({"chain": 1.0}))
     assert shown_categories(summary) == ["translation", "rag", "mt_bench"]
     assert parts_of_tasks(summary) == ["writing", "math"]
@@ -44,7 +44,7 @@ def test_no_category_is_counted_twice() -> None:
 
 
 def test_tasks_come_from_the_question_file() -> None:
-    """Records of a file that is not Spec-Bench's own say so: each of its categories is a task, and counts equally."""
+    """For a file other than Spec-Bench's each category is a task with equal weight."""
     records = records_of({"chain": 1.0})
     for record in records:
         record.task = record.category
@@ -78,9 +78,9 @@ def read_in(*seconds: float | None) -> list[QuestionRecord]:
 
 
 def test_baseline_bandwidth_by_hand() -> None:
-    """2 MB in 1 ms are 2 GB/s; the median question read them in 0.5 ms, which are 4."""
+    """2 MB in 1 ms are 2 GB/s; the median question read them in 0.5 ms, 4 GB/s."""
     step = {"temperature": 0.0, "t_target_step_s": 0.001}
-    (found,) = baseline_speeds(read_in(0.0005, 0.0004, 0.01, None), [step])
+    (found,) = baseline_speeds(questions_read_in(0.0005, 0.0004, 0.01, None), [step])
     assert found == {
         "temperature": 0.0,
         "weights_bytes": 2_000_000,
@@ -89,8 +89,8 @@ def test_baseline_bandwidth_by_hand() -> None:
         "read_bytes_per_s": pytest.approx(4e9),
         "share": pytest.approx(0.5),
     }
-    assert baseline_speeds(read_in(None), [step]) == []
-    assert baseline_speeds(read_in(0.001), [step | {"t_target_step_s": 0.0}]) == []
+    assert baseline_speeds(questions_read_in(None), [step]) == []
+    assert baseline_speeds(questions_read_in(0.001), [step | {"t_target_step_s": 0.0}]) == []
 
 
 # ---- figures by hand ----
@@ -107,8 +107,8 @@ def test_speedup_by_hand() -> None:
     assert summarize([made_up(0, 2.0, 4.0)])[-1]["speedup_std"] is None
 
 
-def a_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> QuestionRecord:
-    """10 tokens, the last 9 of them in as many rounds as the drafter takes."""
+def build_question(number: int, category: str, seconds: float, baseline_seconds: float, rounds: int) -> QuestionRecord:
+    """Build an answer of 10 tokens, the last 9 in this number of rounds."""
     record = replace(made_up(0, seconds, baseline_seconds), question_id=number, category=category)
     (answer,) = record.answers["chain@0"].turns
     answer.accept_lengths, answer.draft_lengths = [9 // rounds] * rounds, [9 // rounds - 1] * rounds
@@ -116,8 +116,8 @@ def a_question(number: int, category: str, seconds: float, baseline_seconds: flo
     return record
 
 
-def test_a_draft_vocabulary_by_hand() -> None:
-    """Three rounds of three tokens; two of these are outside, one where two of four drafted tokens were kept."""
+def test_draft_vocabulary_figures_by_hand() -> None:
+    """Three rounds of three tokens; two tokens are outside, one after two of four accepted draft tokens."""
     record = made_up(0, 2.0, 4.0)
     (turn,) = record.answers["chain@0"].turns
     turn.draft_depths, turn.outside_tokens, turn.ended_outside = [4, 4, 4], 2, [1]
@@ -154,13 +154,16 @@ def test_pooled_and_by_question_by_hand() -> None:
 
     The drafter's tau is 3 in 3 rounds and 9 in 1: 18 tokens in 4 rounds, or 6 by question.
     """
-    records = [a_question(1, "qa", 2.0, 4.0, rounds=3), a_question(2, "qa", 1.0, 1.0, rounds=1)]
+    records = [build_question(1, "qa", 2.0, 4.0, rounds=3), build_question(2, "qa", 1.0, 1.0, rounds=1)]
     row = summarize(records)[-1]
     assert (row["method"], row["category"], row["task"]) == ("chain", "overall", None)
     assert (row["speedup_mean"], row["speedup_by_question_mean"]) == (pytest.approx(5 / 3), pytest.approx(1.2))
     assert (row["tau"], row["tau_by_question"]) == (4.5, 6)
     assert row["speedup_by_question_std"] is None
-    again = [replace(record, run=1) for record in (a_question(1, "qa", 1.0, 4.0, 3), a_question(2, "qa", 1.0, 1.0, 1))]
+    again = [
+        replace(record, run=1)
+        for record in (build_question(1, "qa", 1.0, 4.0, 3), build_question(2, "qa", 1.0, 1.0, 1))
+    ]
     row = summarize([*records, *again])[-1]
     assert row["speedup_by_question_mean"] == pytest.approx(1.4)  # 1.2 and 1.6
     assert row["speedup_by_question_std"] == pytest.approx(0.2 * 2**0.5)
@@ -187,7 +190,7 @@ def test_latencies_by_hand() -> None:
     assert row["latency_p50_s"] == pytest.approx(0.37 / 3)
 
 
-# ---- what a document may quote ----
+# ---- rows that documents quote ----
 
 
 def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dict[str, Any]:
@@ -199,7 +202,7 @@ def row(method: str, category: str, tau: float, temperature: float = 0.0) -> dic
 
 
 def test_tasks_have_equal_weight() -> None:
-    """MT-bench keeps 36 tokens in 8 rounds, and has 10 s for 5 s: 4.5 and 2; QA 1 and 1: means of 2.75 and 1.5.
+    """MT-bench commits 36 tokens in 8 rounds, with 10 s against 5 s: 4.5 and 2; QA 1 and 1: means of 2.75 and 1.5.
 
     Both runs are pooled within a task: the mean of their speedups, 5/3 and 5/2, is not 2. One question of a task has no
     interval; with two of each, all equal, it has no width.
@@ -208,8 +211,8 @@ def test_tasks_have_equal_weight() -> None:
         replace(question, run=run)
         for run, seconds in enumerate((2.0, 1.0))
         for question in (
-            a_question(1, "math", seconds, 4.0, 3), a_question(2, "writing", 1.0, 1.0, 1),
-            a_question(3, "qa", 5.0, 5.0, 9),
+            build_question(1, "math", seconds, 4.0, 3), build_question(2, "writing", 1.0, 1.0, 1),
+            build_question(3, "qa", 5.0, 5.0, 9),
         )
     ]  # fmt: skip
     summary = summarize(records)
@@ -220,7 +223,7 @@ def test_tasks_have_equal_weight() -> None:
     }  # fmt: skip
     assert rows["autoregressive@0"]["over_tasks"]["speedup_mean"] == pytest.approx(1.0)
     assert "over_tasks" not in rows["chain@0"]["by_category"]["math"]
-    alike = [a_question(n, ("qa", "math")[n % 2], 2.0, 2.0 + 2 * (n % 2), rounds=3) for n in range(6)]
+    alike = [build_question(n, ("qa", "math")[n % 2], 2.0, 2.0 + 2 * (n % 2), rounds=3) for n in range(6)]
     found = summarize(alike)[-1]["over_tasks"]
     assert (found["speedup_mean"], found["speedup_interval"]) == (pytest.approx(1.5), pytest.approx([1.5, 1.5]))
     assert summarize(alike[::2])[-1]["over_tasks"] is None

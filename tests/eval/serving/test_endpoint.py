@@ -1,4 +1,4 @@
-"""A served endpoint: streamed answers, times, counters, and what is said where something is wrong."""
+"""A served endpoint: streamed answers, times, counters, and errors."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -35,16 +35,16 @@ def request(number: int = 0, max_new_tokens: int = 7) -> Request:
     return Request(f"{number}/0", [5, 6], [], GenerationSettings(max_new_tokens=max_new_tokens), 0)
 
 
-def test_an_answer_comes_in_pieces() -> None:
+def test_answer_is_streamed_in_pieces() -> None:
     with endpoint(pause_s=0.05) as (server, engine):
         outcome = engine.run(engine.answer(request()))
         assert isinstance(outcome, TimedAnswer)
         assert outcome.ids == [30, 31, 32, 33, 34, 35, 36]
-        # The first piece after one pause, the last one after four, whenever the first is read.
+        # The first piece comes after one pause, the last after four, whenever the first is read.
         assert outcome.first_token_s >= 0.05
         assert outcome.rest_s > 0
         assert outcome.first_token_s + outcome.rest_s >= 0.2
-        # Counted only after the answer was sent: 3 rounds, one kept of the two drafted in each.
+        # Counted after the answer was sent: 3 rounds, each with one of two draft tokens accepted.
         assert engine.counts(7) == DraftCounts(3, 6, 3, (3, 0), 7)
     (body,) = server.bodies
     assert server.keys == ["Bearer sesame"]
@@ -53,7 +53,7 @@ def test_an_answer_comes_in_pieces() -> None:
     assert engine.max_length_tokens == 64
 
 
-def test_an_answer_that_breaks_off() -> None:
+def test_answer_that_breaks_off_is_reported() -> None:
     with endpoint(breaks=(1,)) as (_, engine):
         assert engine.run(engine.answer(request())) == Failure("answer broken off")
         assert isinstance(engine.run(engine.answer(request())), TimedAnswer)
@@ -73,7 +73,7 @@ def test_an_answer_that_breaks_off() -> None:
         ({"model": "other/name"}, "/v1 serves other/name, not wanted: every server must serve the same model"),
     ],
 )
-def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: str) -> None:
+def test_wrong_server_is_reported(options: dict[str, Any], sentence: str) -> None:
     wanted = "wanted" if "model" in options else None
     server = StreamingServer(**options)
     with pytest.raises(UserError) as error:
@@ -82,7 +82,7 @@ def test_a_server_that_is_not_the_right_one(options: dict[str, Any], sentence: s
     server.stop()
 
 
-def test_a_server_that_is_down() -> None:
+def test_server_that_is_down_is_reported() -> None:
     with pytest.raises(UserError, match=r"no server answers \(http://127.0.0.1:9/v1: no connection .*correct --server"):
         Endpoint("http://127.0.0.1:9", setting())
     with pytest.raises(UserError, match=r"as with `python -m sglang.launch_server --enable-metrics --model-path"):
@@ -116,7 +116,7 @@ def test_an_sglang_whose_answers_do_not_say_it() -> None:
         ({"token_ids": False}, "returns no token ids: give a server of vLLM that supports return_token_ids"),
     ],
 )
-def test_what_every_request_has_in_common_ends_it(options: dict[str, Any], sentence: str) -> None:
+def test_error_of_every_request_ends_the_run(options: dict[str, Any], sentence: str) -> None:
     with endpoint(**options) as (_, engine), pytest.raises(UserError, match=sentence):
         engine.run(engine.answer(request()))
 
@@ -152,15 +152,15 @@ def test_counters_on_a_servers_page() -> None:
 
 
 def test_counts_between_two_readings_and_of_our_own_rounds() -> None:
-    """The first reading may be from before the first draft. Rounds of depth 3, 3, 3 and 1 that kept 3, 0, 1 and 1."""
+    """The first reading may precede the first draft. Rounds of depth 3, 3, 3 and 1 accepted 3, 0, 1 and 1 tokens."""
     first, last = DraftCounts(generated_tokens=2), DraftCounts(10, 30, 13, (8, 4, 1), 105)
     assert last - first == DraftCounts(10, 30, 13, (8, 4, 1), 103)
     assert DraftCounts(2, 6, 0, (0, 0, 0)).acceptance_conditional == [0.0, None, None]
     assert DraftCounts.of_rounds([3, 0, 1, 1], [3, 3, 3, 1]) == DraftCounts(4, 10, 5, (3, 1, 1))
 
 
-def test_the_function_that_stands_for_vllms_on_a_cpu() -> None:
-    """Requests of 2, 0 and 3 drafted tokens; a temperature of -1 (greedy) becomes 1; whole numbers stay whole."""
+def test_replacement_of_vllms_sampling_expansion_on_a_cpu() -> None:
+    """Requests of 2, 0 and 3 draft tokens; a temperature of -1 (greedy) becomes 1; integers stay integers."""
     output = torch.full((5,), 7.0)
     expanded(output, torch.tensor([0.7, 0.3, -1.0]), torch.tensor([2, 2, 5], dtype=torch.int32), -1, 1)
     assert torch.equal(output, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]))

@@ -1,4 +1,4 @@
-"""A thousand requests to a server that learns, while it and what learns are killed: none lost, none wrong."""
+"""A thousand requests to a learning server, while it and its learner are killed: none lost, none wrong."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ SERVER_KILLS, LEARNER_KILLS, BETWEEN_S = 3, 5, 12.0
 
 
 class KilledServer:
-    """`draftsmith serve --learn`, started again whenever it was killed."""
+    """A `draftsmith serve --learn` process that is restarted after every kill."""
 
     def __init__(self, file: str) -> None:
         with socket.socket() as probe:
@@ -53,8 +53,8 @@ class KilledServer:
         self._process.kill()
         self._process.wait()
 
-    def kill_what_learns(self) -> bool:
-        """Whether there was one."""
+    def kill_learner(self) -> bool:
+        """Kill the learner; return whether there was one."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self._process.pid).children():
                 if "spawn_main" in " ".join(child.cmdline()):
@@ -90,7 +90,7 @@ def test_a_thousand_requests_with_kills(server: tuple[KilledServer, Any]) -> Non
 
     def ask(number: int) -> str:
         messages: Any = [{"role": "user", "content": questions[number % QUESTIONS]}]
-        while True:  # as a client does whose server has gone
+        while True:  # as a client does when its server is gone
             with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError, openai.APITimeoutError):
                 said = client.chat.completions.create(
                     model="any", messages=messages, temperature=0, max_tokens=NEW_TOKENS
@@ -111,7 +111,7 @@ def test_a_thousand_requests_with_kills(server: tuple[KilledServer, Any]) -> Non
                 process.start()
                 killed["server"] += 1
             else:
-                killed["learner"] += process.kill_what_learns()
+                killed["learner"] += process.kill_learner()
 
     killing = threading.Thread(target=kills)
     killing.start()
@@ -132,5 +132,5 @@ def test_a_thousand_requests_with_kills(server: tuple[KilledServer, Any]) -> Non
     kept = {(tuple(answer.prompt_ids), tuple(answer.ids)) for answer in learned.answers()}
     prompts = [prompt_token_ids(tokenizer, [Turn("user", question)]) for question in questions]
     served = {(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, expected, strict=True) if len(ids) > 1}
-    assert served <= kept  # each was answered more than once, and what was served is on disk
+    assert served <= kept  # each was answered more than once, and served answers are on disk
     assert learned.serving().is_dir()

@@ -1,7 +1,7 @@
-"""Every question to an engine, and the figures of what comes back, with an engine whose answers are known.
+"""The load test's requests and figures, with an engine whose answers are known.
 
-Question 1 (w5): drafts of two tokens of which 2, 0 and 1 were kept: 7 tokens, tau 1 + 3/3 = 2. Question 2 (w6), asked
-twice: 0 and 0 kept, 3 tokens a turn, tau 1.
+Question 1 (w5): drafts of two tokens of which 2, 0 and 1 are accepted: 7 tokens, tau 1 + 3/3 = 2. Question 2 (w6), two
+turns: 0 and 0 accepted, 3 tokens per turn, tau 1.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def send_all(engine: CountingEngine, tokenizer: Any, concurrency: int) -> ArmRes
     return send_questions(engine, tokenizer, QUESTIONS, GenerationSettings(max_new_tokens=8), 0, concurrency, DRAFTING)
 
 
-def test_one_at_a_time_each_question_has_its_own_tau(tokenizer: Any) -> None:
+def test_sequential_questions_have_separate_taus(tokenizer: Any) -> None:
     engine = CountingEngine()
     asked = send_all(engine, tokenizer, 1)
     assert engine.most_in_flight == 1
@@ -58,8 +58,8 @@ def test_one_at_a_time_each_question_has_its_own_tau(tokenizer: Any) -> None:
     assert engine.requests[2].prompt_ids == [6, 10, 10, 10, 7]
 
 
-def test_many_at_once_and_answers_that_were_cut(tokenizer: Any) -> None:
-    """Two of the 7 tokens of question 1 fell off at the end; the counters know nothing of it."""
+def test_concurrent_questions_and_cut_answers(tokenizer: Any) -> None:
+    """Two of question 1's 7 tokens were cut at the end, which the counters do not show."""
     engine = CountingEngine()
     asked = send_all(engine, tokenizer, 4)
     assert engine.most_in_flight == 2
@@ -89,14 +89,14 @@ def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
 
 
 def record(prompt: list[int] = PROMPT) -> QuestionRecord:
-    """10 tokens, the first from the prefill: three rounds of a chain, nine without, 2 s and 5 s."""
+    """Build records of 10 tokens, the first from the prefill: three rounds of a chain in 2 s, nine steps in 5 s."""
     made = made_up(0, 2.0, 5.0)
     for answer in made.answers.values():
         answer.settings |= answer_settings({}, prompt, QUESTIONS[0].turns, GREEDY, 10)
     return made
 
 
-def test_our_own_decoder_on_the_same_prompts() -> None:
+def test_own_decoder_is_compared_on_the_same_prompts() -> None:
     prompts: Any = {1: (QUESTIONS[0], PROMPT)}
     plain, chain = rows_of_records([record()], "chain", prompts, GREEDY, 10)
     assert (plain.arm, chain.arm) == ("without drafter", "with drafter")
@@ -115,7 +115,7 @@ def test_our_own_decoder_on_the_same_prompts() -> None:
         assert rows_of_records([record(prompt)], method, prompts, sampling, new_tokens) == []
 
 
-def test_which_method_drafts_as_an_engine_does() -> None:
+def test_method_that_drafts_like_the_engine_is_chosen() -> None:
     methods = [
         MethodConfig(name="tree", tree="best_first"),
         MethodConfig(name="lenient", lenience=0.5),

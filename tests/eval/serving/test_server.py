@@ -1,4 +1,4 @@
-"""`draftsmith serve` with OpenAI's own client: answers are the target's, and nothing that is thrown at it ends it."""
+"""`draftsmith serve` with OpenAI's client: answers equal the target's, and no request can end the server."""
 
 import base64
 import hashlib
@@ -47,7 +47,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """With a drafter that is not trained, and a tree."""
+    """Return a recipe with an untrained drafter and a tree."""
     method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3, "lookup": True}
     made = recipe_in(
         tmp_path_factory.mktemp("serve"), target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]}
@@ -60,7 +60,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def greedy(recipe: Recipe) -> dict[str, list[int]]:
-    """The target's own answers, without a drafter."""
+    """Return the target's answers without a drafter."""
     target, tokenizer = load_target(recipe.target)
     with SpeculativeDecoder(target, tokenizer) as decoder:
         return {question: decoder.ask(question, NEW_TOKENS).ids for question in QUESTIONS}
@@ -103,7 +103,7 @@ def running(recipe: Recipe) -> Iterator[RunningServer]:
     started.stop()
 
 
-def test_fifty_at_once_are_the_targets_own_answers(running: RunningServer, greedy: dict[str, list[int]]) -> None:
+def test_fifty_concurrent_answers_equal_the_targets(running: RunningServer, greedy: dict[str, list[int]]) -> None:
     tokenizer = running.worker.tokenizer
     with ThreadPoolExecutor(50) as pool:
         answers = list(pool.map(running.ask, QUESTIONS * 10))
@@ -111,14 +111,14 @@ def test_fifty_at_once_are_the_targets_own_answers(running: RunningServer, greed
         ids = greedy[question]
         assert answer.choices[0].message.content == tokenizer.decode(ids, skip_special_tokens=True)
         assert answer.usage.completion_tokens == len(ids)
-        assert sum(answer.draftsmith["tokens_per_round"]) == len(ids) - 1  # the first comes with the prompt
+        assert sum(answer.draftsmith["tokens_per_round"]) == len(ids) - 1  # the first token comes with the prompt
         assert answer.choices[0].finish_reason == ("stop" if ids[-1] in running.worker.end_ids else "length")
     told = sorted(each.record.ids for each in running.finished[-50:])
     assert told == sorted(greedy[question] for question in QUESTIONS * 10)
 
 
-def test_who_becomes_alone_is_drafted_for(running: RunningServer, greedy: dict[str, list[int]]) -> None:
-    """A token a round while another answer runs; then with a drafter that reads all of the answer so far."""
+def test_last_running_request_gets_drafts(running: RunningServer, greedy: dict[str, list[int]]) -> None:
+    """A token per round while another answer runs; then drafts by a drafter that has read the answer so far."""
     begun, first, second = threading.Event(), list[Any](), list[Any]()
 
     def job(question: str, tokens: int, pieces: list[Any]) -> Job:
@@ -140,12 +140,12 @@ def test_who_becomes_alone_is_drafted_for(running: RunningServer, greedy: dict[s
     assert first[-1].record.ids == greedy[QUESTIONS[0]]
     assert second[-1].record.ids == greedy[QUESTIONS[1]][:6]
     depths = first[-1].record.draft_depths
-    assert 0 in depths[:-1]  # with the other
-    assert depths[0] > 0 or depths[-2] > 0  # and not
+    assert 0 in depths[:-1]  # with the other request
+    assert depths[0] > 0 or depths[-2] > 0  # and alone
 
 
-def test_streamed(running: RunningServer, greedy: dict[str, list[int]]) -> None:
-    """Piece by piece the same text and as many tokens; what was drafted is the beginning of its piece."""
+def test_streamed_answer_equals_the_whole(running: RunningServer, greedy: dict[str, list[int]]) -> None:
+    """The pieces have the same text and token count; accepted draft tokens start each piece."""
     for question in QUESTIONS:
         pieces = list(running.ask(question, stream=True, stream_options={"include_usage": True}))
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
@@ -158,8 +158,8 @@ def test_streamed(running: RunningServer, greedy: dict[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings(running: RunningServer, greedy: dict[str, list[int]], stream: bool) -> None:
-    """The text ends before the string, also where it is spread over tokens and rounds."""
+def test_stop_strings_are_cut_off(running: RunningServer, greedy: dict[str, list[int]], stream: bool) -> None:
+    """The text ends before the string, even if it spans tokens and rounds."""
     whole = running.worker.tokenizer.decode(greedy[QUESTIONS[0]], skip_special_tokens=True)
     stop = whole[12:17]
     answer = running.ask(QUESTIONS[0], stop=[stop, "never said"], stream=stream)
@@ -171,7 +171,7 @@ def test_stop_strings(running: RunningServer, greedy: dict[str, list[int]], stre
     assert (text, reason) == (whole[: whole.index(stop)], "stop")
 
 
-def test_a_seed_repeats_a_sampled_answer(running: RunningServer) -> None:
+def test_seed_repeats_a_sampled_answer(running: RunningServer) -> None:
     options = {"temperature": 1.0, "top_p": 0.9}
     first, again, other = (
         running.ask(QUESTIONS[1], seed=seed, **options).choices[0].message.content for seed in (7, 7, 8)
@@ -188,7 +188,7 @@ def test_completions_of_ids_and_of_text(running: RunningServer, greedy: dict[str
     assert running.client.completions.create(prompt=text, **given).choices[0].text == of_ids.choices[0].text
 
 
-def test_what_it_shows(running: RunningServer) -> None:
+def test_pages_and_metrics(running: RunningServer) -> None:
     (model,) = running.client.models.list().data
     assert model.id == "embedded"
     assert httpx2.get(f"{running.root}/health").json() == {"status": "ok"}
@@ -245,14 +245,14 @@ ATTACKS: list[tuple[Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("body", "status", "message"), ATTACKS, ids=range(len(ATTACKS)))
-def test_bad_requests(running: RunningServer, body: Any, status: int, message: str) -> None:
+def test_invalid_requests_are_refused(running: RunningServer, body: Any, status: int, message: str) -> None:
     response = running.post(body)
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
 
 
-def test_what_clients_send_and_do_not_mean(running: RunningServer, greedy: dict[str, list[int]]) -> None:
-    """Nulls, empty lists and neutral values, as LangChain, LiteLLM and OpenAI's own client send them; parts of text."""
+def test_neutral_values_of_clients_are_accepted(running: RunningServer, greedy: dict[str, list[int]]) -> None:
+    """Nulls, empty lists and neutral values of LangChain, LiteLLM and OpenAI's client; text parts."""
     neutral: dict[str, Any] = {
         "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
         "logprobs": False, "top_logprobs": None, "logit_bias": {}, "stop": None, "n": None, "user": "me",
@@ -272,8 +272,8 @@ def test_what_clients_send_and_do_not_mean(running: RunningServer, greedy: dict[
         assert (response.status_code, "half a surrogate" in response.text) == (400, True)
 
 
-def test_a_history_as_clients_keep_it(running: RunningServer) -> None:
-    """`developer` is the system; an assistant's message comes back with all that a server ever gave."""
+def test_history_of_clients_is_accepted(running: RunningServer) -> None:
+    """`developer` is a system role; clients send assistant messages back with every field a server returned."""
     message = {"role": "assistant", "content": "It sorts.", "refusal": None, "annotations": [], "audio": None,
                "function_call": None, "tool_calls": None, "reasoning_content": "Hm."}  # fmt: skip
     asked = ChatRequest.model_validate(
@@ -298,14 +298,14 @@ def test_a_history_as_clients_keep_it(running: RunningServer) -> None:
      ("localhost.evil.example", False),
      ("127.0.0.1.evil.example", False), ("xlab.example", False), ("::1.evil", False)],
 )  # fmt: skip
-def test_only_its_own_names_reach_it(host: str, is_ours: bool) -> None:
-    """A page of evil.example whose name was pointed at this machine has that name in each of its requests."""
+def test_only_own_host_names_are_accepted(host: str, is_ours: bool) -> None:
+    """DNS rebinding: a page of evil.example that resolves to this machine sends that name in each request."""
     assert Guard(None, ["gpu1", "*.lab.example"])._is_ours(host) == is_ours
     assert Guard(None, ["*"])._is_ours(host)
 
 
-def test_strangers_are_refused(running: RunningServer) -> None:
-    """By the name they ask for, or as another origin's page would, whose body no browser lets be JSON unasked."""
+def test_foreign_hosts_and_origins_are_refused(running: RunningServer) -> None:
+    """They are recognised by the host name, or by a body that is not JSON, as a cross-origin page would send it."""
     rebound = running.http.post("/v1/chat/completions", json=ASKED, headers={"Host": "evil.example:8000"})
     assert (rebound.status_code, "evil.example:8000 is no name of this server" in rebound.text) == (421, True)
     assert running.http.get("/", headers={"Host": "evil.example"}).status_code == 421
@@ -321,7 +321,7 @@ def test_strangers_are_refused(running: RunningServer) -> None:
     assert running.http.post("/v1/chat/completions", content=b"{}", headers=typed).status_code == 400
 
 
-def test_every_error_has_openais_form(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_has_openais_format(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for method, path, status in (("GET", "/v2", 404), ("PUT", "/v1/models", 405), ("GET", "/health/", 404)):
         response = running.http.request(method, path)
         assert (response.status_code, response.json()["error"]["code"]) == (status, status)
@@ -331,7 +331,7 @@ def test_every_error_has_openais_form(running: RunningServer, monkeypatch: pytes
     assert response.headers["connection"] == "close"  # a request sent on it next could be lost
 
 
-def test_the_page_runs_its_own_script_alone(running: RunningServer) -> None:
+def test_page_runs_only_its_own_script(running: RunningServer) -> None:
     page = running.http.get("/")
     policy = page.headers["content-security-policy"]
     (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
@@ -339,11 +339,11 @@ def test_the_page_runs_its_own_script_alone(running: RunningServer) -> None:
     assert f"default-src 'none'; script-src 'sha256-{digest}'" in policy
     assert "frame-ancestors 'none'" in policy
     assert "unsafe-inline" not in policy
-    assert not re.search(r"\s(style|on\w+)=", page.text)  # which the policy would not run
+    assert not re.search(r"\s(style|on\w+)=", page.text)  # which the policy would block
 
 
-def test_a_long_text_keeps_nobody_waiting(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tokenised outside the event loop; what cannot fit is not tokenised at all."""
+def test_long_text_does_not_block_other_requests(running: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tokenised outside the event loop; text that cannot fit is not tokenised."""
     held, begun = threading.Event(), threading.Event()
 
     def slowly(*_: Any) -> list[int]:
@@ -364,7 +364,7 @@ def test_a_long_text_keeps_nobody_waiting(running: RunningServer, monkeypatch: p
 
 
 def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that send nothing, half a head, half a body, a byte now and then, or half of a second request."""
+    """They send nothing, half a header, half a body, a byte at a time, or half of a second request."""
     monkeypatch.setattr(protection, "REQUEST_WITHIN_S", 0.5)
     running = RunningServer(recipe)
     host, port = running.root.removeprefix("http://").split(":")
@@ -376,7 +376,7 @@ def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.Monke
         open_ones.callback(running.stop)
         for beginning in beginnings:
             silent = open_ones.enter_context(socket.create_connection((host, int(port))))
-            silent.settimeout(4)  # uvicorn's own time between two requests is longer
+            silent.settimeout(4)  # uvicorn's keep-alive time is longer
             silent.sendall(beginning)
             while silent.recv(4096):
                 pass
@@ -391,7 +391,7 @@ def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.Monke
             pytest.fail("a byte now and then keeps a connection open")
         kept = open_ones.enter_context(socket.create_connection((host, int(port))))
         kept.settimeout(4)
-        for _ in range(3):  # whole ones are no concern of it
+        for _ in range(3):  # complete ones are unaffected
             kept.sendall(health)
             response = b""
             while b'"ok"' not in response:
@@ -405,7 +405,7 @@ def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.Monke
     [("sk-proj-1", "", "not shown: it looks like the key itself"), ("NO_KEY", "", "no environment variable NO_KEY"),
      ("KEY", "é-secret", "KEY holds line breaks or other characters"), ("KEY", "a\nb-secret", "KEY holds line breaks")],
 )  # fmt: skip
-def test_a_key_that_no_client_could_send(
+def test_key_that_no_client_can_send_is_refused(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, sentence: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -417,8 +417,8 @@ def test_a_key_that_no_client_could_send(
     assert read_api_key("KEY") == "secret"
 
 
-def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names reach the server, and a key in the place of its variable is not shown."""
+def test_trusted_hosts_and_api_key_reach_the_server(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key given instead of its variable's name is not shown."""
     given: list[Any] = []
     monkeypatch.setattr(worker, "Worker", lambda *_, **__: "worker")
     monkeypatch.setattr(server, "run", lambda *arguments: given.append(arguments))
@@ -431,14 +431,14 @@ def test_the_options_about_strangers(recipe: Recipe, monkeypatch: pytest.MonkeyP
     assert (wrong.exit_code, "sk-proj" in wrong.output) == (2, False)
 
 
-def test_ids_that_are_none_and_a_body_without_end(running: RunningServer) -> None:
+def test_invalid_ids_and_an_endless_body(running: RunningServer) -> None:
     response = running.post({"prompt": [1, 10**6], "max_tokens": 4}, "/v1/completions")
     assert (response.status_code, "from 0 to 4095" in response.text) == (400, True)
     endless = running.http.post("/v1/completions", content=iter([b"{", b"}"]))
     assert endless.status_code == 413
 
 
-def test_a_wrong_key(running: RunningServer) -> None:
+def test_wrong_key_is_refused(running: RunningServer) -> None:
     for path in ("/v1/models", "/metrics"):
         assert httpx2.get(f"{running.root}{path}", headers={"Authorization": "Bearer x"}).status_code == 401
     assert httpx2.get(f"{running.root}/v1/models", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
@@ -446,13 +446,13 @@ def test_a_wrong_key(running: RunningServer) -> None:
         openai.OpenAI(base_url=f"{running.root}/v1", api_key="no", max_retries=0).models.list()
 
 
-def test_huge_max_tokens_end_with_the_room(running: RunningServer) -> None:
+def test_huge_max_tokens_are_limited_by_the_context(running: RunningServer) -> None:
     answer = running.ask(QUESTIONS[3], max_tokens=10**9, temperature=1.0, seed=1)
     assert answer.usage.total_tokens <= running.worker.length
 
 
-def test_connections_are_bounded_and_slow_ones_hold_nobody_up(recipe: Recipe) -> None:
-    """With its own server: connections of other tests that are kept alive would count."""
+def test_connections_are_bounded_and_slow_ones_block_no_others(recipe: Recipe) -> None:
+    """It starts a separate server, since kept-alive connections of other tests would count."""
     running = RunningServer(recipe)
     host, port = running.root.removeprefix("http://").split(":")
     with ExitStack() as open_ones:
@@ -468,11 +468,11 @@ def test_connections_are_bounded_and_slow_ones_hold_nobody_up(recipe: Recipe) ->
         opened(60, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert running.ask(QUESTIONS[0]).choices[0].message.content
         more = opened(40, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        # Which ones are refused, not their number, depends on whether all were accepted before the first was read.
+        # The order of accepts and reads decides which ones are refused, not how many.
         assert sum(b"503" in each.recv(64) for each in more) >= 60 + 40 - 80
 
 
-def test_a_full_queue_and_a_client_that_goes_away(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
+def test_full_queue_and_disconnected_client(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
     started = RunningServer(recipe, waiting=2)
     try:
         held = threading.Event()
@@ -498,13 +498,13 @@ def test_a_full_queue_and_a_client_that_goes_away(recipe: Recipe, greedy: dict[s
         started.stop()
 
 
-def test_text_is_held_back_while_it_may_be_a_stop_string(running: RunningServer) -> None:
+def test_text_is_held_back_if_it_may_start_a_stop_string(running: RunningServer) -> None:
     pieces = AnswerPieces(running.worker.tokenizer, ("END",))
     sent = [pieces._piece(text, "", 1, 0).text for text in ("a E", "a EN", "a ENx", "a ENx EN", "a ENx END")]
     assert sent == ["a ", "", "ENx", " ", ""]
 
 
-def test_a_worker_ends_at_once_though_its_queue_is_full(recipe: Recipe) -> None:
+def test_worker_ends_immediately_despite_a_full_queue(recipe: Recipe) -> None:
     worker, told, begun = Worker(recipe, 2), queue.Queue[Any](), threading.Event()
     working = threading.Thread(target=worker.work)
     working.start()
@@ -522,15 +522,15 @@ def test_a_worker_ends_at_once_though_its_queue_is_full(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_answers_until_it_is_interrupted(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
-    """The models compute in the main thread, of one team of OpenMP; a signal ends it, a taken port is a sentence."""
+def test_serve_command_answers_until_interrupted(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
+    """The models run in the main thread, with one OpenMP team; a signal ends it, and a used port is one sentence."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", recipe_file(recipe), "--port", str(port)]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with started as process, ExitStack() as first:
-        first.callback(process.kill)  # before it is waited for, whatever happens here
+        first.callback(process.kill)  # before the wait, even if the test fails
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0)
         messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
         for _ in range(600):
@@ -545,7 +545,7 @@ def test_the_command_answers_until_it_is_interrupted(recipe: Recipe, greedy: dic
         assert response.usage.completion_tokens == len(greedy[QUESTIONS[0]])
         second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert (second.returncode, second.stderr.count("give another --port or --host")) == (2, 1)
-        process.send_signal(signal.SIGTERM)  # as Ctrl-C, which may be ignored where this runs in the background
+        process.send_signal(signal.SIGTERM)  # like Ctrl-C, which may be ignored in a background process
         assert process.wait(timeout=30) == 143
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()

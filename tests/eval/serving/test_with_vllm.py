@@ -1,4 +1,4 @@
-"""`draftsmith eval --engine vllm` with real vLLM and the embedded target: started, given, and sampling on a CPU."""
+"""`draftsmith eval --engine vllm` with real vLLM and the embedded target: started or given servers, CPU sampling."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.finished_run import write_lines
-from support.served_drafters import SERVED, briefly_trained
+from support.served_drafters import SERVED, train_briefly
 from support.tiny_runs import recipe_in
 from support.vllm_server import vllm_environment
 
@@ -51,7 +51,7 @@ TEMPERATURE, SAMPLED_TOKENS, SEEDS = 0.6, 8, 6
 
 @dataclass
 class Setup:
-    """A run whose drafter was trained for a moment, measured in our own decoder."""
+    """A run with a briefly trained drafter, measured in our decoder."""
 
     recipe: Recipe
     target: Any
@@ -81,7 +81,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     for prompt in prompts[:8]:
         ids = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS + DEPTH + 1)
         answers.append(ids[0, len(prompt) :].tolist())
-    drafter = briefly_trained(KIND, OPTIONS, target, prompts[:8], answers)
+    drafter = train_briefly(KIND, OPTIONS, target, prompts[:8], answers)
     run = RunFolder(recipe)
     drafter.save_pretrained(run.drafter)
     training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}
@@ -95,7 +95,7 @@ def result(setup: Setup, name: str) -> dict[str, Any]:
 
 
 def past_the_end(setup: Setup) -> list[list[int]]:
-    """Accepted tokens of each round by question, as an engine counts them: without an end at `NEW_TOKENS`."""
+    """Return accepted tokens per round and question as an engine counts them, not cut at `NEW_TOKENS`."""
     evaluation = setup.recipe.eval
     methods = [evaluation.methods[0].model_copy(update={"drafter": str(RunFolder(setup.recipe).drafter)})]
     longer = evaluation.model_copy(update={"methods": methods, "max_new_tokens": NEW_TOKENS + DEPTH + 1})
@@ -113,7 +113,7 @@ def past_the_end(setup: Setup) -> list[list[int]]:
     return by_question
 
 
-def test_started_as_in_our_decoder(setup: Setup) -> None:
+def test_started_server_equals_our_decoder(setup: Setup) -> None:
     evaluate_in_engine(setup.recipe, ServingOptions(concurrency="1,16"))
     figures = result(setup, "vllm.json")
     ours = figures["own"][1]
@@ -121,7 +121,7 @@ def test_started_as_in_our_decoder(setup: Setup) -> None:
     kept = [length for each in by_question for length in each]
     expected = DraftCounts.of_rounds(kept, [DEPTH] * len(kept))
     answers = [record.answers["chain@0"].turns[0] for record in setup.own]
-    assert all(len(answer.ids) == NEW_TOKENS for answer in answers)  # none ends by itself, so that both can be exact
+    assert all(len(answer.ids) == NEW_TOKENS for answer in answers)  # no answer ends early, so both can be exact
     for row in figures["rows"][2:]:
         assert (row["answers"], row["failures"]) == (QUESTIONS, {})
         assert row["drafts"] == ours["drafts"] == sum(answer.rounds for answer in answers)
@@ -143,7 +143,7 @@ def drafting_server(setup: Setup, folder: Path, **environment: str) -> VllmServe
 
 @torch.inference_mode()
 def p_value(setup: Setup, drawn: list[ArmResult]) -> float:
-    """Of all tokens after each answer's first, by Rosenblatt's transform; a token without probability is 0."""
+    """Return Rosenblatt's p-value of all tokens after each answer's first, 0 if one is impossible."""
     uniforms, generator = [], torch.Generator().manual_seed(0)
     for answer in (answer for asked in drawn for answer in asked.answers):
         logits = setup.target(torch.tensor([answer.prompt_ids + answer.ids])).logits[0, len(answer.prompt_ids) : -1]

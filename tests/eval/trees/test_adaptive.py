@@ -1,4 +1,4 @@
-"""The size of a tree by what it promises and costs; the drafter's confidence, corrected; and no token changes."""
+"""Adaptive tree sizes by expected gain and cost; corrected confidence of the drafter; equal answers."""
 
 import math
 from typing import Any
@@ -29,8 +29,8 @@ def from_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 0)
 
 
-def tree_of(probabilities: list[float], parents: tuple[int, ...]) -> DraftTree:
-    """Tokens 10, 11, ..., and each path's probability, the root's 1 left out."""
+def build_tree(probabilities: list[float], parents: tuple[int, ...]) -> DraftTree:
+    """Build a tree of tokens 10, 11, ... with each path's probability, without the root's 1."""
     return DraftTree(
         list(range(10, 10 + len(parents))), TreeShape.of(parents), log_confidence=[0.0, *map(math.log, probabilities)]
     )
@@ -49,49 +49,49 @@ def test_more_nodes_never_take_less_time() -> None:
     assert isotonic_fit(dipping) == ((1, 1.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 4.5), (6, 4.5))
 
 
-def test_the_size_of_most_tokens_a_second() -> None:
-    """At first a second is worth 1 / 1.2 tokens, and a node takes 0.1 of one: 0.083 is what one has to promise."""
-    tree = tree_of([0.9, 0.45, 0.045], (-1, 0, 1, 2))
+def test_size_maximises_tokens_per_second() -> None:
+    """At first a second is worth 1 / 1.2 tokens, and a node takes 0.1 s: it needs a probability of 0.083."""
+    tree = build_tree([0.9, 0.45, 0.045], (-1, 0, 1, 2))
     assert AdaptiveTree(STEADY).cut(tree).tokens == [10, 11, 12]
     assert AdaptiveTree(FREE).cut(tree) is tree
     assert AdaptiveTree().cut(tree) is tree
-    # 0.05 is too little, but what is never verified teaches nothing: one token always is.
-    assert AdaptiveTree(STEADY).cut(tree_of([0.05, 0.04], (-1, 0, 0))).tokens == [10, 11]
+    # 0.05 is too little, but confidence is learned from verified tokens only, so one always is.
+    assert AdaptiveTree(STEADY).cut(build_tree([0.05, 0.04], (-1, 0, 0))).tokens == [10, 11]
 
 
-def test_the_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_trees_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 2)
     adaptive = AdaptiveTree(STEADY)
     sizes = []
     for _ in range(3):
-        sizes.append(len(adaptive.cut(tree_of([0.9, 0.01], (-1, 0, 1)))))
+        sizes.append(len(adaptive.cut(build_tree([0.9, 0.01], (-1, 0, 1)))))
         assert adaptive.level_pays_off([math.log(0.01)]) == (len(sizes) < 3)
         adaptive.observe([99])
     assert sizes == [3, 3, 2]
 
 
-def test_the_most_confident_stay_with_their_parents() -> None:
-    """Level by level, as growers have it: below 1 node 3 (0.5), below 2 (0.3) node 4 (0.01)."""
-    tree = tree_of([0.6, 0.3, 0.5, 0.01], (-1, 0, 0, 1, 2))
+def test_most_confident_nodes_stay_with_their_parents() -> None:
+    """Level by level, as in growers: below 1 node 3 (0.5), below 2 (0.3) node 4 (0.01)."""
+    tree = build_tree([0.6, 0.3, 0.5, 0.01], (-1, 0, 0, 1, 2))
     cut = AdaptiveTree(STEADY).cut(tree)
     assert cut.tokens == [10, 11, 12, 13]
     assert cut.parents == (-1, 0, 0, 1)
     assert cut.log_confidence == pytest.approx([0.0, math.log(0.6), math.log(0.3), math.log(0.5)])
 
 
-def test_confidence_is_corrected_by_what_was_accepted() -> None:
+def test_confidence_is_corrected_by_acceptance() -> None:
     adaptive = AdaptiveTree(FREE)
-    tree = tree_of([0.6, 0.3, 0.18], (-1, 0, 0, 1))
+    tree = build_tree([0.6, 0.3, 0.18], (-1, 0, 0, 1))
     adaptive.cut(tree)
     adaptive.observe([11, 13, 99])  # the first child and its child, then the target's own
     assert adaptive.probability(math.log(0.6)) == pytest.approx(0.6 * (PRIOR_ACCEPTED + 1) / (PRIOR_ACCEPTED + 0.6))
     assert adaptive.probability(math.log(0.3)) == pytest.approx(0.3 * PRIOR_ACCEPTED / (PRIOR_ACCEPTED + 0.3))
     assert adaptive.probability(math.log(0.18)) == pytest.approx(0.18 * (PRIOR_ACCEPTED + 1) / (PRIOR_ACCEPTED + 0.18))
     assert adaptive.probability(math.log(0.05)) == pytest.approx(0.05)
-    adaptive.observe([1])  # of a round that it did not cut
+    adaptive.observe([1])  # of an uncut round
     before = adaptive.probability(math.log(0.3))
     for _ in range(10):
-        adaptive.cut(tree_of([0.9], (-1, 0)))
+        adaptive.cut(build_tree([0.9], (-1, 0)))
         adaptive.observe([99])
     decayed = 0.3 * MEMORY**10
     assert (
@@ -99,22 +99,22 @@ def test_confidence_is_corrected_by_what_was_accepted() -> None:
     )
 
 
-def test_a_level_that_cannot_pay_is_not_drafted() -> None:
-    """Half a forward, at 1 token for 1.2."""
+def test_level_that_cannot_pay_off_is_not_drafted() -> None:
+    """A level costs half a forward, at 1 token per 1.2 s."""
     assert AdaptiveTree(STEADY).level_pays_off([math.log(0.21), math.log(0.21)])
     assert not AdaptiveTree(STEADY).level_pays_off([math.log(0.21), math.log(0.2)])
     assert AdaptiveTree().level_pays_off([-50.0])
 
 
-def test_the_rate_is_that_of_all_rounds_with_the_levels_that_were_drafted() -> None:
+def test_rate_counts_all_rounds_with_their_drafted_levels() -> None:
     adaptive = AdaptiveTree(STEADY)
     assert adaptive.rate == pytest.approx(1 / 1.2)
     for drafted in range(1, 4):
         assert adaptive.num_worth_keeping([math.log(0.9), math.log(0.5)][:drafted]) == min(2, drafted)
-    adaptive.cut(tree_of([0.9, 0.5], (-1, 0, 1)))
+    adaptive.cut(build_tree([0.9, 0.5], (-1, 0, 1)))
     adaptive.observe([11, 99])
     assert adaptive.rate == pytest.approx((1 + 2) / (1.2 + STEADY.of(3, levels=3)))
-    adaptive.cut(tree_of([0.9, 0.5], (-1, 0, 1)))  # of a drafter that knows no levels
+    adaptive.cut(build_tree([0.9, 0.5], (-1, 0, 1)))  # of a drafter without levels
     adaptive.observe([98])
     assert adaptive.rate == pytest.approx((1 + 3) / (1.2 + STEADY.of(3, levels=3) + STEADY.of(3)))
 
@@ -133,7 +133,9 @@ def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int 
 
 @pytest.mark.parametrize("lookup_nodes", [0, 12])
 @pytest.mark.parametrize("decoder_of", [HalfRightDecoder, HalfRightStepwiseDecoder])
-def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, decoder_of: Any, lookup_nodes: int) -> None:
+def test_adaptive_trees_do_not_change_answers(
+    monkeypatch: pytest.MonkeyPatch, decoder_of: Any, lookup_nodes: int
+) -> None:
     monkeypatch.setattr(adaptive_module, "FIRST_ROUNDS", 8)
     whole, wanted = answered(decoder_of, None, lookup_nodes)
     steep = RoundCosts(((1, 1.0), (32, 4.0)), draft=0.1, level=0.1)
@@ -143,7 +145,7 @@ def test_no_token_changes(monkeypatch: pytest.MonkeyPatch, decoder_of: Any, look
     assert len(set(cut.draft_lengths)) > 2, "sizes follow the confidence"
 
 
-def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_per_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "TIMED_FORWARDS", 2)
     target = tiny_target()
     decoders = [HalfRightDecoder([1] * 60, VOCABULARY), HalfRightStepwiseDecoder([1] * 60, VOCABULARY)]
@@ -163,6 +165,6 @@ def test_costs_are_measured_once_a_decoder(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "ngram"}, {"kind": "draft_model"}])
-def test_of_which_methods(wrong: dict[str, str]) -> None:
+def test_methods_without_adaptive_trees_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="`tree: adaptive` goes with `kind: drafter` and with no other"):
         MethodConfig(name="x", tree="adaptive", **wrong)

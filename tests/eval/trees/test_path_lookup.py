@@ -1,4 +1,4 @@
-"""Lookups in a drafter's tree: what they find, what they are worth, and that the tree is the best of both sources."""
+"""Lookups in a drafter's tree: matches, learned probabilities, and the best tree of both sources."""
 
 import math
 import random
@@ -22,7 +22,7 @@ PROMPT = [5, 9, 33, 12, 5, 9, 40, 5, 9]
 
 
 def find_by_brute_force(ids: list[int], path: list[int]) -> tuple[int, int] | None:
-    """The token after the latest occurrence within `ids` of the longest of the last n-grams of both."""
+    """Return the token after the latest occurrence in `ids` of the longest n-gram that ends `ids` and `path`."""
     whole = [*ids, *path]
     for length in range(min(MAX_NGRAM, len(whole)), 0, -1):
         for end in range(len(ids) - 1, length - 1, -1):
@@ -32,25 +32,25 @@ def find_by_brute_force(ids: list[int], path: list[int]) -> tuple[int, int] | No
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_latest_of_the_longest(seed: int) -> None:
+def test_latest_of_the_longest_match(seed: int) -> None:
     chance = random.Random(seed)
     ids = [chance.randrange(2 + seed % 3) for _ in range(60)]
     lookup = PathLookup()
     lookup.start(ids[:10])
     lookup.observe(ids[10:55])
     for path in ([], ids[55:57], [chance.randrange(9) for _ in range(12)]):
-        # The sequence's own end has nothing behind it yet, in `find_by_brute_force` neither.
+        # The end of the sequence has no next token yet, also in `find_by_brute_force`.
         assert lookup.find(path) == find_by_brute_force(ids[:55], path)
     lookup.start([3])
     assert lookup.find([]) is None
 
 
-def test_what_it_is_worth_is_learnt_by_length() -> None:
+def test_probability_is_learned_by_match_length() -> None:
     lookup = PathLookup()
     lookup.start([1, 2, 3, 1, 2])
     before = [PRIOR[length] * PRIOR_OBSERVATIONS / (PRIOR_OBSERVATIONS + 1) for length in range(2)]
     assert [math.exp(lookup.log_probability(length)) for length in (1, 2)] == pytest.approx(before)
-    lookup.observe([3, 7])  # (1, 2) said 3, which is right; (1, 2, 3) said 1, which is wrong
+    lookup.observe([3, 7])  # (1, 2) gave 3, which is right; (1, 2, 3) gave 1, which is wrong
     after = [(0.56 * 8 + 1) / 10, 0.65 * 8 / 10, 0.70 * 8 / 9]
     assert [math.exp(lookup.log_probability(length)) for length in (2, 3, 4)] == pytest.approx(after)
     lookup.start([1])
@@ -60,7 +60,7 @@ def test_what_it_is_worth_is_learnt_by_length() -> None:
 
 
 def best_by_force(tree: DraftTree, lookup: PathLookup, nodes: int) -> list[float]:
-    """Log probabilities of the best paths among all, every edge being worth what the better of its sources says."""
+    """Return log probabilities of the best paths, where each edge has the higher probability of its sources."""
     assert tree.log_confidence is not None
     log_confidence, found = tree.log_confidence, list[float]()
 
@@ -81,7 +81,7 @@ def best_by_force(tree: DraftTree, lookup: PathLookup, nodes: int) -> list[float
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_best_paths_of_both(seed: int) -> None:
+def test_tree_has_the_best_paths_of_both_sources(seed: int) -> None:
     chance, nodes = random.Random(seed), 3 + seed % 5
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed)) * 2
     recipe = MethodConfig(name="x", tree="best_first", nodes=nodes, branch=3)
@@ -98,8 +98,8 @@ def test_the_best_paths_of_both(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), [("parallel", {}), ("eagle", {}), ("parallel", {"draft_vocab_size": 32})])
-def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, int]) -> None:
-    """On a target that starts to repeat itself, with a drafter that knows nothing; in a batch too."""
+def test_lookups_accept_more_and_do_not_change_answers(kind: str, options: dict[str, int]) -> None:
+    """The target starts to repeat itself and the drafter is untrained; also in a batch."""
     target = tiny_target(initializer_range=0.02).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
 
@@ -112,18 +112,18 @@ def test_no_token_changes_and_more_are_accepted(kind: str, options: dict[str, in
         plain, both = (generate(session, method(lookup), PROMPT, Sampling(), 60) for lookup in (False, True))
     assert plain.ids == both.ids == wanted
     assert both.rounds < 0.8 * plain.rounds
-    assert max(both.draft_lengths) == 6  # deeper than the drafter reaches
+    assert max(both.draft_lengths) == 6  # deeper than the drafter
     assert both.outside_tokens is None
 
 
-def test_of_which_trees() -> None:
+def test_lookups_need_a_best_first_tree() -> None:
     for wrong in ({"tree": "chain"}, {"kind": "ngram", "tree": "best_first"}):
         with pytest.raises(ValueError, match="`lookup: true` goes with a drafter's `tree: best_first`"):
             MethodConfig(name="x", lookup=True, **wrong)
 
 
 def test_sampled_trees_are_neither_continued_nor_cut() -> None:
-    """Verification of what q itself has chosen among draws from q would not keep the target's distribution."""
+    """If q selected among draws from q, verification would not keep the target's distribution."""
     sampled = DraftTree([1, 2, 3], TreeShape.chain(2), torch.full((3, 5), 0.2), log_confidence=[0.0, -1.0, -2.0])
     with pytest.raises(ValueError, match="not sampled ones"):
         with_lookups(sampled, PathLookup(), 3)

@@ -1,4 +1,4 @@
-"""Draft trees: masks, positions and paths follow from the parents; the best-first tree is the best there is."""
+"""Draft trees: masks, positions and paths by the parents; the best-first tree is optimal."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from draftsmith.models.sampling import Sampling
 GREEDY = Sampling()
 
 
-def test_a_tree_derived_by_hand() -> None:
+def test_tree_by_hand() -> None:
     """Root 7 with children 1 and 2; 3 continues 1.
 
     0 (7) -- 1 (1) -- 3 (3)
@@ -32,13 +32,13 @@ def test_a_tree_derived_by_hand() -> None:
 
 
 def test_ancestors_as_bits() -> None:
-    """Of a chain of 64 nodes the last sees all: in two's complement that is -1."""
+    """The last node of a chain of 64 sees all, which is -1 in two's complement."""
     assert TreeShape.of((-1, 0, 0, 1)).ancestor_bits == (0b1, 0b11, 0b101, 0b1011)
     assert TreeShape.chain(63).ancestor_bits[-2:] == ((1 << 63) - 1, -1)
 
 
-def test_nodes_that_are_no_candidates() -> None:
-    """The target runs all four; only 1 can be accepted, though the target agrees with 2 and 3 too."""
+def test_only_candidates_are_accepted() -> None:
+    """The target runs all four; only 1 can be accepted, although the target agrees with 2 and 3 too."""
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
     assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert tree.paths() == [[0, 2], [0, 1, 3]]
@@ -58,8 +58,8 @@ def test_chain() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_best_first_is_the_best_tree(seed: int) -> None:
-    """Every path's probability by brute force: the tree's paths are the most likely ones."""
+def test_best_first_tree_is_optimal(seed: int) -> None:
+    """By brute force over all paths, the tree's paths are the most likely ones."""
     generator = torch.Generator().manual_seed(seed)
     depths, vocabulary, nodes = 1 + seed % 4, 2 + seed % 3, 1 + seed % 9
     logits = torch.randn(depths, vocabulary, generator=generator, dtype=torch.float64) * 2
@@ -85,7 +85,7 @@ def test_best_first_respects_depth_and_branch() -> None:
     shallow = BestFirstBuilder(nodes=10, branch=2, max_depth=1).propose(0, DepthsDecoder(logits), GREEDY, None)
     assert shallow.tokens == [0, 0, 1]
     assert BestFirstBuilder(nodes=1, branch=2).propose(0, DepthsDecoder(logits), Sampling(0.7), None).q is None
-    # Outside a reduced draft vocabulary nothing is drafted, however wide the tree may be.
+    # Tokens outside a reduced draft vocabulary are not drafted, even in a wide tree.
     reduced = torch.tensor([[2.0, 1.0, -torch.inf]] * 2)
     wide = BestFirstBuilder(nodes=20, branch=3).propose(0, DepthsDecoder(reduced), GREEDY, None)
     assert sorted(wide.tokens) == [0] * 4 + [1] * 3
@@ -102,7 +102,7 @@ def test_static_tree() -> None:
     ("paths", "message"),
     [([[0, 0]], r"needs the path \[0\] too"), ([[0], [0]], "unique"), ([[]], "non-empty"), ([[-1]], "ranks >= 0")],
 )
-def test_bad_static_paths(paths: list[list[int]], message: str) -> None:
+def test_invalid_static_paths_are_refused(paths: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         StaticBuilder(paths)
 

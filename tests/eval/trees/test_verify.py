@@ -1,7 +1,7 @@
-"""Verification loses nothing: the distribution of its result is computed exactly and equals the target's.
+"""Verification is lossless: the distribution of its result is computed exactly and equals the target's.
 
-`Outcomes` walks through every way the random choices of `walk` can fall, with its probability; the trees are drawn in
-every way that the drafter can draw them. Nothing is estimated, so the tolerance is 1e-9.
+`Outcomes` enumerates every outcome of the random choices of `walk` with its probability, for every tree that the
+drafter can draw. Nothing is estimated, so the tolerance is 1e-9.
 """
 
 import math
@@ -25,8 +25,8 @@ from draftsmith.models.sampling import Sampling, drawn
 SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.3, top_k=2), Sampling(1.0, top_p=0.7)]
 
 
-def test_a_merged_draw_is_one_node_but_two_draws() -> None:
-    """p = (.2, .5, .3), q = (.6, .2, .2), x0 drawn twice: kept with 1/3, else never.
+def test_merged_draw_is_one_node_but_two_draws() -> None:
+    """p = (.2, .5, .3), q = (.6, .2, .2), x0 drawn twice: the first is accepted with 1/3, the second never.
 
     p1 = norm(max(p - q, 0)) = (0, .75, .25); the second draw leaves norm(max(p1 - q, 0)) = (0, .55, .05) / .6. A
     verifier that forgot the duplicate would sample from p1.
@@ -43,11 +43,11 @@ def test_a_merged_draw_is_one_node_but_two_draws() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_tree_keeps_the_distribution(sampling: Sampling) -> None:
-    """Sampled, deterministic and merged from two drafters: as `draftsmith prove` reports it."""
+    """Trees are sampled, deterministic or merged from two drafters, as in `draftsmith prove`."""
     assert largest_error([sampling]) <= 1e-9
 
 
-def test_a_verifier_that_forgets_what_siblings_have_covered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_that_ignores_rejected_siblings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.eval.trees.verify._residual", lambda p, q, token: p)
     assert largest_error(SAMPLINGS[:1]) > 1e-2
 
@@ -64,8 +64,8 @@ def test_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
     assert rate == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-9)
 
 
-def first_token_of(p: Tensor, q: Tensor, lenience: float, count: int = 1) -> Tensor:
-    """[V]: the exact distribution of the first token, from `count` siblings drawn from q without replacement."""
+def first_token_distribution(p: Tensor, q: Tensor, lenience: float, count: int = 1) -> Tensor:
+    """Return the exact distribution [V] of the first token, for `count` siblings drawn from q without replacement."""
     result = torch.zeros_like(p)
     shape = TreeShape.of((-1, *[0] * count))
     for weight, tokens in draws(q, count):
@@ -80,34 +80,34 @@ def first_token_of(p: Tensor, q: Tensor, lenience: float, count: int = 1) -> Ten
 def test_lenience_by_hand() -> None:
     """p = (.5, .3, .2), q = (.2, .2, .6), l = 1/2.
 
-    Accepted: x0 and x1 always, as p >= l q; x2 with .2 / .3 = 2/3. So .2, .2 and .4 come from the draft. The other .2
+    x0 and x1 are always accepted, as p >= l q; x2 with .2 / .3 = 2/3: .2, .2 and .4 come from the draft. The other .2
     come from norm(max(p - q, 0)) = (.3, .1, 0) / .4: x0 gets .15 and x1 .05.
     """
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     wanted = torch.tensor([0.35, 0.25, 0.4], dtype=torch.float64)
-    torch.testing.assert_close(first_token_of(p, q, 0.5), wanted, atol=1e-12, rtol=0)
-    # alpha = sum min(p / l, q) = .2 + .2 + .4; with l = 1/3 x2 is always accepted: what is drafted is q.
-    torch.testing.assert_close(first_token_of(p, q, 1 / 3), q, atol=1e-12, rtol=0)
-    torch.testing.assert_close(first_token_of(p, q, 1.0), p, atol=1e-12, rtol=0)
+    torch.testing.assert_close(first_token_distribution(p, q, 0.5), wanted, atol=1e-12, rtol=0)
+    # alpha = sum min(p / l, q) = .2 + .2 + .4; with l = 1/3 x2 is always accepted, which gives q.
+    torch.testing.assert_close(first_token_distribution(p, q, 1 / 3), q, atol=1e-12, rtol=0)
+    torch.testing.assert_close(first_token_distribution(p, q, 1.0), p, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_token_is_likelier_than_lenience_allows(seed: int, count: int) -> None:
-    """A.5's guarantee, p / l, and that without lenience nothing changes; of siblings too."""
+def test_lenience_bounds_the_probability_of_every_token(seed: int, count: int) -> None:
+    """The bound p / l of appendix A.5, also for siblings; without lenience nothing changes."""
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, 4, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1)
-    torch.testing.assert_close(first_token_of(p, q, 1.0, count), p, atol=1e-12, rtol=0)
+    torch.testing.assert_close(first_token_distribution(p, q, 1.0, count), p, atol=1e-12, rtol=0)
     for lenience in (0.8, 0.4, 0.1):
-        result = first_token_of(p, q, lenience, count)
+        result = first_token_distribution(p, q, lenience, count)
         assert float(result.sum()) == pytest.approx(1)
         assert (result <= p / lenience + 1e-12).all()
         assert float((result - p).abs().max()) > 1e-3
 
 
 def test_lenience_of_a_deterministic_child() -> None:
-    """q = the point mass on x: accepted with p(x) / l = .2 / .5, else p without x: .6 times (.625, .375, 0)."""
+    """q is the point mass on x: accepted with p(x) / l = .2 / .5, otherwise p without x: .6 times (.625, .375, 0)."""
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     tree = DraftTree([0, 2], TreeShape.chain(1))
     result = torch.zeros(3, dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_lenience_of_a_deterministic_child() -> None:
 
 
 def test_greedy_lenience() -> None:
-    """p = (.5, .4, .1): of the children 1 and 2 with l = .75 the first is good enough (.4 >= .375), with .85 none."""
+    """p = (.5, .4, .1): of the children 1 and 2 with l = .75 the first is accepted (.4 >= .375), with .85 none."""
     logits = torch.tensor([0.5, 0.4, 0.1]).log().expand(3, 3) * 1.0
     tree = DraftTree([9, 2, 1], TreeShape.of((-1, 0, 0)))
     assert verify(tree, logits, Sampling(), lenience=0.75).path == [0, 2]
@@ -129,12 +129,12 @@ def test_greedy_lenience() -> None:
     assert verify(with_best, logits, Sampling(), lenience=0.15).path == [0, 2]
 
 
-# ---- greedy choices, draws, and the distribution that they are from ----
+# ---- greedy choices, draws, and their distribution ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_of_equal_logits_the_first_is_the_largest(dtype: torch.dtype) -> None:
-    """bf16 has many ties: greedy decoding is the same wherever the first is taken."""
+def test_argmax_of_equal_logits_is_the_first(dtype: torch.dtype) -> None:
+    """bf16 has many ties: taking the first everywhere makes greedy decoding deterministic."""
     logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[3, [4, 900, 4999]] = 9.0
     assert torch.equal(largest(logits), logits.argmax(-1))
@@ -142,8 +142,8 @@ def test_of_equal_logits_the_first_is_the_largest(dtype: torch.dtype) -> None:
     assert int(largest(logits[3])) == 4
 
 
-def test_tokens_are_drawn_with_their_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places from 0 to just below 1, a thousand of each row: exactly the rows' shares, and nothing without one."""
+def test_tokens_are_drawn_by_their_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand uniform numbers per row from 0 to just below 1: shares are exact, impossible tokens never drawn."""
     p = torch.tensor(
         [[0.0, 0.25, 0.0, 0.5, 0.25, 0.0], [0.125, 0.0, 0.0, 0.0, 0.0, 0.875], [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
     )
@@ -155,13 +155,13 @@ def test_tokens_are_drawn_with_their_probabilities(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("place", "token"), [(0.0, 1), (1.0 - 2**-53, 3), (1.0, 3)])
-def test_no_place_finds_a_token_without_probability(place: float, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_token_is_never_drawn(place: float, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, place, dtype=torch.float64))
     assert drawn(torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]), None).item() == token
 
 
 def test_rare_tokens_keep_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2^20 tokens of 2^-24 behind one of 1 - 2^-4: a sum in fp32 would lose each of them."""
+    """2^20 tokens of 2^-24 after one of 1 - 2^-4: a sum in fp32 would lose each of them."""
     rare = torch.full((1 + 2**20,), 2.0**-24)
     rare[0] = 1 - 2.0**-4
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2.0**-5, dtype=torch.float64))
@@ -170,15 +170,15 @@ def test_rare_tokens_keep_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-36, 1e-30, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_temperature_near_zero_is_greedy(temperature: float, dtype: torch.dtype) -> None:
-    """Logits over it overflow fp32 below 1e-36, and it is no fp32 number itself below 1e-45. Ties are shared."""
+def test_temperature_near_zero_is_greedy(temperature: float, dtype: torch.dtype) -> None:
+    """Logits over it overflow fp32 below 1e-36, and below 1e-45 fp32 cannot represent it. Ties are shared."""
     logits = torch.tensor([[-3.0, 40.0, 39.0, 1e3], [900.0, -900.0, 1.0, 900.0]], dtype=dtype)
     expected = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.0, 0.5]])
     for sampling in (Sampling(temperature), Sampling(temperature, top_k=2), Sampling(temperature, top_p=0.9)):
         assert torch.equal(sampling.probabilities(logits).float(), expected)
     chosen, log_q = most_likely(logits, 3, Sampling(temperature))
     assert (chosen[0][0], log_q[0][0]) == (3, 0.0)
-    assert all(math.isfinite(each) for row in log_q for each in row)  # confidences are counted in bins
+    assert all(math.isfinite(each) for row in log_q for each in row)  # confidences are binned
 
 
 def test_temperature_top_k_and_top_p_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""What every kind of drafter inherits, tried on a kind that says as little as possible."""
+"""Behaviour that every kind of drafter inherits, tested on a minimal kind."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ class InnerConfig(DrafterConfig):
     model_type = "draftsmith_inner"
 
     class Options(HeadOptions):
-        """The keys of `drafter.options`: reads another layer by `feature_layers`, as CONTRIBUTING says."""
+        """Options of a kind that reads another layer by `feature_layers`, as in CONTRIBUTING.md."""
 
         feature_layers: list[int] = Field([1])
         loss: Loss = "kl"
@@ -31,8 +31,8 @@ def inner_drafter(target: PreTrainedModel, loss: str) -> InnerDrafter:
     return InnerDrafter.from_target(target, {"num_heads": 1, "lm_heads": "shared", "loss": loss})
 
 
-def test_a_kind_that_reads_an_inner_layer_has_the_targets_distribution_as_its_teacher() -> None:
-    """KL to softmax(W h) of the final hidden states, where the drafter reads those after layer 1."""
+def test_teacher_is_the_target_also_if_features_are_of_an_inner_layer() -> None:
+    """The loss is the KL to softmax(W h) of the final hidden states; the drafter reads those after layer 1."""
     target = tiny_target()
     drafter = inner_drafter(target, "kl")
     ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def test_a_kind_that_reads_an_inner_layer_has_the_targets_distribution_as_its_te
         drafter(ids, features, torch.ones_like(ids))
 
 
-def test_a_loss_of_labels_reads_no_further_layer() -> None:
+def test_loss_of_labels_needs_no_further_layer() -> None:
     target = tiny_target()
     drafter = inner_drafter(target, "ce")
     assert required_layers(drafter) == (1,)

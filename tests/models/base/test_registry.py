@@ -1,4 +1,4 @@
-"""Drafters from folders that nobody vouches for: what would fill this machine or break its trees is refused."""
+"""Untrusted drafter folders: values that would exhaust memory or break trees are refused."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def target() -> Any:
     return load_target(TargetRecipe(model="embedded", dtype="float32"))[0]
 
 
-def drafter_in(folder: Path, target: Any, kind: str = "parallel", **options: Any) -> Path:
+def save_drafter(folder: Path, target: Any, kind: str = "parallel", **options: Any) -> Path:
     load_drafter_class(kind).from_target(target, options).save_pretrained(folder)
     return folder
 
@@ -32,8 +32,8 @@ def change(folder: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_no_numbers(tmp_path: Path, target: Any, value: float) -> None:
-    folder = drafter_in(tmp_path, target, num_masks=2)
+def test_nan_and_infinite_weights_are_refused(tmp_path: Path, target: Any, value: float) -> None:
+    folder = save_drafter(tmp_path, target, num_masks=2)
     weights = load_file(folder / "model.safetensors")
     name = sorted(weights)[0]
     weights[name].view(-1)[-1] = value
@@ -42,8 +42,8 @@ def test_weights_that_are_no_numbers(tmp_path: Path, target: Any, value: float) 
         read_drafter(folder, "auto")
 
 
-def test_a_number_too_large_for_the_targets_dtype(tmp_path: Path, target: Any) -> None:
-    folder = drafter_in(tmp_path, target, num_masks=2)
+def test_weight_beyond_the_targets_dtype_is_refused(tmp_path: Path, target: Any) -> None:
+    folder = save_drafter(tmp_path, target, num_masks=2)
     weights = load_file(folder / "model.safetensors")
     weights[sorted(weights)[0]].view(-1)[0] = 1e6
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -70,8 +70,10 @@ def test_a_number_too_large_for_the_targets_dtype(tmp_path: Path, target: Any) -
         ("draft_model", {"draft_depth": 10**9}),
     ],
 )
-def test_counts_that_would_fill_the_machine(tmp_path: Path, target: Any, kind: str, values: dict[str, Any]) -> None:
-    folder = drafter_in(tmp_path, target, kind)
+def test_counts_that_would_exhaust_memory_are_refused(
+    tmp_path: Path, target: Any, kind: str, values: dict[str, Any]
+) -> None:
+    folder = save_drafter(tmp_path, target, kind)
     change(folder, **values)
     began = time.monotonic()
     with pytest.raises(UserError, match=next(iter(values))):
@@ -91,8 +93,8 @@ def test_counts_that_would_fill_the_machine(tmp_path: Path, target: Any, kind: s
         7,
     ],
 )
-def test_a_tuned_tree_that_no_session_holds(tmp_path: Path, target: Any, tree: Any) -> None:
-    folder = drafter_in(tmp_path, target, num_masks=2)
+def test_tuned_tree_too_large_for_a_session_is_refused(tmp_path: Path, target: Any, tree: Any) -> None:
+    folder = save_drafter(tmp_path, target, num_masks=2)
     change(folder, tuned_tree=tree)
     with pytest.raises(UserError, match="key `tuned_tree` holds no valid tree: delete that key"):
         resolve_tuned(MethodConfig(name="x", tree="tuned"), folder)

@@ -1,4 +1,4 @@
-"""From the losses of rows to that of a step: how much each depth and each row counts, by hand."""
+"""Loss weights of depths and rows, by hand."""
 
 import math
 
@@ -20,17 +20,17 @@ from draftsmith.models.base.weights import depth_shares, group_lengths
         (1.0, [4 / 7, 2 / 7, 1 / 7]),
     ],
 )
-def test_a_ramp_by_hand(progress_frac: float, expected: list[float]) -> None:
+def test_ramp_by_hand(progress_frac: float, expected: list[float]) -> None:
     """lambda = 0.5**j over the first fifth of the training."""
     assert depth_shares([1.0, 0.5, 0.25], 0.2, progress_frac) == pytest.approx(expected, abs=1e-15)
 
 
-def test_without_a_ramp_nothing_depends_on_progress() -> None:
+def test_weights_without_a_ramp_do_not_depend_on_progress() -> None:
     assert depth_shares([3.0, 1.0], 0.0, 0.0) == depth_shares([3.0, 1.0], 0.0, 0.7) == [0.75, 0.25]
     assert depth_shares([3.0, 1.0], 0.5, 0.25) == pytest.approx([6 / 7, 1 / 7])
 
 
-def test_a_drafter_trains_by_the_ramp_and_is_evaluated_without() -> None:
+def test_ramp_applies_in_training_and_not_in_evaluation() -> None:
     options = {"depth_weights": 0.8, "depth_ramp": 0.5, "num_masks": 1}
     drafter = load_drafter_class("parallel").from_target(tiny_target(), options).train()
     drafter.training_progress_frac = 0.25
@@ -38,14 +38,14 @@ def test_a_drafter_trains_by_the_ramp_and_is_evaluated_without() -> None:
     assert drafter.eval().depth_shares == pytest.approx([1 / 1.8, 0.8 / 1.8])
 
 
-def test_a_wrong_ramp_is_named() -> None:
+def test_invalid_ramp_is_reported() -> None:
     target = tiny_target(num_hidden_layers=4)
     with pytest.raises(UserError, match=r"key `drafter\.options\.depth_ramp`: .*less than or equal to 1, not 2"):
         load_drafter_class("parallel").from_target(target, {"depth_ramp": 2})
 
 
 # ---- D-PACE: q = 0.5, 0.25, 0.5 smoothed with alpha = 0.5 are 0.75, 0.625, 0.75; their products 0.75, 0.46875,
-# 0.3515625, and what is left of these from each depth on is below ----
+# 0.3515625, and the sums of these from each depth on are below ----
 
 CONFIDENCES = torch.tensor([0.5, 0.25, 0.5], dtype=torch.float64)
 BY_HAND = [1.5703125, 0.8203125, 0.3515625]
@@ -59,8 +59,8 @@ def test_dpace_by_hand() -> None:
     torch.testing.assert_close(weights_pg, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-def test_dpaces_extremes() -> None:
-    """Sure of everything, or smoothed away: G, G-1, ...; a label that cannot be drafted passes alpha on."""
+def test_dpace_at_its_extremes() -> None:
+    """Fully confident or fully smoothed: G, G-1, ...; a label outside the draft vocabulary counts alpha."""
     nats = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([5.0, 1.0, 9.0]), torch.tensor([0.0, math.inf, 0.0])
     cases = zip((0.2, 1.0, 0.25), nats, ([3, 2, 1], [3, 2, 1], [1.5, 0.5, 0.25]), strict=True)
     for alpha, nats_n, expected in cases:

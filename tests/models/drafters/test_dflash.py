@@ -1,4 +1,4 @@
-"""Blocks before a context: the published forward block by block, which rows there are, and the loss by hand."""
+"""Block drafters: the published forward block by block, the computed rows, and the loss by hand."""
 
 import itertools
 from typing import Any
@@ -19,7 +19,7 @@ TARGET = tiny_target(num_hidden_layers=4)
 
 
 def tiny_block(kind: str = "dflash", **options: Any) -> DFlashDrafter:
-    """Without a token before in its logits."""
+    """Build a block drafter whose logits do not depend on the previous token."""
     drafter = tiny_drafter_of(kind, TARGET, **{"block_size": 4, **options})
     assert isinstance(drafter, DFlashDrafter)
     if drafter.markov_head is not None:
@@ -31,8 +31,8 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * weight
 
 
-def rotated(x_hrd: Tensor, positions: Tensor) -> Tensor:
-    """RoPE of the tiny target, base 10,000, written out."""
+def rotate(x_hrd: Tensor, positions: Tensor) -> Tensor:
+    """Apply the tiny target's RoPE, base 10,000."""
     half = x_hrd.shape[-1] // 2
     angles = positions[:, None] / 10_000 ** (torch.arange(half) / half)
     first, second = x_hrd.split(half, dim=-1)
@@ -40,16 +40,16 @@ def rotated(x_hrd: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def convolved_before(x: Tensor, layer: dict[str, Tensor], name: str) -> tuple[Tensor, list[Tensor]]:
-    """Rows [R, D] as a sublayer reads them, and the kernels [R, taps, D] of both sides."""
+def convolution_inputs(x: Tensor, layer: dict[str, Tensor], name: str) -> tuple[Tensor, list[Tensor]]:
+    """Return rows [R, D] as a sublayer reads them, and the kernels [R, taps, D] of both sides."""
     base = layer[f"{name}.base_kernel"]
     delta = (x @ layer[f"{name}.kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
     kernels = [base[side] + delta[:, side].repeat_interleave(16, dim=-1) for side in (0, 1)]
-    return convolved(x, kernels[0]), kernels
+    return convolve(x, kernels[0]), kernels
 
 
-def convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """Row by row and tap by tap: nothing is read from before the block."""
+def convolve(x: Tensor, kernel: Tensor) -> Tensor:
+    """Convolve row by row and tap by tap, reading nothing before the block."""
     taps = range(kernel.shape[1])
     return torch.stack(
         [sum((kernel[i, tap] * x[i - tap] for tap in taps if tap <= i), 0 * x[i]) for i in range(len(x))]
@@ -57,7 +57,7 @@ def convolved(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, at: int) -> Tensor:
-    """[block_size, D]: one block, whose context stands before its own keys and values, as in z-lab/dflash."""
+    """Run one block, with the context's keys and values before its own, as in z-lab/dflash: [block_size, D]."""
     state, config = drafter.state_dict(), drafter.config
     context = rms(features_sf[:at] @ state["fc.weight"].T, state["hidden_norm.weight"])
     ids = torch.tensor([newest] + [config.mask_token_id] * (config.block_size - 1))
@@ -72,10 +72,10 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
 
         read = rms(x, layer["input_layernorm.weight"])
         if is_convolved:
-            read, kernels = convolved_before(read, layer, "attention_conv")
-        q = rotated(rms(heads("q", read), layer["self_attn.q_norm.weight"]), own)
+            read, kernels = convolution_inputs(read, layer, "attention_conv")
+        q = rotate(rms(heads("q", read), layer["self_attn.q_norm.weight"]), own)
         k, v = (torch.cat([heads(name, context), heads(name, read)], dim=1) for name in "kv")
-        k = rotated(rms(k, layer["self_attn.k_norm.weight"]), all_places)
+        k = rotate(rms(k, layer["self_attn.k_norm.weight"]), all_places)
         scores = q @ k.repeat_interleave(2, dim=0).mT / 8**0.5
         if config.causal:
             scores = scores.masked_fill(all_places > own[:, None], -torch.inf)
@@ -83,27 +83,27 @@ def published_forward(drafter: DFlashDrafter, newest: int, features_sf: Tensor, 
             scores = scores.masked_fill(own[:, None] - all_places >= config.sliding_window, -torch.inf)
         out = (scores.softmax(-1) @ v.repeat_interleave(2, dim=0)).transpose(0, 1).flatten(1)
         out = out @ layer["self_attn.o_proj.weight"].T
-        x = x + (convolved(out, kernels[1]) if kernels else out)
+        x = x + (convolve(out, kernels[1]) if kernels else out)
         read = rms(x, layer["post_attention_layernorm.weight"])
         if is_convolved:
-            read, kernels = convolved_before(read, layer, "mlp_conv")
+            read, kernels = convolution_inputs(read, layer, "mlp_conv")
         gate, up = (read @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         out = (F.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
-        x = x + (convolved(out, kernels[1]) if kernels else out)
+        x = x + (convolve(out, kernels[1]) if kernels else out)
     return rms(x, state["norm.weight"])
 
 
 @every_kind_in_blocks
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 5)])
-def test_the_published_forward(kind: str, anchor: bool, causal: bool, window: int | None) -> None:
-    """Row k of a block predicts the token at its own place, k behind the anchor; with `anchor` the one after it."""
+def test_forward_equals_the_published_one(kind: str, anchor: bool, causal: bool, window: int | None) -> None:
+    """Row k of a block predicts the token at its own position, anchor + k; with `anchor` the one after it."""
     options = {"sample_from_anchor": anchor, "causal": causal, "sliding_window": window}
     drafter = tiny_block(kind, **options, num_layers=2)
     batch = random_batch(TARGET, drafter=drafter)
     ids, features = batch["input_ids"], batch["features"]
     with torch.no_grad():
-        logits = DFlashDrafter.group_logits(drafter, ids, features)  # before anything is chosen among them
+        logits = DFlashDrafter.group_logits(drafter, ids, features)  # before a selector re-ranks them
     assert logits.shape[1] == 3 + anchor
     for b, t in itertools.product(range(2), range(1, LENGTH)):
         rows = published_forward(drafter, int(ids[b, t]), features[b], t)
@@ -111,8 +111,8 @@ def test_the_published_forward(kind: str, anchor: bool, causal: bool, window: in
         torch.testing.assert_close(logits[b, :, t], wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_blocks_are_there_whole_or_not_at_all() -> None:
-    """One label is enough; the context ends where the last block begins; a first token has neither."""
+def test_blocks_are_computed_whole_or_not_at_all() -> None:
+    """One label is enough; the context ends where the last block begins; first tokens have neither."""
     drafter = tiny_block(sample_from_anchor=True)
     labels = torch.full((2, 4, 6), -100)
     labels[0, 0, 3], labels[0, :2, 1], labels[1, 0, 0], labels[1, 0, 2] = 1, 1, 1, 1
@@ -128,7 +128,7 @@ def test_blocks_are_there_whole_or_not_at_all() -> None:
     assert groups.shape == (2, 5, 6)
 
 
-def test_an_anchor_ratio_drops_whole_blocks() -> None:
+def test_anchor_ratio_drops_whole_blocks() -> None:
     drafter = tiny_block(anchor_ratio=0.3)
     labels = torch.zeros(20, 3, 500, dtype=torch.long)
     blocks = drafter.train().active_rows(labels)[:, 1:]
@@ -141,8 +141,8 @@ def test_an_anchor_ratio_drops_whole_blocks() -> None:
     torch.testing.assert_close(drafter.train().label_counts(groups), 0.3 * everything)
 
 
-def test_rows_without_a_block_become_one_block() -> None:
-    """The layers have to run on something: a row of the context and a whole block, none of them labelled."""
+def test_batch_without_labels_gets_one_block() -> None:
+    """The layers need an input: a row of the context and a whole block, without labels."""
     labels, active = torch.full((2, 2, 5), -100), torch.zeros(2, 3, 5, dtype=torch.bool)
     groups = Groups.of(torch.ones(2, 5).long(), labels, active, first_token=False)
     assert (groups.counts_r, groups.index_n.tolist(), len(groups.labelled_m)) == ([1, 1, 1], [1, 6, 11], 0)
@@ -150,15 +150,15 @@ def test_rows_without_a_block_become_one_block() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
-    # The published ids are of outputs, one less: [1, 9, 17, 25, 33] and [1, 6, 11, 16, 21].
+    # The published ids count layer outputs, one less: [1, 9, 17, 25, 33] and [1, 6, 11, 16, 21].
     [(36, [2, 10, 18, 26, 34]), (24, [2, 7, 12, 17, 22]), (8, [2, 3, 4, 6, 7]), (4, [2, 3]), (2, [1]), (1, [0])],
 )
-def test_layers_that_are_read_by_default(layers: int, expected: list[int]) -> None:
+def test_default_feature_layers(layers: int, expected: list[int]) -> None:
     assert default_feature_layers(layers) == expected
 
 
-def test_norms_of_queries_and_keys_start_with_the_targets_spread() -> None:
-    """So that queries and keys of a target without such norms are as long as its own, for inputs of no direction."""
+def test_qk_norms_start_with_the_targets_scale() -> None:
+    """Queries and keys then have the norm of those of a target without QK norms, for random inputs."""
     torch.manual_seed(1)
     target = tiny_target(hidden_size=64, num_hidden_layers=2)
     drafter = load_drafter_class("dflash").from_target(target, {"num_layers": 1, "feature_layers": [1]})
@@ -171,7 +171,7 @@ def test_norms_of_queries_and_keys_start_with_the_targets_spread() -> None:
     assert torch.equal(drafter.layers[0].self_attn.q_proj.weight, source.q_proj.weight)
 
 
-def test_a_decoder_that_is_too_small() -> None:
+def test_too_small_decoder_is_refused() -> None:
     drafter = tiny_block()
     decoder = drafter.decoder(8)
     batch = random_batch(TARGET, drafter=drafter)

@@ -1,4 +1,4 @@
-"""The draft model that we train is an ordinary language model, and what it drafts is what that model says."""
+"""A trained draft model is an ordinary language model, and its drafts are that model's tokens."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def test_as_a_model_of_its_own(model_type: str, window: int | None) -> None:
         torch.testing.assert_close(model(ids).logits, ours, atol=1e-5, rtol=1e-5)
 
 
-def test_it_starts_from_layers_of_the_target() -> None:
-    """Of four layers, two: the first and the last; of one, the first."""
+def test_draft_model_starts_from_layers_of_the_target() -> None:
+    """Two of four layers: the first and the last; one: the first."""
     target = tiny_target(num_hidden_layers=4)
     for num_layers, chosen in ((2, [0, 3]), (3, [0, 2, 3]), (1, [0])):
         drafter = DraftModel.from_target(target, {"num_layers": num_layers})

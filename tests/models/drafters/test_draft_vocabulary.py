@@ -25,7 +25,7 @@ from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.stage import train_drafter
 
 TARGET_LAYERS = 4
-# Supervised: 7 three times, 5 and 9 twice, 4 once; 11 is in the data, but never supervised.
+# Labels: 7 three times, 5 and 9 twice, 4 once; 11 is in the data, but never a label.
 ROWS = Dataset.from_dict(
     {
         "input_ids": [[11, 11, 11, 11, 7, 9], [5, 7, 9, 5, 7, 4, 11]],
@@ -35,8 +35,8 @@ ROWS = Dataset.from_dict(
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_the_most_frequent_tokens_are_taken(size: int, tmp_path: Path) -> None:
-    """Among equals, and where the data has too few tokens, the lowest ids; the rows of the head are the target's."""
+def test_draft_vocabulary_has_the_most_frequent_tokens(size: int, tmp_path: Path) -> None:
+    """Ties and too few tokens in the data are resolved by the lowest ids; the head has the target's rows."""
     expected = {2: [5, 7], 3: [5, 7, 9], 6: [0, 1, 4, 5, 7, 9]}[size]
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = Eagle3Drafter.from_target(target, {"draft_vocab_size": size})
@@ -58,7 +58,7 @@ def test_the_most_frequent_tokens_are_taken(size: int, tmp_path: Path) -> None:
         (6, 1.0, "tokens; only 4 occur in them: drafter.options.draft_vocab_size=4 would do"),
     ],
 )
-def test_what_it_covers_is_said(size: int, coverage: float, sentence: str) -> None:
+def test_coverage_is_reported(size: int, coverage: float, sentence: str) -> None:
     drafter = tiny_drafter_of("parallel", tiny_target(), draft_vocab_size=size)
     assert drafter.vocab.coverage is None
     drafter.vocab.prepare(ROWS)
@@ -67,8 +67,8 @@ def test_what_it_covers_is_said(size: int, coverage: float, sentence: str) -> No
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_borrowed_head_is_rows_of_the_targets(bias: bool, tmp_path: Path) -> None:
-    """Frozen, no parameter of the drafter, in no checkpoint; gathered again where it is loaded, and it moves along."""
+def test_borrowed_head_has_rows_of_the_targets(bias: bool, tmp_path: Path) -> None:
+    """It is frozen, no parameter and in no checkpoint; gathered on loading, it moves with the drafter."""
     target = tiny_target()
     if bias:
         target.lm_head = nn.Linear(32, VOCABULARY).requires_grad_(False)
@@ -80,7 +80,7 @@ def test_a_borrowed_head_is_rows_of_the_targets(bias: bool, tmp_path: Path) -> N
     for found in (drafter, load_drafter(tmp_path, target)):
         assert isinstance(found, GroupWiseDrafter)
         head = found.vocab.draft_head().linear
-        assert type(head) is nn.Linear  # what packs linear layers finds it
+        assert type(head) is nn.Linear  # packing linear layers finds it
         assert any(module is head for module in found.modules())
         assert torch.equal(head.weight, target.lm_head.weight[[5, 7, 9]])
         assert not head.weight.requires_grad
@@ -89,7 +89,9 @@ def test_a_borrowed_head_is_rows_of_the_targets(bias: bool, tmp_path: Path) -> N
         assert found.double().vocab.draft_head().linear.weight.dtype == torch.float64
 
 
-def test_the_train_stage_takes_the_tokens_of_its_data(target_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_stage_builds_the_draft_vocabulary_from_its_data(
+    target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = make_recipe(target_folder, "reduced", max_steps=1)
     recipe.drafter.kind, recipe.drafter.options = "eagle3", {"draft_vocab_size": 12, "ttt_steps": 2}
     report = train_drafter(recipe)
@@ -112,8 +114,8 @@ def test_the_train_stage_takes_the_tokens_of_its_data(target_folder: Path, capsy
         ("parallel", "static", 1.0), ("medusa", "chain", 1.0), ("hydra", "best_first", 0.0),
     ],
 )  # fmt: skip
-def test_drafting_with_fewer_tokens_than_branches(kind: str, tree: str, temperature: float) -> None:
-    """Three tokens, trees four wide: greedy output stays the target's, and no drafted token is from outside at T=1."""
+def test_drafting_with_a_vocabulary_smaller_than_the_branching(kind: str, tree: str, temperature: float) -> None:
+    """Three tokens, trees four wide: greedy output stays the target's, and no draft token is outside at T=1."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
     drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
     drafter.vocab.prepare(ROWS)

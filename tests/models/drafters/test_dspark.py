@@ -1,4 +1,4 @@
-"""What DSpark adds to a block: the token before in every logit, and a confidence that learns alpha."""
+"""DSpark's additions to a block: logits that depend on the previous token, and a confidence head for alpha."""
 
 import itertools
 from typing import Any
@@ -22,8 +22,8 @@ def tiny_dspark(**options: Any) -> DFlashDrafter:
 
 @pytest.mark.parametrize("loss", ["kl", "tv", "ce"])
 @pytest.mark.parametrize("weight", [1.0, 0.5])
-def test_the_loss_by_hand(loss: str, weight: float) -> None:
-    """Row losses, and cross entropies between c and alpha = sum min(p, q); of each depth the mean, these weighted."""
+def test_loss_by_hand(loss: str, weight: float) -> None:
+    """Row losses plus cross entropies between c and alpha = sum min(p, q): a weighted sum of the depths' means."""
     drafter = tiny_dspark(loss=loss, depth_weights=[3.0, 2.0, 1.0], confidence_weight=weight)
     batch = random_batch(TARGET, drafter=drafter)
     ids, mask, features = batch["input_ids"], batch["loss_mask"], batch["features"]
@@ -47,8 +47,8 @@ def test_the_loss_by_hand(loss: str, weight: float) -> None:
     torch.testing.assert_close(output.loss, (means * torch.tensor([3.0, 2.0, 1.0])).sum() / 6, atol=1e-5, rtol=1e-5)
 
 
-def test_by_dpace_the_confidence_of_a_row_counts_as_its_loss_does() -> None:
-    """With a weight that does not depend on it, twice the confidence's loss is twice what it adds."""
+def test_dpace_weights_apply_to_the_confidence_loss() -> None:
+    """With fixed row weights, doubling the confidence loss doubles its share."""
     losses = []
     for weight in (0.0, 1.0, 2.0):
         drafter = tiny_dspark(loss="ce", confidence_weight=weight, dpace_alpha=0.3)
@@ -59,14 +59,14 @@ def test_by_dpace_the_confidence_of_a_row_counts_as_its_loss_does() -> None:
     assert losses[1] > losses[0] + 0.1
 
 
-def test_without_a_weight_there_is_no_head_and_no_teacher() -> None:
+def test_confidence_weight_0_needs_no_head_and_no_teacher() -> None:
     drafter = tiny_dspark(loss="ce", confidence_weight=0.0)
     assert not any(name.startswith("confidence") for name in drafter.state_dict())
     assert not drafter.needs_teacher
     assert tiny_dspark(loss="ce").needs_teacher
 
 
-def test_it_starts_undecided() -> None:
+def test_confidence_and_markov_head_start_at_zero() -> None:
     drafter = load_drafter_class("dspark").from_target(TARGET, {"markov_rank": 5})
     state = drafter.state_dict()
     assert not state["confidence_head.proj.weight"].any()

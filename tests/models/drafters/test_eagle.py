@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.target.features import target_features
 
-# Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, and parents from two levels.
+# Levels of a tree of 8 nodes, as (tokens, parents): branches of unequal depth, parents on two levels.
 LEVELS = [([7, 11, 30], [0, 0, 0]), ([8, 9, 12], [1, 1, 3]), ([20], [5]), ([21, 22], [7, 2])]
 PARENTS = [-1, *(parent for _, parents in LEVELS for parent in parents)]
 TOKENS = [-1, *(token for tokens, _ in LEVELS for token in tokens)]
@@ -19,7 +19,7 @@ TOKENS = [-1, *(token for tokens, _ in LEVELS for token in tokens)]
 def tree_by_recomputation(
     drafter: Drafter, target: PreTrainedModel, ids: Tensor, features: Tensor, offset: int
 ) -> list[Tensor]:
-    """Logits [V] of the children of node 0, 1, ..., each from a forward over all its rows, node after node."""
+    """Return logits [V] of the children of nodes 0, 1, ..., each from a full forward over its path."""
     newest = len(ids) - 1
     previous = torch.cat([torch.zeros_like(features[:1]), features[:newest]])
     inputs = pairs(drafter, target, ids.tolist(), previous)
@@ -38,8 +38,8 @@ def tree_by_recomputation(
 
 
 @pytest.mark.parametrize("offset", [0, 23])
-def test_a_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> None:
-    """Deeper than training goes: feedback, positions and ancestors, and no trace of a tree in the round after it."""
+def test_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> None:
+    """Deeper than in training: feedback, positions and ancestors; the tree leaves no trace in the next round."""
     target = tiny_target()
     drafter = tiny_drafter_of("eagle", target)
     ids = random_batch(target, 1)["input_ids"]
@@ -57,7 +57,7 @@ def test_a_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> Non
         torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_noise_on_what_is_read_in_training_only() -> None:
+def test_noise_is_added_to_features_in_training_only() -> None:
     target = tiny_target()
     drafter = tiny_drafter_of("eagle", target, feature_noise=0.2)
     batch = random_batch(target, drafter=drafter)
@@ -85,12 +85,12 @@ def test_noise_on_what_is_read_in_training_only() -> None:
     assert drafter(**batch).loss == quiet
 
 
-def test_noise_is_that_of_each_documents_length() -> None:
-    """0.1 * 512 / 8 in a sequence of 8 tokens that is padded to 14; packed, each document has its own."""
+def test_noise_scales_with_each_documents_length() -> None:
+    """0.1 * 512 / 8 in a sequence of 8 tokens padded to 14; in packed rows each document has its own scale."""
     drafter = tiny_drafter_of("eagle", tiny_target(), feature_noise=0.1).train()
 
-    def widths(lengths: list[list[int]], packed: bool) -> list[list[float]]:
-        """The largest noise on each document's features; every one ends with a label, and then there is padding."""
+    def noise_widths(lengths: list[list[int]], packed: bool) -> list[list[float]]:
+        """Return the largest noise on each document's features; each ends with a label, and padding follows."""
         mask, positions = torch.zeros(len(lengths), LENGTH), torch.zeros(len(lengths), LENGTH, dtype=torch.long)
         documents = []
         for b, of_row in enumerate(lengths):
@@ -105,6 +105,8 @@ def test_noise_is_that_of_each_documents_length() -> None:
         assert noise.isfinite().all()
         return [[noise[b, part].abs().max().item() for part in row] for b, row in enumerate(documents)]
 
-    alone, padded = widths([[14], [8]], packed=False)
+    alone, padded = noise_widths([[14], [8]], packed=False)
     assert (alone, padded) == ([pytest.approx(51.2 / 14, rel=1e-2)], [pytest.approx(51.2 / 8, rel=1e-2)])
-    assert widths([[5, 9]], packed=True) == [[pytest.approx(51.2 / 5, rel=1e-2), pytest.approx(51.2 / 9, rel=1e-2)]]
+    assert noise_widths([[5, 9]], packed=True) == [
+        [pytest.approx(51.2 / 5, rel=1e-2), pytest.approx(51.2 / 9, rel=1e-2)]
+    ]

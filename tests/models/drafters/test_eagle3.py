@@ -10,8 +10,8 @@ from draftsmith.models.drafters.peagle import PEagleDrafter
 TARGET_LAYERS = 4
 
 
-def test_it_starts_from_the_targets_last_layer() -> None:
-    """A token and a feature that are equal go through the projections as the feature alone does in the target."""
+def test_eagle3_starts_from_the_targets_last_layer() -> None:
+    """For an equal token and feature the projections give those of the target for the feature."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     drafter = Eagle3Drafter.from_target(target, {})
     mine, theirs = drafter.layers[0], target.base_model.layers[-1]
@@ -23,7 +23,7 @@ def test_it_starts_from_the_targets_last_layer() -> None:
     assert torch.equal(mine.hidden_norm.weight, theirs.input_layernorm.weight)
 
 
-def test_it_drafts_deeper_than_it_was_trained_on_request() -> None:
+def test_draft_depth_may_exceed_the_trained_depth() -> None:
     for options, drafted in (({}, 3), ({"draft_depth": 7}, 7)):
         drafter = tiny_drafter_of("eagle3", tiny_target(num_hidden_layers=TARGET_LAYERS), ttt_steps=3, **options)
         assert (drafter.decoder(LENGTH).num_depths, drafter.config.num_depths) == (drafted, 3)
@@ -42,7 +42,7 @@ def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
 
 @pytest.mark.parametrize(("pad", "expected"), [(0, 0), (17, 17), (None, 60), (-1, 60)])
 def test_default_mask_token_of_peagle(pad: int | None, expected: int) -> None:
-    """The padding token, or the last of the vocabulary of 61."""
+    """It is the padding token, or the last of the vocabulary of 61."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     target.config.pad_token_id = pad
     assert PEagleDrafter.from_target(target, {}).config.mask_token_id == expected

@@ -1,6 +1,6 @@
-"""The invariants that every drafter keeps, whatever it is: a new file in `models/drafters/` is under test by existing.
+"""The invariants of every kind of drafter; a new file in `models/drafters/` is tested automatically.
 
-1 greedy identity, 3 train = decode, 4 no leak, 8 save and load: numbers as in the design.
+Greedy identity (1), train = decode (3), no leak (4), save and load (8).
 """
 
 import itertools
@@ -49,7 +49,7 @@ def test_training_equals_decoding(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model_type", [name for name in SUPPORTED_MODEL_TYPES if name != "llama"])
 @pytest.mark.parametrize("kind", ["dflash", "eagle", "eagle3", "medusa2", "parallel", "pass_embeddings"])
 def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> None:
-    """With biases, QK norms, fused projections or norms after the attention, as it has them: each use of its layers."""
+    """Targets with biases, QK norms, fused projections or norms after the attention, for each use of their layers."""
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS)
     drafter = tiny_drafter_of(kind, target)
     check_training_equals_decoding(target, drafter, offset=23)
@@ -58,7 +58,7 @@ def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> Non
     assert all(torch.equal(loaded[name], value) for name, value in drafter.state_dict().items())
 
 
-# Kinds with their own decoder layers, and whose they are for a target that has none that fit.
+# Kinds with own decoder layers, and the model type of these for a target without suitable ones.
 OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
     (kind, layers)
     for kind in ("draft_model", "eagle", "eagle3", "eagle_parallel", "hydra", "parallel", "peagle")
@@ -68,8 +68,8 @@ OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
 
 @pytest.mark.parametrize("model_type", EXPERTS)
 @pytest.mark.parametrize(("kind", "layers"), OTHER_LAYERS)
-def test_layers_of_another_kind(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
-    """A target of experts: dense layers with its width, heads and RoPE, trained, decoded, saved and loaded."""
+def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
+    """For a target of experts: dense layers with its width, heads and RoPE, trained, decoded, saved and loaded."""
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS, **EXPERTS[model_type])
     options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
     if layers == "qwen3" and kind not in ("dflash", "dspark"):
@@ -90,7 +90,7 @@ def test_layers_of_another_kind(kind: str, layers: str, model_type: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "parallel"])
-def test_a_target_of_experts_has_no_layers_for_drafters(kind: str) -> None:
+def test_layers_of_experts_are_refused(kind: str) -> None:
     target = tiny_target("qwen3_moe", **EXPERTS["qwen3_moe"])
     with pytest.raises(
         UserError, match=r"layers.*of the target's own kind, qwen3_moe, are not supported: use llama or"
@@ -99,7 +99,7 @@ def test_a_target_of_experts_has_no_layers_for_drafters(kind: str) -> None:
 
 
 def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, offset: int) -> None:
-    """Logits of group t in one training forward = logits drafted after prefix t, fed in irregular chunks."""
+    """Check that group t's logits in one training forward equal those drafted after prefix t in irregular chunks."""
     ids = random_batch(target, 1)["input_ids"]
     positions = torch.arange(LENGTH).unsqueeze(0) + offset
     features = target_features(target, ids, None, positions, drafter.feature_layers)
@@ -143,7 +143,7 @@ def test_a_window_longer_than_the_text_changes_no_bit(kind: str) -> None:
 
 @every_drafter
 def test_no_leak(kind: str, options: dict[str, Any]) -> None:
-    """A token changes no depth of a group that may not see it, a feature none before the group after it."""
+    """A token changes no depth of a group that may not see it; a feature changes only later groups."""
     target, drafter = target_and_drafter(kind, options)
     batch = random_batch(target, drafter=drafter)
     ids, features, u = batch["input_ids"], batch["features"], 8
@@ -156,7 +156,7 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
         feature_changed = drafter.group_logits(ids, changed_features)
     stepwise = isinstance(drafter.decoder(LENGTH), StepwiseDecoder)
     for j in range(drafter.config.num_depths):
-        # Depth j+1 of group t reads tokens up to x_t, and the drafted x_{t+1..t+j} if it reads drafted ones.
+        # Depth j+1 of group t reads tokens up to x_t, and the draft tokens x_{t+1..t+j} if it reads draft tokens.
         first_group = u - j if stepwise else u
         assert torch.equal(before[:, j, :first_group], token_changed[:, j, :first_group])
         assert torch.equal(before[:, j, : u + 1], feature_changed[:, j, : u + 1])
@@ -187,7 +187,7 @@ def test_greedy_identity(kind: str, options: dict[str, Any], tree: str) -> None:
 
 
 @every_drafter
-def test_save_load_gives_the_same_logits_without_the_targets_weights(
+def test_save_and_load_keep_the_logits_without_the_targets_weights(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     target, drafter = target_and_drafter(kind, options)
@@ -195,7 +195,7 @@ def test_save_load_gives_the_same_logits_without_the_targets_weights(
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         saved = set(file.keys())
     assert saved == set(drafter.state_dict())
-    # What it trains inside the target is its own.
+    # Weights trained inside the target are saved with the drafter.
     of_the_target = {p.data_ptr() for p in target.parameters() if not p.requires_grad}
     assert not any(parameter.data_ptr() in of_the_target for parameter in drafter.parameters())
     batch = random_batch(target, drafter=drafter)
@@ -204,7 +204,7 @@ def test_save_load_gives_the_same_logits_without_the_targets_weights(
         loaded = load_drafter(tmp_path, target)
         found = loaded.state_dict()
         assert all(torch.equal(found[name], value) for name, value in drafter.state_dict().items())
-        # A file's memory may be aligned otherwise, and on some processors that changes how products round.
+        # Loaded memory may be aligned differently, which changes the rounding of products on some processors.
         for parameter in loaded.parameters():
             parameter.data = parameter.data.clone()
         assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
@@ -212,7 +212,7 @@ def test_save_load_gives_the_same_logits_without_the_targets_weights(
 
 @every_drafter
 def test_fp32_with_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Trained in fp32, or in autocast near the same loss; loaded in the target's dtype; drafts are fp32 logits."""
+    """Training in autocast has nearly the fp32 loss; loading takes the target's dtype; draft logits are fp32."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
     drafter = tiny_drafter_of(kind, target, **options)
     assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
@@ -237,7 +237,7 @@ def test_fp32_with_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, 
 
 @every_drafter
 def test_autocast_in_bf16_with_a_target_in_fp16(kind: str, options: dict[str, Any]) -> None:
-    """Autocast has no common dtype for the two: features must meet no operation that would need one."""
+    """Autocast has no common dtype for both: features must not reach an operation that needs one."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).half()
     drafter = tiny_drafter_of(kind, target, **options)
     batch = random_batch(target, drafter=drafter)
@@ -250,8 +250,8 @@ def test_autocast_in_bf16_with_a_target_in_fp16(kind: str, options: dict[str, An
 
 
 @every_drafter
-def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict[str, Any]) -> None:
-    """Padding changes nothing of the loss; without a label it is 0, and no gradient is NaN."""
+def test_every_parameter_gets_a_gradient_and_the_target_none(kind: str, options: dict[str, Any]) -> None:
+    """Padding does not change the loss; without labels the loss is 0 and no gradient is NaN."""
     target, drafter = target_and_drafter(kind, options)
     batch = random_batch(target, drafter=drafter)
     padded = {name: torch.nn.functional.pad(x, (0, 0, 0, 5) if x.ndim == 3 else (0, 5)) for name, x in batch.items()}
@@ -276,7 +276,7 @@ def test_every_parameter_learns_and_the_target_does_not(kind: str, options: dict
 
 
 def logits_of_head(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
-    """[B, G, S, V] that labels are compared with: what chooses among them comes after them."""
+    """Return the logits [B, G, S, V] for the loss, before a selector re-ranks them."""
     plain = DFlashDrafter if isinstance(drafter, CandidateDrafter) else type(drafter)
     return plain.group_logits(drafter, ids, features)
 
@@ -290,7 +290,7 @@ def lattice_losses(
     teacher_sd: Tensor,
     labels: list[int],
 ) -> list[Tensor]:
-    """One block's, label by label, teacher features from its newest token on; 0 from where a label is no candidate."""
+    """Return one block's losses by label, with teacher features from its newest token on; 0 after a non-candidate."""
     config, kept = drafter.config, torch.arange(VOCABULARY) if drafter.vocab.ids is None else drafter.vocab.ids
     log_q, columns = logits_gv[:, kept].log_softmax(-1).topk(config.lattice_top_k)
     candidates = kept[columns]
@@ -317,7 +317,7 @@ def lattice_losses(
 
 
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
-    """Label by label, from the logits of all groups: no chunks, no active rows, weights by their definitions."""
+    """Compute the loss label by label from the logits of all groups: no chunks, no active rows, weights as defined."""
     config, ids, features = drafter.config, batch["input_ids"], batch["features"]
     logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, drafter.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
@@ -330,8 +330,8 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     normed = drafter.norm(drafter.group_hidden(ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
     alpha, until_first_error = credit or (None, False)
-    means: list[list[Tensor]] = [[] for _ in shares]  # of the losses through the head, of each depth
-    further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression, what chooses among candidates
+    means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth
+    further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression and the selector's loss
     total, groups = logits.new_zeros(()), 0
     for b, t in itertools.product(range(len(ids)), range(LENGTH)):
         rows, q, right, kept_on = list[Tensor](), list[float](), list[bool](), 1.0
@@ -388,10 +388,10 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
 def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
-    """1e-6 in fp64, since transformers' norms and RoPE and the weights of rows are in fp32."""
+    """1e-6 in fp64, since transformers' norms and RoPE and the row weights are in fp32."""
     target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
-    drafter.training_step = 0  # Medusa-2's heads alone
+    drafter.training_step = 0  # Medusa-2's heads only
     if kind == "dspark":
         drafter.config.confidence_weight = 0.0
     batch = random_batch(target, drafter=drafter)
@@ -406,7 +406,7 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     labels = depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
     logits = logits_of_head(drafter, batch["input_ids"], batch["features"]).detach()
     nats = -logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    known = (labels >= 0) & nats.isfinite()  # those outside a draft vocabulary are counted, but have no cross entropy
+    known = (labels >= 0) & nats.isfinite()  # labels outside a draft vocabulary are counted, but have no cross entropy
     assert output.depth_count.tolist() == (labels >= 0).sum((0, 2)).tolist()
     drafted = drafter.group_logits(batch["input_ids"], batch["features"]).argmax(-1)
     assert output.depth_correct.tolist() == (drafted == labels).sum((0, 2)).tolist()
@@ -422,10 +422,10 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "backend"), [*((*case, "folded") for case in CASES), ("parallel", {}, "dense")]
 )
-def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
+def test_packed_loss_equals_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
     """Documents in separate rows or packed into rows: the same labels, loss, gradients and sums of each depth.
 
-    Documents end and begin in the middle of answers, so that a label, a feature or a key from next door would count.
+    Documents start and end within answers, so a label, a feature or a key of a neighbouring document would show.
     """
     target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
@@ -456,10 +456,10 @@ def test_packed_loss_is_unpacked_loss(kind: str, options: dict[str, Any], backen
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
-def test_parts_of_a_batch_add_up(kind: str, options: dict[str, Any]) -> None:
-    """However a batch is split, and with an empty part: its loss and gradients, as `label_counts` says how large it is.
+def test_losses_of_micro_batches_add_up(kind: str, options: dict[str, Any]) -> None:
+    """Any split of a batch, also with an empty part, sums to its loss and gradients, scaled by its `label_counts`.
 
-    The parts have 1, 3 and 0 rows, with answers of different lengths: a mean of their means would be something else.
+    The parts have 1, 3 and 0 rows, with answers of different lengths: the mean of their means would differ.
     """
     target, drafter = target_and_drafter(kind, options)
     generator = torch.Generator().manual_seed(5)

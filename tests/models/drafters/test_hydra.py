@@ -23,7 +23,7 @@ def hydra(target: PreTrainedModel, **options: Any) -> HydraDrafter:
 
 
 def head_by_hand(drafter: HydraDrafter, target: PreTrainedModel, state: Tensor, tokens: list[int]) -> Tensor:
-    """[V] of the head that reads these tokens, from the tensors as they are saved."""
+    """Return the logits [V] of the head that reads these tokens, computed from the saved tensors."""
     weights, j = drafter.state_dict(), len(tokens) - 1
     hidden = state
     for token in tokens:
@@ -46,7 +46,7 @@ def head_by_hand(drafter: HydraDrafter, target: PreTrainedModel, state: Tensor, 
     ("architecture", "options"),
     [("llama", {}), ("gpt2", {"num_layers": 3, "lm_heads": "shared"}), ("llama", {"embedding_norm": False})],
 )
-def test_the_heads_are_the_papers(architecture: str, options: dict[str, Any]) -> None:
+def test_heads_equal_the_papers(architecture: str, options: dict[str, Any]) -> None:
     target = tiny_target(architecture).double()
     drafter = hydra(target, **options)
     batch = random_batch(target, 1)
@@ -60,8 +60,8 @@ def test_the_heads_are_the_papers(architecture: str, options: dict[str, Any]) ->
                 torch.testing.assert_close(logits[j, t], expected, atol=1e-10, rtol=1e-10)
 
 
-def test_a_new_drafter_says_what_the_target_said() -> None:
-    """All heads start by handing h_{t-1} to the target's LM head, which gives the target's logits at t-1."""
+def test_new_drafter_repeats_the_targets_logits() -> None:
+    """All heads start as the target's LM head on h_{t-1}, which gives the target's logits at t-1."""
     target = tiny_target()
     drafter = HydraDrafter.from_target(target, {"num_layers": 2})
     batch = random_batch(target)
@@ -72,7 +72,7 @@ def test_a_new_drafter_says_what_the_target_said() -> None:
         torch.testing.assert_close(logits[:, j, 1:], expected[:, :-1])
 
 
-def test_prefix_attention_for_a_target_without_layers_that_fit() -> None:
+def test_prefix_attention_for_a_target_without_suitable_layers() -> None:
     drafter = HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True})
     assert drafter.prefix is not None
     assert (drafter.config.layers, drafter.prefix.layers_config.model_type) == ("llama", "llama")
@@ -82,7 +82,7 @@ def test_prefix_attention_for_a_target_without_layers_that_fit() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_type: str) -> None:
-    """transformers' own one-layer model, fed h_{-1} = 0, h_0, h_1, ... as embeddings."""
+    """The reference is transformers' one-layer model with h_{-1} = 0, h_0, h_1, ... as embeddings."""
     target = tiny_target(model_type)
     drafter = hydra(target, prefix_attention=True)
     assert drafter.prefix is not None
@@ -98,8 +98,8 @@ def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_typ
 
 
 @pytest.mark.parametrize("prefix_attention", [False, True])
-def test_a_tree_is_its_paths(prefix_attention: bool) -> None:
-    """Every node's logits, in whatever calls and order the nodes came, are those of the path to it alone."""
+def test_tree_equals_its_paths(prefix_attention: bool) -> None:
+    """Every node's logits are those of its path alone, independent of calls and order of nodes."""
     target = tiny_target()
     drafter = hydra(target, prefix_attention=prefix_attention)
     batch = random_batch(target, 1)
@@ -107,11 +107,11 @@ def test_a_tree_is_its_paths(prefix_attention: bool) -> None:
     decoder = drafter.decoder(LENGTH)
     decoder.start(ids[:6], features[:6])
     decoder.begin()
-    # Numbers 1, 2, 3 below the root; 4 below 2; then in one call 5 below 1 and 6 below the root.
+    # Nodes 1, 2, 3 below the root; 4 below 2; then in one call 5 below 1 and 6 below the root.
     grown = [*decoder.expand([7, 8, 9], [0, 0, 0]), *decoder.expand([10], [2]), *decoder.expand([11, 12], [1, 0])]
     paths = [[7], [8], [9], [8, 10], [7, 11], [12]]
     for logits, path in zip(grown, paths, strict=True):
-        # Training on the path as if it were the text gives the same.
+        # Training on the path as a text gives the same.
         text = torch.cat([ids[:6], torch.tensor(path)]).unsqueeze(0)
         padded = torch.cat([features[:6], torch.zeros(len(path), HIDDEN)]).unsqueeze(0)
         with torch.no_grad():

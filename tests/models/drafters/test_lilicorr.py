@@ -1,4 +1,4 @@
-"""The lattice's scores are those of the published code, and what stands in their place where text was not drafted."""
+"""The lattice's scores: those of the published code, and their substitutes after a token that is no candidate."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ from draftsmith.recipes.schema import TargetRecipe
 from draftsmith.train.drafter.parity import loop_like_prefixes, perturb, worst_difference
 
 
-def test_the_published_scores() -> None:
-    """Those that NVIDIA/TensorRT-LLM froze of Model-Optimizer's head, for weights that are sines of their places."""
+def test_scores_equal_the_published_ones() -> None:
+    """NVIDIA/TensorRT-LLM's golden scores of Model-Optimizer's head, for weights that are sines of their indices."""
     config = SimpleNamespace(
         lattice_hidden_size=8, lattice_heads=2, lattice_factor_dim=8, lattice_layers=2, lattice_mlp_ratio=2.0,
         lattice_top_k=3, lattice_logit_scale=8.0, lattice_vector_eps=1e-4, num_depths=3, block_size=4,
@@ -57,8 +57,8 @@ def lattice_drafter() -> LiLiCorrDrafter:
     return drafter
 
 
-def test_after_a_token_that_is_no_candidate() -> None:
-    """The candidates' own log q; after one that is, its scores; in the first row the same after every token."""
+def test_log_q_replaces_scores_after_a_non_candidate() -> None:
+    """After a candidate its scores are used; the first row is equal after every token."""
     drafter = lattice_drafter()
     with torch.no_grad():
         normed = torch.randn(5, 32)
@@ -75,8 +75,8 @@ def test_after_a_token_that_is_no_candidate() -> None:
         torch.testing.assert_close(drafter.scores_after([each[3][None] for each in rows], absent)[0], log_q)
 
 
-def test_blocks_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients are those of all in one pass."""
+def test_chunks_of_blocks_equal_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients are equal."""
     drafter = lattice_drafter().double()
     batch = random_batch(tiny_target().double(), drafter=drafter)
     found = []
@@ -90,8 +90,8 @@ def test_blocks_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_training_equals_decoding_to_the_last_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the embedded target in fp64, with norms and logits that do not round to fp32.
+def test_training_equals_decoding_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded target runs in fp64, with norms and logits that do not round to fp32.
 
     In fp32 the difference is up to 2e-4 of the standard deviation: a new drafter's candidates are nearly equally
     likely, at log q of -8.3 with a deviation of 0.014, which is 15,000 roundings.

@@ -1,4 +1,4 @@
-"""The Markov head: logits by hand, a start that changes nothing, exact q along paths, and one forward of the layers."""
+"""The Markov head: logits by hand, a neutral start, exact q along paths, and one forward of the layers."""
 
 from typing import Any
 from unittest import mock
@@ -29,18 +29,18 @@ def markov_drafter(kind: str = "parallel", **options: Any) -> GroupWiseDrafter:
 
 
 def without_head(drafter: GroupWiseDrafter) -> Any:
-    """In here its logits are those before the bias."""
+    """Remove the bias of the Markov head from the logits within the context."""
     return mock.patch.object(drafter, "markov_head", None)
 
 
 def bias_table(drafter: GroupWiseDrafter) -> Tensor:
-    """[V, V'] of what a token before adds."""
+    """Return the bias [V, V'] added by each previous token."""
     state = drafter.state_dict()
     return state["markov_head.markov_w1.weight"] @ state["markov_head.markov_w2.weight"].T
 
 
-def started(drafter: Drafter, newest: int = 6) -> tuple[Any, list[int]]:
-    """A decoder that has read the tokens up to `newest`, and the batch's first sequence."""
+def start_decoder(drafter: Drafter, newest: int = 6) -> tuple[Any, list[int]]:
+    """Return a decoder that has read the tokens up to `newest`, and the batch's first sequence."""
     batch = random_batch(drafter.attached.target, drafter=drafter)
     decoder = drafter.decoder(LENGTH)
     decoder.start(batch["input_ids"][0, : newest + 1], batch["features"][0, : newest + 1])
@@ -48,8 +48,8 @@ def started(drafter: Drafter, newest: int = 6) -> tuple[Any, list[int]]:
 
 
 @every_masked_kind
-def test_it_starts_as_the_drafter_without(kind: str) -> None:
-    """The same loss and logits, whatever is drawn at random after it too; W1 learns once W2 is no longer zero."""
+def test_new_markov_head_changes_nothing(kind: str) -> None:
+    """Loss, logits and later random draws are equal; W1 gets gradients once W2 is not zero."""
     target, found = tiny_target(num_hidden_layers=4), []
     for rank in (0, RANK):
         torch.manual_seed(3)
@@ -75,9 +75,9 @@ def test_it_starts_as_the_drafter_without(kind: str) -> None:
 def test_nodes_of_all_depths_in_one_call(kind: str, options: dict[str, Any]) -> None:
     """Every node has its depth's logits and its own token's row of the table."""
     drafter = markov_drafter(kind, **options)
-    decoder, ids = started(drafter)
+    decoder, ids = start_decoder(drafter)
     with without_head(drafter):
-        marginals = started(drafter)[0].draft()
+        marginals = start_decoder(drafter)[0].draft()
     table = bias_table(drafter)
     assert isinstance(decoder, MarkovDecoder)
     torch.testing.assert_close(decoder.begin(), marginals[:1] + table[ids[6]])
@@ -94,8 +94,8 @@ def test_nodes_of_all_depths_in_one_call(kind: str, options: dict[str, Any]) -> 
         decoder.begin()
 
 
-def test_theory_counts_one_forward_a_round() -> None:
-    """Leviathan's c, not gamma c: `sequential` is for those whose layers run for every token."""
+def test_theory_counts_one_forward_per_round() -> None:
+    """Leviathan's c, not gamma c: only kinds whose layers run for every token are `sequential`."""
     found = {}
     for kind, options in (("parallel", {}), ("parallel", {"markov_rank": RANK}), ("eagle", {})):
         decoder: Any = tiny_drafter_of(kind, tiny_target(), **options).decoder(LENGTH)

@@ -1,4 +1,4 @@
-"""Medusa: its heads start as the target's own, its loss is the paper's, and any architecture will do."""
+"""Medusa: its heads start as the target's, its loss is the paper's, and any architecture works."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def tiny_medusa(target: PreTrainedModel, **options: Any) -> MedusaDrafter:
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @pytest.mark.parametrize("lm_heads", ["separate", "shared"])
-def test_every_head_starts_as_the_targets_own(model_type: str, lm_heads: str) -> None:
-    """At the start head d of group t gives the logits that predicted x_t, whatever d."""
+def test_every_head_starts_as_the_targets(model_type: str, lm_heads: str) -> None:
+    """Initially every head of group t gives the logits that predicted x_t."""
     target = tiny_target(model_type)
     drafter = MedusaDrafter.from_target(target, {"num_heads": 3, "num_layers": 2, "lm_heads": lm_heads})
     ids = random_batch(target)["input_ids"]
@@ -35,8 +35,8 @@ def test_every_head_starts_as_the_targets_own(model_type: str, lm_heads: str) ->
         assert torch.equal(logits[:, j, 1:], own[:, :-1])
 
 
-def test_the_first_token_has_no_feature_before_it() -> None:
-    """A prompt of one token: drafted from zeros, as group 0 is in training."""
+def test_first_token_has_no_previous_feature() -> None:
+    """A prompt of one token is drafted from zeros, as group 0 in training."""
     target = tiny_target()
     drafter = tiny_medusa(target)
     batch = random_batch(target, 1)
@@ -50,7 +50,7 @@ def test_the_first_token_has_no_feature_before_it() -> None:
     torch.testing.assert_close(decoder.draft(), expected)
 
 
-def test_an_lm_head_with_a_bias_can_only_be_shared() -> None:
+def test_lm_head_with_a_bias_can_only_be_shared() -> None:
     target = tiny_target("phi", partial_rotary_factor=1.0)
     assert target.lm_head.bias is not None
     with pytest.raises(UserError, match=r"has a bias.*drafter.options.lm_heads=shared"):

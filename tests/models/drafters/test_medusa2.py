@@ -1,4 +1,4 @@
-"""Medusa-2: the LoRA starts as no change, learns what the formulas say, travels with the drafter, and is reported."""
+"""Medusa-2: the LoRA starts without effect, trains by the formulas, is saved with the drafter, and is reported."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def tiny_medusa2(target: PreTrainedModel, **options: Any) -> Medusa2Drafter:
 
 
 def weights_by_hand(original: PreTrainedModel, lora: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The changed target's weights: W + scale * B A (its transpose in GPT-2's layers), from a drafter's tensors."""
+    """Return the changed target's weights W + scale * B A (transposed in GPT-2's layers) from a drafter's tensors."""
     weights = dict(original.named_parameters())
     for name in [key.removesuffix(".lora_A.weight") for key in lora if key.endswith(".lora_A.weight")]:
         change = scale * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
@@ -38,7 +38,7 @@ def weights_by_hand(original: PreTrainedModel, lora: dict[str, Tensor], scale: f
     return weights
 
 
-def logits_of(target: PreTrainedModel, ids: Tensor) -> Tensor:
+def run_target(target: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.no_grad():
         return target(ids).logits
 
@@ -47,11 +47,11 @@ def logits_of(target: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_a_new_lora_changes_nothing_a_trained_one_what_its_factors_say(model_type: str) -> None:
+def test_new_lora_has_no_effect_and_a_trained_one_that_of_its_factors(model_type: str) -> None:
     original, target = tiny_target(model_type), tiny_target(model_type)
     ids = random_batch(target)["input_ids"]
     drafter = Medusa2Drafter.from_target(target, {"lora_rank": 4, "lora_alpha": 6})
-    assert torch.equal(logits_of(target, ids), logits_of(original, ids))
+    assert torch.equal(run_target(target, ids), run_target(original, ids))
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if "lora_B" in name:
@@ -59,11 +59,11 @@ def test_a_new_lora_changes_nothing_a_trained_one_what_its_factors_say(model_typ
     weights = weights_by_hand(original, dict(drafter.named_parameters()), scale=6 / 4)
     with torch.no_grad():
         expected = functional_call(original, weights, (ids,)).logits
-    assert (expected - logits_of(original, ids)).abs().max() > 0.1
-    torch.testing.assert_close(logits_of(target, ids), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - run_target(original, ids)).abs().max() > 0.1
+    torch.testing.assert_close(run_target(target, ids), expected, atol=1e-5, rtol=1e-5)
     with switched_off(target):
-        assert torch.equal(logits_of(target, ids), logits_of(original, ids))
-    torch.testing.assert_close(logits_of(target, ids), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(run_target(target, ids), run_target(original, ids))
+    torch.testing.assert_close(run_target(target, ids), expected, atol=1e-5, rtol=1e-5)
     assert all(parameter.requires_grad for parameter in drafter.parameters())
 
 
@@ -71,8 +71,8 @@ def test_a_new_lora_changes_nothing_a_trained_one_what_its_factors_say(model_typ
 
 
 @pytest.mark.parametrize("lm_loss", ["kl", "ce"])
-def test_the_loss_and_all_its_gradients_are_those_of_a_plain_reference(lm_loss: str) -> None:
-    """L_LM + 0.7 L_heads over a second target whose weights are made of the factors: no peft, no chunks, no hooks."""
+def test_loss_and_gradients_equal_a_plain_reference(lm_loss: str) -> None:
+    """The reference is L_LM + 0.7 L_heads on a second target with merged weights: no peft, no chunks, no hooks."""
     original, target = tiny_target().double(), tiny_target().double()
     drafter = tiny_medusa2(target, lm_loss=lm_loss, heads_weight=0.7, depth_weights=0.5)
     drafter.double()
@@ -102,14 +102,14 @@ def test_the_loss_and_all_its_gradients_are_those_of_a_plain_reference(lm_loss: 
         logits = (features + torch.nn.functional.silu(inner)) @ parameters[f"lm_heads.{j}.weight"].T
         cross_entropy = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, j, 1:].flatten())
         expected = expected + 0.7 * weight * cross_entropy
-    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)  # weights of rows are fp32
+    torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=1e-6)  # row weights are fp32
     expected.backward()
     for name, parameter in drafter.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-6, msg=name)
         assert parameter.grad.abs().max() > 1e-5, name
 
 
-def test_in_the_warm_up_only_the_heads_learn() -> None:
+def test_only_the_heads_are_trained_in_the_warm_up() -> None:
     target = tiny_target()
     drafter = tiny_medusa2(target, warmup_steps=5)
     drafter.training_step = 4
@@ -124,20 +124,20 @@ def test_in_the_warm_up_only_the_heads_learn() -> None:
     drafter.training_step = 5
     assert (drafter.trains_target, drafter.needs_teacher) == (True, True)
     behind = drafter(**random_batch(target, drafter=drafter))
-    assert behind.loss > output.loss  # by the KL, as the heads' part is the same
+    assert behind.loss > output.loss  # by the KL, since the heads' part is the same
     torch.testing.assert_close(behind.depth_loss_sum, output.depth_loss_sum)
 
 
 # ---- training ----
 
 
-def test_the_lora_learns_at_its_own_rate(tmp_path: Path) -> None:
+def test_lora_has_a_separate_learning_rate(tmp_path: Path) -> None:
     target = tiny_target()
     drafter = tiny_medusa2(target, lora_learning_rate=0.125)
     args = training_arguments({"learning_rate": 0.008, "weight_decay": 0.1}, tmp_path, 0, use_cpu=True)
     trainer = DrafterTrainer(drafter, target, args, datasets.Dataset.from_dict({"input_ids": [[1]]}))
     optimizer = trainer.create_optimizer()
-    assert trainer.create_optimizer() is optimizer  # asked twice, split once
+    assert trainer.create_optimizer() is optimizer  # called twice, split once
     names = {parameter: name for name, parameter in drafter.named_parameters()}
     seen = {}
     for group in optimizer.param_groups:
@@ -151,7 +151,7 @@ def test_the_lora_learns_at_its_own_rate(tmp_path: Path) -> None:
 # ---- loading ----
 
 
-def test_loading_merges_the_change_once_however_often(tmp_path: Path) -> None:
+def test_repeated_loading_merges_the_lora_once(tmp_path: Path) -> None:
     original, target = tiny_target(), tiny_target()
     ids = random_batch(target)["input_ids"]
     for name, options in (("first", {"lora_targets": Q_AND_DOWN}), ("second", {"lora_rank": 2})):
@@ -163,11 +163,11 @@ def test_loading_merges_the_change_once_however_often(tmp_path: Path) -> None:
             expected[name] = functional_call(original, weights, (ids,)).logits
     for name in ("first", "first", "second", "first"):
         drafter = load_drafter(tmp_path / name, target)
-        torch.testing.assert_close(logits_of(target, ids), expected[name], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(run_target(target, ids), expected[name], atol=1e-5, rtol=1e-5)
         assert set(adapted_layers(target)) == set(drafter.config.lora_shapes)
         assert not any(".base_layer.base_layer" in key for key in target.state_dict())
         assert not any(parameter.requires_grad for parameter in [*drafter.parameters(), *target.parameters()])
-    # Merged: the layers' own weights are the changed ones, so that decoding pays nothing for the adapter.
+    # Merged: the layers hold the changed weights, so the adapter costs nothing in decoding.
     layer = target.get_submodule("model.layers.0.self_attn.q_proj")
     torch.testing.assert_close(
         layer.get_base_layer().weight,
@@ -177,13 +177,13 @@ def test_loading_merges_the_change_once_however_often(tmp_path: Path) -> None:
     )
     remove(target)
     assert [name for name, _ in target.named_parameters()] == [name for name, _ in original.named_parameters()]
-    torch.testing.assert_close(logits_of(target, ids), logits_of(original, ids), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run_target(target, ids), run_target(original, ids), atol=1e-5, rtol=1e-5)
 
 
 # ---- mistakes ----
 
 
-def test_a_target_with_other_layers_is_refused() -> None:
+def test_target_with_other_layers_is_refused() -> None:
     drafter = tiny_medusa2(tiny_target(intermediate_size=40), lora_targets=["down_proj"])
     with pytest.raises(UserError, match=r"changes layer model.layers.0.mlp.down_proj \[40, 32\].*has \[48, 32\]"):
         drafter.attach(tiny_target())
@@ -191,7 +191,7 @@ def test_a_target_with_other_layers_is_refused() -> None:
         drafter.attach(tiny_target(intermediate_size=40, num_hidden_layers=1))
 
 
-def test_a_target_with_an_adapter_of_its_own_is_refused() -> None:
+def test_target_with_another_adapter_is_refused() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     target = tiny_target()

@@ -1,4 +1,4 @@
-"""Wrong options: each message names the key, the value and the way out, whatever the kind."""
+"""Invalid options of every kind: the message names the key, the value and the way out."""
 
 from typing import Any
 
@@ -62,14 +62,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), WRONG)
-def test_wrong_options(kind: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_reported(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_drafter_class(kind).from_target(tiny_target(num_hidden_layers=TARGET_LAYERS), options)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in drafter_kinds() if "medusa" not in kind and kind != "hydra"])
-def test_an_architecture_without_layers_for_drafters(kind: str) -> None:
-    """PaSS runs the target's own layers."""
+def test_architecture_without_layers_for_drafters_is_reported(kind: str) -> None:
+    """PaSS is the exception: it runs the target's own layers."""
     config = AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=2)
     target = AutoModelForCausalLM.from_config(config)
     if kind == "pass_embeddings":

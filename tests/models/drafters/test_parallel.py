@@ -1,4 +1,4 @@
-"""The parallel drafter: what its rows see in every backend, its loss by the formula, its features; what is refused."""
+"""The parallel drafter: its first draft, its features, and errors of loading."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from draftsmith.models.target.features import target_features
 
 
 def test_prompt_and_first_token_in_one_draft() -> None:
-    """The loop's way: start(prompt), observe(first token), one forward for both; prompts longer than the ready mask."""
+    """As the decoding loop does: start(prompt), observe(token), one forward for both, also beyond the cached mask."""
     target = tiny_target()
     drafter = tiny_parallel(target)
     batch = random_batch(target, 1, 60)
@@ -28,8 +28,8 @@ def test_prompt_and_first_token_in_one_draft() -> None:
         decoder.draft()
 
 
-def test_every_feature_layer_is_normalised_by_itself() -> None:
-    """A residual stream that is a hundred times larger than the others says neither more nor less."""
+def test_every_feature_layer_is_normalised_separately() -> None:
+    """Scaling one residual stream by a hundred changes nothing."""
     target = tiny_target()
     drafter = tiny_parallel(target, feature_layers=[0, 1, -1])
     ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
@@ -42,17 +42,17 @@ def test_every_feature_layer_is_normalised_by_itself() -> None:
     assert (drafter.group_logits(ids, swapped) - logits).abs().max() > 1e-2
 
 
-def test_wrong_kind_lists_the_kinds() -> None:
+def test_unknown_kind_lists_the_kinds() -> None:
     with pytest.raises(UserError, match=r"drafter.kind `paralel` does not exist: use one of .*parallel"):
         load_drafter_class("paralel")
 
 
-def test_another_target_is_refused() -> None:
+def test_drafter_of_another_target_is_refused() -> None:
     drafter = tiny_parallel(tiny_target())
     with pytest.raises(UserError, match="made for a target with vocab_size 61"):
         drafter.attach(tiny_target(vocab_size=70))
 
 
-def test_no_drafter_in_the_folder(tmp_path: Path) -> None:
+def test_folder_without_a_drafter_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no trained drafter"):
         load_drafter(tmp_path, tiny_target())

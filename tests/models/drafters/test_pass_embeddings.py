@@ -1,4 +1,4 @@
-"""PaSS against the target itself: transformers' own forward over embeddings, the look-ahead ones last."""
+"""PaSS against transformers' forward of the target over embeddings with the look-ahead ones last."""
 
 from typing import Any
 
@@ -19,20 +19,20 @@ def pass_drafter(target: PreTrainedModel, **options: Any) -> PassEmbeddingsDraft
     return drafter
 
 
-def target_of(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
+def build_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     return tiny_target(model_type, num_hidden_layers=LAYERS, **changes)
 
 
-def target_over_embeddings(target: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
-    """[T+1, V]: what the paper draws. The target reads all tokens, then the look-ahead embeddings."""
+def run_over_embeddings(target: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
+    """Return logits [T+1, V] of the paper's figure: the target reads all tokens, then the look-ahead embeddings."""
     inputs = torch.cat([target.get_input_embeddings()(ids), masks.to(target.dtype)])
     return target(inputs_embeds=inputs.unsqueeze(0)).logits[0, len(ids) - 1 :]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "phi3"])
-def test_a_draft_is_the_targets_own_forward(model_type: str) -> None:
-    """Depth 1 is the target's next-token logits, the others its logits at the embeddings: in training and decoding."""
-    target = target_of(model_type).double()
+def test_draft_equals_the_targets_forward(model_type: str) -> None:
+    """Depth 1 is the target's next-token logits, others its logits at the embeddings, in training and decoding."""
+    target = build_target(model_type).double()
     drafter = pass_drafter(target)
     batch = random_batch(target, 1, drafter=drafter)
     ids, features = batch["input_ids"][0], batch["features"][0]
@@ -46,16 +46,16 @@ def test_a_draft_is_the_targets_own_forward(model_type: str) -> None:
         end += size
         draft = decoder.draft()
         with torch.no_grad():
-            expected = target_over_embeddings(target, ids[:end], drafter.masks)
+            expected = run_over_embeddings(target, ids[:end], drafter.masks)
         assert draft.shape == (LOOK_AHEAD + 1, VOCABULARY)
         torch.testing.assert_close(draft[0], own_logits[end - 1].float(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(draft, expected.float(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(training[:, end - 1], expected, atol=1e-6, rtol=1e-6)
 
 
-def test_the_layers_are_the_targets() -> None:
-    """No copy of a weight, and what happens to the target later happens to both."""
-    target = target_of()
+def test_layers_are_shared_with_the_target() -> None:
+    """No weight is copied, so later changes of the target apply to both."""
+    target = build_target()
     drafter = pass_drafter(target)
     theirs = dict(target.base_model.layers.named_parameters())
     ours = dict(drafter.layers.named_parameters())
@@ -67,16 +67,16 @@ def test_the_layers_are_the_targets() -> None:
     assert next(drafter.layers.parameters()).dtype == torch.float64
 
 
-def test_dropout_of_the_targets_kind_stays_off() -> None:
-    target = target_of("phi3", resid_pdrop=0.5)
+def test_dropout_of_the_target_stays_off() -> None:
+    target = build_target("phi3", resid_pdrop=0.5)
     drafter = pass_drafter(target)
     batch = random_batch(target, drafter=drafter)
     assert drafter.train()(**batch).loss == drafter.eval()(**batch).loss
 
 
-def test_the_embeddings_start_like_what_the_target_reads() -> None:
-    """Gemma multiplies its embeddings with sqrt(32): the look-ahead ones too must have that size."""
-    target = target_of("gemma")
+def test_look_ahead_embeddings_start_at_the_scale_of_the_targets() -> None:
+    """Gemma multiplies its embeddings by sqrt(32): the look-ahead embeddings must have that scale too."""
+    target = build_target("gemma")
     drafter = PassEmbeddingsDrafter.from_target(target, {"num_masks": 50})
     read = target.get_input_embeddings()(torch.arange(VOCABULARY))
     assert read.std() > 4 * target.get_input_embeddings().weight.std()

@@ -1,4 +1,4 @@
-"""Every kind that a format can express is written, obeys its reader's rules, and reads back as it was."""
+"""Every kind that a format can express is exported, satisfies its reader's rules, and reads back unchanged."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.loader_rules import WEIGHTS_FILES, complaints
+from support.loader_rules import WEIGHTS_FILES, find_violations
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from transformers import AutoModelForCausalLM
@@ -133,11 +133,11 @@ INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
 TARGET_CONFIG = tiny_target().config.to_dict()
 
 
-def drafter_of(kind: str, model_type: str, options: dict[str, Any]) -> Drafter:
+def build_drafter(kind: str, model_type: str, options: dict[str, Any]) -> Drafter:
     return tiny_drafter_of(kind, tiny_target(model_type, num_hidden_layers=4), **options)
 
 
-def exported(drafter: Drafter, to: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def export_to(drafter: Drafter, to: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     (folder / "ours").mkdir()
     export_drafter(drafter, to, folder / "theirs", "TARGET", folder / "ours")
     read = json.loads((folder / "theirs" / "config.json").read_text())
@@ -146,7 +146,7 @@ def exported(drafter: Drafter, to: str, folder: Path) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_kind_that_no_exporter_knows_is_refused_by_name(to: str) -> None:
+def test_kind_without_an_exporter_is_refused_by_name(to: str) -> None:
     """A new drafter file needs no edit of the formats."""
     config = DrafterConfig(target_config=TARGET_CONFIG)
     config.model_type = "draftsmith-brand_new"
@@ -156,12 +156,12 @@ def test_a_kind_that_no_exporter_knows_is_refused_by_name(to: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "to", "model_type", "options"), EXPRESSIBLE)
-def test_what_is_written_is_what_the_reader_asks_for(
+def test_export_satisfies_the_readers_rules(
     kind: str, to: str, model_type: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Names, shapes and config by the loader's rules; `export_drafter` itself reads the values back."""
-    drafter = drafter_of(kind, model_type, options)
-    exported(drafter, to, tmp_path)
+    drafter = build_drafter(kind, model_type, options)
+    export_to(drafter, to, tmp_path)
     folder = tmp_path / "theirs"
     assert (folder / EXPORT_FILE).is_file()
     assert (folder / WEIGHTS_FILES.get((kind, to), "model.safetensors")).is_file()
@@ -171,27 +171,27 @@ def test_what_is_written_is_what_the_reader_asks_for(
         return
     read = read_checkpoint(folder)
     config = json.loads((folder / "config.json").read_text())
-    assert complaints(kind, to, config, {name: tuple(value.shape) for name, value in read.tensors.items()}) == []
+    assert find_violations(kind, to, config, {name: tuple(value.shape) for name, value in read.tensors.items()}) == []
 
 
 @pytest.mark.parametrize(("kind", "to", "model_type", "options", "why", "line"), INEXPRESSIBLE)
-def test_what_cannot_be_expressed_is_refused_by_name(
+def test_inexpressible_option_is_refused_by_name(
     kind: str, to: str, model_type: str, options: dict[str, Any], why: str, line: str, tmp_path: Path
 ) -> None:
-    drafter = drafter_of(kind, model_type, options)
+    drafter = build_drafter(kind, model_type, options)
     with pytest.raises(UserError, match=f"{re.escape(why)}.*train with .*{re.escape(line)}"):
         export_drafter(drafter, to, tmp_path / "theirs", "TARGET", tmp_path)
     assert not (tmp_path / "theirs").exists()
 
 
-def test_eagle3_in_both_engines_counting(tmp_path: Path) -> None:
-    """vLLM's ids are ours, SGLang's one less, nested; a draft vocabulary is offsets, and null is the target's head."""
-    drafter = drafter_of("eagle3", "llama", {"feature_layers": [0, 2, 3], "draft_vocab_size": 20})
-    config, tensors = exported(drafter, "vllm", tmp_path)
+def test_eagle3_layer_ids_follow_each_engines_counting(tmp_path: Path) -> None:
+    """vLLM's ids equal ours, SGLang's are one less, nested; a draft vocabulary is offsets; null: the target's head."""
+    drafter = build_drafter("eagle3", "llama", {"feature_layers": [0, 2, 3], "draft_vocab_size": 20})
+    config, tensors = export_to(drafter, "vllm", tmp_path)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
     assert (config["num_aux_hidden_states"], config["draft_vocab_size"], config["vocab_size"]) == (3, 20, VOCABULARY)
     assert torch.equal(tensors["d2t"] + torch.arange(20), drafter.vocab.ids)
-    export_drafter(drafter_of("eagle3", "llama", FEATURES), "sglang", tmp_path / "two", "TARGET", tmp_path / "ours")
+    export_drafter(build_drafter("eagle3", "llama", FEATURES), "sglang", tmp_path / "two", "TARGET", tmp_path / "ours")
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert "eagle_aux_hidden_state_layer_ids" not in config
@@ -225,9 +225,9 @@ def test_a_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> Non
         (lambda tensors: tensors["fc.weight"].add_(1e-6), "read back, fc.weight differ"),
     ],
 )
-def test_a_wrong_tensor_is_found(harm: Any, sentence: str, tmp_path: Path) -> None:
-    drafter = drafter_of("eagle3", "llama", {})
-    _, tensors = exported(drafter, "vllm", tmp_path)
+def test_wrong_tensor_is_found(harm: Any, sentence: str, tmp_path: Path) -> None:
+    drafter = build_drafter("eagle3", "llama", {})
+    _, tensors = export_to(drafter, "vllm", tmp_path)
     harm(tensors)
     tensors = {name: value.clone().contiguous() for name, value in tensors.items()}
     save_file(tensors, tmp_path / "theirs" / "model.safetensors")
@@ -235,18 +235,18 @@ def test_a_wrong_tensor_is_found(harm: Any, sentence: str, tmp_path: Path) -> No
         check_written(tmp_path / "theirs", drafter, EXPORTERS["eagle3", "vllm"])
 
 
-def test_rope_of_the_target_is_written(tmp_path: Path) -> None:
+def test_rope_of_the_target_is_exported(tmp_path: Path) -> None:
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
     drafter = tiny_drafter_of("eagle", tiny_target(rope_parameters=scaled))
-    config, _ = exported(drafter, "vllm", tmp_path)
+    config, _ = export_to(drafter, "vllm", tmp_path)
     assert config["rope_parameters"] == scaled
     assert config["rope_theta"] == 5000.0
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_an_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    drafter = drafter_of("eagle", "llama", {})
-    exported(drafter, "vllm", tmp_path)
+def test_only_an_export_is_overwritten(tmp_path: Path) -> None:
+    drafter = build_drafter("eagle", "llama", {})
+    export_to(drafter, "vllm", tmp_path)
     export_drafter(drafter, "sglang", tmp_path / "theirs", "TARGET", tmp_path / "ours")
     assert not load_file(tmp_path / "theirs" / "model.safetensors")["fc.bias"].any()
     (tmp_path / "thesis").mkdir()
@@ -256,14 +256,14 @@ def test_an_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter").read_text() == "years"
 
 
-def test_a_path_that_vllm_takes_for_another_method(tmp_path: Path) -> None:
-    drafter = drafter_of("medusa", "llama", {})
+def test_path_that_vllm_mistakes_for_another_method_is_reported(tmp_path: Path) -> None:
+    drafter = build_drafter("medusa", "llama", {})
     with pytest.raises(UserError, match="`eagle-` in its path"):
         export_drafter(drafter, "vllm", tmp_path / "eagle-or-medusa", "TARGET", tmp_path)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    """Of a finished run: the folder is written, and the printed command is what vLLM's server takes."""
+def test_export_command(tmp_path: Path) -> None:
+    """For a finished run the folder is written, and vLLM's server accepts the printed command."""
     save_target(tmp_path / "target")
     recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3}})
     drafter = tiny_drafter_of("medusa", tiny_target(num_hidden_layers=4), num_heads=3)
@@ -278,7 +278,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")]
     folder = run.root / "export" / "vllm"
     asked = {"method": "medusa", "model": str(folder.absolute()), "num_speculative_tokens": 3}
-    assert words[5:7] == ["--dtype", "float32"]  # the recipe's; vLLM would take its own
+    assert words[5:7] == ["--dtype", "float32"]  # the recipe's; vLLM would use its default
     assert (words[7], json.loads(words[8])) == ("--speculative-config", asked)
     assert json.loads((folder / EXPORT_FILE).read_text())["drafter_sha256"] == hashes
     told = json.loads(CliRunner().invoke(app, ["export", file, "--to", "vllm", "--json"]).stdout)
@@ -295,11 +295,11 @@ def loaded_as(**target: Any) -> Recipe:
     return Recipe.model_validate({"name": "a", "target": target})
 
 
-def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
+def test_printed_server_has_the_parallelism_of_distillation() -> None:
     distill = {"engine": "vllm", "options": {"tensor_parallel_size": 4}, "model": "org/llm-fp8"}
     values = {"name": "a", "target": {"model": "org/llm", "dtype": "bfloat16"}, "data": {"distill": distill}}
     recipe = Recipe.model_validate(values)
-    # The copy in FP8 that answered is what is served, in the dtype that it was saved in.
+    # The FP8 copy used for distillation is served, in the dtype it was saved in.
     assert loading_words(recipe, "vllm") == loading_words(recipe, "sglang") == ["--tensor-parallel-size", "4"]
 
 
@@ -312,12 +312,12 @@ def test_a_server_is_as_parallel_as_the_one_that_answered() -> None:
         ("dflash", "sglang", "for SGLang 0.5.23"),
     ],
 )
-def test_which_versions_a_command_is_for(kind: str, to: str, sentence: str) -> None:
+def test_printed_command_names_its_engine_version(kind: str, to: str, sentence: str) -> None:
     assert version_sentence(kind, to) == sentence
 
 
-def test_a_server_loads_the_target_as_the_recipe_does() -> None:
-    """`auto`, and fp64, which engines have not, leave the choice to the engine."""
+def test_printed_server_loads_the_target_as_the_recipe_does() -> None:
+    """`auto`, and fp64, which engines do not support, leave the dtype to the engine."""
     values = {"model": "org/llm", "revision": "v2", "trust_remote_code": True, "dtype": "bfloat16"}
     loading = loading_words(loaded_as(**values), "vllm")
     assert loading == ["--dtype", "bfloat16", "--revision", "v2", "--trust-remote-code"]
@@ -325,6 +325,6 @@ def test_a_server_loads_the_target_as_the_recipe_does() -> None:
     silent = loaded_as(chat_template_kwargs={"enable_thinking": False})
     assert loading_words(silent, "vllm") == ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     assert loading_words(silent, "sglang") == []
-    command = serving_command(drafter_of("eagle3", "llama", FEATURES).config, "sglang", "org/llm", "F", loading)
+    command = serving_command(build_drafter("eagle3", "llama", FEATURES).config, "sglang", "org/llm", "F", loading)
     assert command is not None
     assert shlex.split(command)[2:10] == ["sglang.launch_server", "--model-path", "org/llm", *loading]

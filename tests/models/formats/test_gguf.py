@@ -1,4 +1,4 @@
-"""Drafters as GGUF files: what llama.cpp reads of them; what a real llama-server does with them is another file's."""
+"""Drafters as GGUF files, checked by llama.cpp's loader rules; test_llamacpp_serves.py runs a real llama-server."""
 
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ def file(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("{% for a in", "refuses a conversation"),
     ],
 )
-def test_a_hostile_template_in_a_gguf_file(
+def test_hostile_template_in_a_gguf_file(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, sentence: str
 ) -> None:
-    """It ends in one sentence, and none of its code runs."""
+    """It is reported in one sentence, and none of its code runs."""
     monkeypatch.setattr(bounded, "WITHIN_S", 0.2)
     monkeypatch.chdir(tmp_path)
     file = embedded_gguf(tmp_path, *target, template.replace("FLAG", str(tmp_path / "flag")))
@@ -55,7 +55,7 @@ def test_a_hostile_template_in_a_gguf_file(
     assert not (tmp_path / "flag").exists()
 
 
-def made(kind: str, options: dict[str, Any], target: Any) -> Drafter:
+def build_drafter(kind: str, options: dict[str, Any], target: Any) -> Drafter:
     torch.manual_seed(0)
     drafter = load_drafter_class(kind).from_target(target[0], options)
     for parameter in drafter.parameters():  # norms and confidence heads too
@@ -63,8 +63,8 @@ def made(kind: str, options: dict[str, Any], target: Any) -> Drafter:
     return drafter.attach(target[0]).freeze()
 
 
-def exported(drafter: Drafter, file: Path, folder: Path, dtype: str = "f32") -> gguf.GGUFReader:
-    """Its file; that it holds the drafter is checked while it is written."""
+def export_to(drafter: Drafter, file: Path, folder: Path, dtype: str = "f32") -> gguf.GGUFReader:
+    """Export the drafter, which is checked while writing, and return the file's reader."""
     drafter.save_pretrained(folder / "drafter")
     export_drafter(drafter, "gguf", folder / "x", str(file), folder / "drafter", (), GgufTarget(file, dtype))
     return gguf.GGUFReader(folder / "x" / FILE)
@@ -73,7 +73,7 @@ def exported(drafter: Drafter, file: Path, folder: Path, dtype: str = "f32") -> 
 @pytest.mark.parametrize("name", IN_LLAMACPP)
 def test_every_kind_with_the_targets_tokenizer(name: str, target: Any, file: Path, tmp_path: Path) -> None:
     kind, options = IN_LLAMACPP[name]
-    read = exported(made(kind, options, target), file, tmp_path)
+    read = export_to(build_drafter(kind, options, target), file, tmp_path)
     ours = {key: read.fields[key].contents() for key in read.fields if key.startswith("tokenizer.")}
     theirs = {key: value for key, value, _ in tokenizer_of(file, target[0].config.to_dict())}
     assert ours.pop("tokenizer.ggml.mask_token_id", 0) == 0
@@ -81,34 +81,34 @@ def test_every_kind_with_the_targets_tokenizer(name: str, target: Any, file: Pat
     assert len(theirs["tokenizer.ggml.tokens"]) == 4096
 
 
-def test_eagle3_counts_layers_and_tokens_as_its_loader_does(target: Any, file: Path, tmp_path: Path) -> None:
+def test_eagle3_layer_and_token_ids_follow_its_loader(target: Any, file: Path, tmp_path: Path) -> None:
     options = {"draft_vocab_size": 1000, "feature_layers": [1, 4, 7], "norm_before_residual": True}
-    drafter = made("eagle3", options, target)
+    drafter = build_drafter("eagle3", options, target)
     chosen = torch.arange(4096)[torch.arange(4096) % 4 == 1][:1000]
     drafter.vocab.choose(torch.bincount(chosen, minlength=4096))
-    read = exported(drafter, file, tmp_path)
+    read = export_to(drafter, file, tmp_path)
     assert read.fields["eagle3.target_layers"].contents() == [1, 4, 7]
     assert read.fields["eagle3.norm_before_residual"].contents() is True
     tensors = {tensor.name: tensor.data for tensor in read.tensors}
     assert tensors["d2t"].tolist() == chosen.tolist()
     assert tensors["output.weight"].shape == (1000, 192)
-    queries = drafter.layers[0].self_attn.q_proj.weight  # a head's first half and second half, by turns
+    queries = drafter.layers[0].self_attn.q_proj.weight  # a head's first and second half interleaved
     for row, of_ours in ((0, 0), (1, 32), (2, 1), (63, 63), (64, 64), (65, 96)):
         assert tensors["blk.0.attn_q.weight"][row].tolist() == queries[of_ours].tolist()
     assert "token_embd.weight" not in tensors  # the target's
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: str, target: Any, file: Path, tmp_path: Path) -> None:
+def test_export_dtypes(dtype: str, target: Any, file: Path, tmp_path: Path) -> None:
     bits = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5}
-    tensors = exported(made("dflash", {"block_size": 4}, target), file, tmp_path, dtype).tensors
+    tensors = export_to(build_drafter("dflash", {"block_size": 4}, target), file, tmp_path, dtype).tensors
     up = next(tensor for tensor in tensors if tensor.name == "blk.0.ffn_up.weight")
     assert (up.tensor_type.name.lower(), up.n_bytes) == (dtype, 512 * 192 * bits[dtype] / 8)
     assert {t.tensor_type.name for t in tensors if t.name.endswith("norm.weight")} == {"F32"}
 
 
 def test_rope_of_llama_3() -> None:
-    """Fast frequencies stay, slow ones are divided by the factor, and between them it rises."""
+    """High frequencies stay, low ones are divided by the factor, and it rises in between."""
     rope = {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -122,13 +122,13 @@ def test_rope_of_llama_3() -> None:
     assert _rope_factors({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}) is None
 
 
-def test_what_its_loaders_cannot_take(target: Any, file: Path, tmp_path: Path) -> None:
-    two = made("eagle3", {"feature_layers": [2, 7]}, target).config
+def test_drafters_that_loaders_cannot_read_are_refused(target: Any, file: Path, tmp_path: Path) -> None:
+    two = build_drafter("eagle3", {"feature_layers": [2, 7]}, target).config
     assert "takes three layers of the target, not [2, 7]: train with three layers in" in str(refusal(two, "gguf"))
-    normed = made("eagle3", {"fc_norm": True}, target).config
+    normed = build_drafter("eagle3", {"fc_norm": True}, target).config
     assert "train with drafter.options.fc_norm=false" in str(refusal(normed, "gguf"))
     assert "has no place for parallel: train with drafter.kind=eagle3" in str(
-        refusal(made("parallel", {}, target).config, "gguf")
+        refusal(build_drafter("parallel", {}, target).config, "gguf")
     )
     with pytest.raises(UserError, match="cannot be read as the GGUF file of a target"):
         tokenizer_of(tmp_path, target[0].config.to_dict())
@@ -136,7 +136,7 @@ def test_what_its_loaders_cannot_take(target: Any, file: Path, tmp_path: Path) -
         tokenizer_of(file, {**target[0].config.to_dict(), "hidden_size": 576})
 
 
-def test_its_options(finished: FinishedRun) -> None:
+def test_gguf_export_options(finished: FinishedRun) -> None:
     def error(*options: str) -> str:
         result = finished.call("export", *options)
         assert result.exit_code == 2, result.output

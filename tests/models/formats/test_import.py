@@ -1,4 +1,4 @@
-"""Published layouts with random weights become drafters that compute what the papers say, and go back as they came."""
+"""Published layouts with random weights import as drafters that follow the papers, and export unchanged."""
 
 import json
 import re
@@ -30,13 +30,13 @@ from draftsmith.models.target.features import target_features
 DRAFTED = 20
 TARGET = tiny_target(num_hidden_layers=4)
 IDS = torch.tensor([[5, 9, 33, 17, 40, 8, 21, 55]])
-NEWEST = 5  # the token that was committed last
+NEWEST = 5  # the last committed token
 LAYERS: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "vocab_size": VOCABULARY, "num_hidden_layers": 1, "tie_word_embeddings": False,
 }  # fmt: skip
-# As their authors write them: configs.
+# Configs as the authors write them.
 EAGLE_AUTHORS = {**LAYERS, "bias": True, "architectures": ["LlamaForCausalLM"]}
 SPECFORGE = {
     **LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED,
@@ -74,7 +74,7 @@ DFLASH2 = {
         "selector_top_k": 4,
     },
 }  # fmt: skip
-# The keys that NVIDIA/Model-Optimizer's recipe has (modelopt_recipes/general/speculative_decoding/lilicorr.yaml).
+# Keys of NVIDIA/Model-Optimizer's recipe (modelopt_recipes/general/speculative_decoding/lilicorr.yaml).
 LILICORR = {
     **DFLASH, "architectures": ["LiLiCorrDraftModel"],
     "dflash_config": {
@@ -99,7 +99,7 @@ HYDRA = {
     "hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True,
     "hidden_state_offset": 0, "hidden_size": 32, "vocab_size": VOCABULARY,
 }  # fmt: skip
-# And the kind that each becomes, the file, and the format to go back in.
+# The kind of each import, its weight file, and the format to export it to.
 LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "eagle": (EAGLE_AUTHORS, "eagle", "pytorch_model.bin", "eagle"),
     "specforge": (SPECFORGE, "eagle3", "model.safetensors", "eagle"),
@@ -121,7 +121,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 def random_tensors(kind: str, to: str, config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    shapes = asked_shapes(kind, to, config)
+    shapes = required_shapes(kind, to, config)
     tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in sorted(shapes.items())}
     for name in tensors:
         if "norm" in name:
@@ -133,8 +133,8 @@ def random_tensors(kind: str, to: str, config: dict[str, Any]) -> dict[str, Tens
     return tensors
 
 
-def published(folder: Path, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Write a checkpoint as it would be published."""
+def write_checkpoint(folder: Path, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Write a checkpoint in a published layout."""
     config, kind, file, to = LAYOUTS[layout]
     tensors = random_tensors(kind, to, config)
     folder.mkdir()
@@ -146,8 +146,8 @@ def published(folder: Path, layout: str) -> tuple[dict[str, Any], dict[str, Tens
     return config, tensors
 
 
-def imported(folder: Path, layout: str) -> tuple[Drafter, dict[str, Tensor]]:
-    _, tensors = published(folder / "theirs", layout)
+def import_layout(folder: Path, layout: str) -> tuple[Drafter, dict[str, Tensor]]:
+    _, tensors = write_checkpoint(folder / "theirs", layout)
     import_drafter(str(folder / "theirs"), TARGET, folder / "ours")
     return load_drafter(folder / "ours", TARGET), tensors
 
@@ -156,8 +156,8 @@ def reference(tensors: dict[str, Tensor]) -> LayoutReference:
     return LayoutReference(tensors, TARGET.get_input_embeddings().weight, TARGET.get_output_embeddings().weight)
 
 
-def started(drafter: Drafter) -> tuple[Any, Tensor]:
-    """A decoder that has seen tokens 0..NEWEST, and the target's features at all of them."""
+def start_decoder(drafter: Drafter) -> tuple[Any, Tensor]:
+    """Return a decoder that has read tokens 0..NEWEST, and the target's features at all of them."""
     features = target_features(TARGET, IDS, layers=drafter.feature_layers)[0]
     decoder = drafter.decoder(IDS.shape[1])
     decoder.start(IDS[0, :3], features[:3])
@@ -165,8 +165,8 @@ def started(drafter: Drafter) -> tuple[Any, Tensor]:
     return decoder, features
 
 
-def drafted(decoder: Any, depths: int) -> Tensor:
-    """[depths, V'] of a chain along the true tokens."""
+def draft_chain(decoder: Any, depths: int) -> Tensor:
+    """Return the logits [depths, V'] of a chain along the true tokens."""
     if hasattr(decoder, "draft"):
         return decoder.draft()[:depths]
     rows = [decoder.begin()[0]]
@@ -176,17 +176,17 @@ def drafted(decoder: Any, depths: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_import_and_export_leave_every_tensor_as_it_was(layout: str, tmp_path: Path) -> None:
-    drafter, tensors = imported(tmp_path, layout)
+def test_import_and_export_keep_every_tensor(layout: str, tmp_path: Path) -> None:
+    drafter, tensors = import_layout(tmp_path, layout)
     export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
     back = read_checkpoint(tmp_path / "back").tensors
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
 
 
-def test_a_lattice_by_the_names_of_its_first_checkpoints(tmp_path: Path) -> None:
-    """Its two-layer maps were sequences, norm and activation among them."""
-    drafter, tensors = imported(tmp_path, "lilicorr")
+def test_lattice_with_names_of_the_first_checkpoints(tmp_path: Path) -> None:
+    """Its two-layer maps were sequences that included norm and activation."""
+    drafter, tensors = import_layout(tmp_path, "lilicorr")
     numbered = renamed(tensors, dflash.TWO_LAYER_NAMES)
     names = {"feature_mlp.0.bias", "feature_mlp.3.weight", "layers.1.mlp.0.weight", "layers.0.mlp.2.bias"}
     assert {f"lilicorr.{name}" for name in names} < numbered.keys() - tensors.keys()
@@ -196,16 +196,16 @@ def test_a_lattice_by_the_names_of_its_first_checkpoints(tmp_path: Path) -> None
     assert all(torch.equal(again[name], value) for name, value in drafter.state_dict().items())
 
 
-def test_layers_of_blocks_are_counted_by_their_outputs(tmp_path: Path) -> None:
-    """Published ids are one less than ours; how a block is read is the kind's own way where the config says nothing."""
+def test_feature_layers_of_blocks_count_outputs(tmp_path: Path) -> None:
+    """Published ids are one less than ours; the kind's default reading applies if the config has no setting."""
     for layout, layers, from_anchor in (("dflash", [1, 3], False), ("dspark", [2, 3], True)):
         (tmp_path / layout).mkdir()
-        config = imported(tmp_path / layout, layout)[0].config
+        config = import_layout(tmp_path / layout, layout)[0].config
         assert (config.feature_layers, config.sample_from_anchor, config.mask_token_id) == (layers, from_anchor, 7)
 
 
-def test_windows_of_blocks(tmp_path: Path) -> None:
-    """Without a word on causal order, layers with a window have it (vLLM 0.32, `_dflash_layer_causal`)."""
+def test_windows_of_blocks_are_imported(tmp_path: Path) -> None:
+    """Layers with a window are causal unless the config says otherwise (vLLM 0.32, `_dflash_layer_causal`)."""
     slides, full = "sliding_attention", "full_attention"
     cases = [
         ({"layer_types": [slides, slides], "sliding_window": 9}, {}, (9, True)),
@@ -237,13 +237,13 @@ def test_windows_of_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Path) -> None:
-    """SpecForge numbers the layers that it reads one lower; speculators adds the attention to the normed feature.
+    """SpecForge numbers feature layers one lower; speculators adds the attention to the normed feature.
 
-    With `norm_output` the next slot reads the state behind the final norm.
+    With `norm_output` the next depth reads the state after the final norm.
     """
-    drafter, tensors = imported(tmp_path, layout)
+    drafter, tensors = import_layout(tmp_path, layout)
     assert drafter.feature_layers == layers
-    theirs, (decoder, features) = reference(tensors), started(drafter)
+    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
     tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.eagle3_fused(features[:NEWEST])
     expected = []
     for depth in range(3):
@@ -251,19 +251,19 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Pa
         expected.append(theirs.eagle3_logits(out))
         read = theirs.eagle3_feedback(out, bool(LAYOUTS[layout][0].get("norm_output")))
         tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
-    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
     if "d2t" in tensors:
         assert drafter.vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
 
 
 @pytest.mark.parametrize("layout", ["peagle", "peagle-normed"])
 def test_peagle(layout: str, tmp_path: Path) -> None:
-    drafter, tensors = imported(tmp_path, layout)
-    theirs, (decoder, features) = reference(tensors), started(drafter)
+    drafter, tensors = import_layout(tmp_path, layout)
+    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
     tokens = [*IDS[0, 1 : NEWEST + 1].tolist(), 7, 7]
     g = theirs.eagle3_fused(torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
     out = theirs.eagle3_slots(tokens, g)
-    torch.testing.assert_close(drafted(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft_chain(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
 
 
 # The keys of torchspec/config/dflash_draft_config.json; AngelSpec's, in angelspec/models/draft/dspark.py, are more.
@@ -350,21 +350,21 @@ def test_a_key_without_which_it_would_be_another_drafter(layout: str, key: str, 
 
 
 def test_medusa(tmp_path: Path) -> None:
-    drafter, tensors = imported(tmp_path, "medusa")
-    theirs, (decoder, features) = reference(tensors), started(drafter)
+    drafter, tensors = import_layout(tmp_path, "medusa")
+    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
     expected = []
     for head in range(3):
         hidden = features[NEWEST - 1]
         for block in range(2):
             hidden = hidden + torch.nn.functional.silu(theirs.product(f"{head}.{block}.linear", hidden))
         expected.append(theirs.product(f"{head}.2", hidden))
-    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_hydra(tmp_path: Path) -> None:
-    """Head i reads the feature and i + 1 embeddings; its second block is the first's size."""
-    drafter, tensors = imported(tmp_path, "hydra")
-    theirs, (decoder, features) = reference(tensors), started(drafter)
+    """Head i reads the feature and i + 1 embeddings; its second block has the size of the first."""
+    drafter, tensors = import_layout(tmp_path, "hydra")
+    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
     read, expected = features[NEWEST - 1], []
     for head in range(3):
         read = torch.cat([read, theirs.embedding[IDS[0, NEWEST + head]]])
@@ -373,12 +373,12 @@ def test_hydra(tmp_path: Path) -> None:
         hidden = hidden + torch.nn.functional.silu(theirs.product(f"{first}.linear", read))
         hidden = hidden + torch.nn.functional.silu(theirs.product(f"hydra_mlp.{head}.1.linear", hidden))
         expected.append(theirs.product(f"hydra_lm_head.{head}", hidden))
-    torch.testing.assert_close(drafted(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_a_head_of_its_own_for_all_tokens(tmp_path: Path) -> None:
-    """As EAGLE-3 for Vicuna has: 32,000 tokens of 32,000. It is no copy of the target's, and is kept."""
-    config, tensors = published(tmp_path / "theirs", "vllm")
+def test_separate_head_for_all_tokens_is_kept(tmp_path: Path) -> None:
+    """EAGLE-3 for Vicuna has one: 32,000 of 32,000 tokens. It is not a copy of the target's."""
+    config, tensors = write_checkpoint(tmp_path / "theirs", "vllm")
     tensors["lm_head.weight"] = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(8))
     save_file(tensors, tmp_path / "theirs" / "model.safetensors")
     import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
@@ -391,8 +391,8 @@ def test_a_head_of_its_own_for_all_tokens(tmp_path: Path) -> None:
     assert config["draft_vocab_size"] == VOCABULARY
 
 
-def test_the_targets_own_embedding_may_be_there_and_no_other(tmp_path: Path) -> None:
-    _, tensors = published(tmp_path / "theirs", "eagle")
+def test_only_the_targets_embedding_is_accepted(tmp_path: Path) -> None:
+    _, tensors = write_checkpoint(tmp_path / "theirs", "eagle")
     tensors["embed_tokens.weight"] = TARGET.get_input_embeddings().weight.clone()
     torch.save(tensors, tmp_path / "theirs" / "pytorch_model.bin")
     import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
@@ -405,7 +405,7 @@ def test_the_targets_own_embedding_may_be_there_and_no_other(tmp_path: Path) -> 
     assert not (tmp_path / "other").exists()
 
 
-def test_a_block_may_have_the_targets_rows_of_a_draft_vocabulary_and_no_others(tmp_path: Path) -> None:
+def test_block_head_must_have_the_targets_rows(tmp_path: Path) -> None:
     config, theirs = {**DSPARK, "draft_vocab_size": DRAFTED}, tmp_path / "theirs"
     tensors = random_tensors("dspark", "vllm", config)
     chosen = tensors["d2t"] + torch.arange(DRAFTED)
@@ -458,8 +458,8 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("hydra", lambda c, t: c.pop("grounded_heads"), "grounded_heads: False"),
     ],
 )
-def test_what_does_not_fit_is_named(layout: str, change: Change, sentence: str, tmp_path: Path) -> None:
-    config, tensors = published(tmp_path / "theirs", layout)
+def test_incompatible_checkpoint_is_reported(layout: str, change: Change, sentence: str, tmp_path: Path) -> None:
+    config, tensors = write_checkpoint(tmp_path / "theirs", layout)
     config = dict(config)
     change(config, tensors)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
@@ -476,9 +476,9 @@ def assumed(folder: Path) -> list[str]:
 
 
 def test_guessed_layers_are_reported(tmp_path: Path) -> None:
-    """As readers guess them, 2, L/2 and L-3; what the config names is not a guess."""
+    """The guess is that of other readers, 2, L/2 and L-3; layers named in the config are not reported."""
     deep = tiny_target(num_hidden_layers=8)
-    config, _ = published(tmp_path / "theirs", "vllm")
+    config, _ = write_checkpoint(tmp_path / "theirs", "vllm")
     import_drafter(str(tmp_path / "theirs"), deep, tmp_path / "named")
     assert assumed(tmp_path / "named") == []
     silent = {key: value for key, value in config.items() if key != "eagle_aux_hidden_state_layer_ids"}
@@ -490,8 +490,8 @@ def test_guessed_layers_are_reported(tmp_path: Path) -> None:
     assert "names no eagle_aux_hidden_state_layer_ids: [2, 4, 5] were guessed" in sentence
 
 
-def test_layers_that_are_named_twice(tmp_path: Path) -> None:
-    config, _ = published(tmp_path / "theirs", "vllm")
+def test_feature_layers_named_twice_are_refused(tmp_path: Path) -> None:
+    config, _ = write_checkpoint(tmp_path / "theirs", "vllm")
     for ids, count in (([-1, 1, 2], 0), ([0, 1, 2], 1)):
         both = {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
         (tmp_path / "theirs" / "config.json").write_text(json.dumps(both))
@@ -502,10 +502,10 @@ def test_layers_that_are_named_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["vllm", "specforge", "eagle", "peagle", "dflash", "dspark", "speculators"])
 @pytest.mark.parametrize("theta", [500_000.0, None])
-def test_a_drafters_own_rope(layout: str, theta: float | None, tmp_path: Path) -> None:
-    """It is that of the checkpoint's config, or the one that readers take where that names none; and it goes back."""
+def test_rope_of_the_drafter_is_kept(layout: str, theta: float | None, tmp_path: Path) -> None:
+    """It is that of the checkpoint's config, or the readers' default if it names none; the export has it again."""
     target = tiny_target(num_hidden_layers=4, rope_parameters={"rope_type": "default", "rope_theta": 30_000.0})
-    config, tensors = published(tmp_path / "theirs", layout)
+    config, tensors = write_checkpoint(tmp_path / "theirs", layout)
     layers = config.get("transformer_layer_config", config)
     changed = {**layers, "rope_theta": theta} if theta else {k: v for k, v in layers.items() if k != "rope_theta"}
     config = changed if layers is config else {**config, "transformer_layer_config": changed}
@@ -538,9 +538,9 @@ def test_rope_as_an_option() -> None:
 
 
 @pytest.mark.parametrize("layout", ["vllm", "specforge", "peagle", "eagle", "dflash", "medusa"])
-def test_names_inside_a_model(layout: str, tmp_path: Path) -> None:
-    """Trainers that save a drafter with its `model.` before the names."""
-    plain, tensors = imported(tmp_path, layout)
+def test_names_with_a_model_prefix(layout: str, tmp_path: Path) -> None:
+    """Some trainers save names with the prefix `model.`."""
+    plain, tensors = import_layout(tmp_path, layout)
     prefix = "model.medusa_heads." if layout == "medusa" else "model."
     named = {name if name.startswith(("lm_head", "d2t", "t2d")) else prefix + name: v for name, v in tensors.items()}
     file = tmp_path / "theirs" / LAYOUTS[layout][2]
@@ -551,8 +551,8 @@ def test_names_inside_a_model(layout: str, tmp_path: Path) -> None:
     assert all(torch.equal(again[name], value) for name, value in plain.state_dict().items())
 
 
-def test_an_export_comes_back(tmp_path: Path) -> None:
-    """Draft models and PARD's shape, whose embedding and head are the target's, but for the mask's row."""
+def test_export_imports_again(tmp_path: Path) -> None:
+    """Draft models and PARD drafters, whose embedding and head are the target's except for the mask's row."""
     for kind, options in (("draft_model", {}), ("parallel", {"inputs": "embedding", "shared_mask": True})):
         drafter = tiny_drafter_of(kind, TARGET, **options)
         export_drafter(drafter, "vllm", tmp_path / f"out-{kind}", "TARGET", tmp_path)
@@ -561,9 +561,9 @@ def test_an_export_comes_back(tmp_path: Path) -> None:
         assert all(torch.equal(back[name], value) for name, value in drafter.state_dict().items())
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_import_command(tmp_path: Path) -> None:
     save_target(tmp_path / "target")
-    _, tensors = published(tmp_path / "theirs", "medusa")
+    _, tensors = write_checkpoint(tmp_path / "theirs", "medusa")
     recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3, "num_layers": 2}})
     file = recipe_file(recipe)
     result = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
@@ -581,12 +581,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert (nothing.exit_code, "--from FOLDER" in nothing.stderr) == (2, True)
 
 
-def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "harmed",))
 
-    published(tmp_path / "theirs", "medusa")
+    write_checkpoint(tmp_path / "theirs", "medusa")
     torch.save({"0.0.linear.weight": Harm()}, tmp_path / "theirs" / "medusa_lm_head.pt")
     with pytest.raises(UserError, match="cannot be read"):
         import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
@@ -594,8 +594,8 @@ def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(32, [2, 16, 29]), (12, [2, 6, 9])])
-def test_layers_that_no_config_names(num_layers: int, expected: list[int]) -> None:
-    """All engines and the authors' code read the same ones, where the target has enough of them."""
+def test_default_feature_layers_of_imports(num_layers: int, expected: list[int]) -> None:
+    """All engines and the authors' code read these layers if the target has enough."""
     config = {key: value for key, value in VLLM.items() if key != "eagle_aux_hidden_state_layer_ids"}
     checkpoint = Checkpoint(config, random_tensors("eagle3", "vllm", VLLM))
     target_config = {**TARGET.config.to_dict(), "num_hidden_layers": num_layers}

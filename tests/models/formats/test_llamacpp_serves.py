@@ -1,7 +1,7 @@
-"""Exports in a real llama-server: each kind loads, changes no greedy token, and accepts as many drafts as our decoder.
+"""Exports in a real llama-server: each kind loads, changes no greedy token, and has our decoder's acceptance.
 
-The drafters are trained for a moment on the very answers that they are measured on: enough that every depth is accepted
-now and then. An answer is compared up to its first numerical tie.
+The drafters are trained briefly on the answers that they are measured on, so that every depth is sometimes accepted.
+An answer is compared up to its first numerical tie.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 import torch
 from parts.llamacpp import Complete, LlamaAnswer, llama_server
 from support.gguf_target import embedded_gguf
-from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, briefly_trained, our_counts
+from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, count_our_rounds, train_briefly
 from support.tiny_runs import recipe_file, recipe_in
 from typer.testing import CliRunner
 
@@ -50,20 +50,20 @@ def setup(folder: Path) -> Setup:
     embedded_gguf(folder, target, tokenizer)
     asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
     prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
-    with served(folder) as complete:
+    with run_server(folder) as complete:
         answers = [complete(prompt, NEW_TOKENS + LONGEST_DRAFT + 1).ids for prompt in prompts]
     return Setup(target, prompts, answers)
 
 
 @contextmanager
-def served(folder: Path, *drafting: str) -> Iterator[Complete]:
+def run_server(folder: Path, *drafting: str) -> Iterator[Complete]:
     assert SERVER is not None
     with llama_server(SERVER, folder / "target.gguf", 1, CONTEXT_TOKENS, drafting, ends=False) as complete:
         yield complete
 
 
-def test_the_target_is_ours(setup: Setup) -> None:
-    """Token by token the most likely one of our target but the end, or as likely up to rounding."""
+def test_target_of_the_server_equals_ours(setup: Setup) -> None:
+    """Every token except the end is our target's most likely one, up to rounding."""
     for prompt, answer in zip(setup.prompts, setup.answers, strict=True):
         ids = torch.tensor([prompt + answer])
         with torch.no_grad():
@@ -74,27 +74,27 @@ def test_the_target_is_ours(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("name", IN_LLAMACPP)
-def test_served_as_in_our_decoder(name: str, setup: Setup, folder: Path, tmp_path: Path) -> None:
+def test_server_equals_our_decoder(name: str, setup: Setup, folder: Path, tmp_path: Path) -> None:
     kind, options = IN_LLAMACPP[name]
-    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     target = folder / "target.gguf"
     made = export_drafter(drafter, "gguf", tmp_path / "served", str(target), tmp_path, (), GgufTarget(target, "f32"))
     assert made.command is not None
     words = made.command.split()
     drafting = words[words.index("--model-draft") :]
     assert drafting[1] == str(tmp_path / "served" / FILE)
-    with served(folder, *drafting) as complete:
+    with run_server(folder, *drafting) as complete:
         answers: list[LlamaAnswer] = [complete(prompt, NEW_TOKENS) for prompt in setup.prompts]
     assert [answer.ids for answer in answers] == [answer[:NEW_TOKENS] for answer in setup.answers]
-    _, accepted, drafted = our_counts(drafter, setup, within=True)
+    _, accepted, drafted = count_our_rounds(drafter, setup, within=True)
     assert min(accepted) > 0
     assert [sum(a.accepted for a in answers), sum(a.drafted for a in answers)] == [sum(accepted), drafted]
 
 
-def test_eval_through_it(setup: Setup, folder: Path, tmp_path: Path) -> None:
-    """Its counters are our decoder's chain, position by position; two lengths of drafts; a server that is given."""
+def test_eval_through_the_server(setup: Setup, folder: Path, tmp_path: Path) -> None:
+    """Its counters equal our decoder's chain by position, for two draft lengths and a given server."""
     kind, options = IN_LLAMACPP["eagle3"]
-    drafter = briefly_trained(kind, options, setup.target, setup.prompts, setup.answers)
+    drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
     recipe = recipe_in(
         tmp_path,
         target={"model": "embedded", "dtype": "float32"},
@@ -118,7 +118,7 @@ def test_eval_through_it(setup: Setup, folder: Path, tmp_path: Path) -> None:
     assert found["engine"] == "llama.cpp"
     assert (plain["drafts"], plain["tau"]) == (0, None)
     assert drafted["tokens"] == plain["tokens"] > 200
-    # Of each answer the last token but one may come without a draft, as nothing more is wanted.
+    # The second to last token of an answer may come without a draft, as the limit is reached.
     undrafted = drafted["tokens"] - drafted["answers"] - drafted["drafts"] - drafted["accepted_tokens"]
     assert 0 <= undrafted <= drafted["answers"]
     shares = drafted["acceptance_by_depth"]

@@ -21,7 +21,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 def random_qkv(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False) -> list[Tensor]:
-    """As projections leave them: [B, G, S, H, Dh] in memory, unless `contiguous`."""
+    """Return tensors laid out as projections do, [B, G, S, H, Dh] in memory, unless `contiguous`."""
     batch, heads, kv_heads, depths, length, size = shape
     generator = torch.Generator().manual_seed(5)
     parts = [
@@ -32,7 +32,7 @@ def random_qkv(shape: tuple[int, ...], dtype: torch.dtype, contiguous: bool = Fa
     return [(part.contiguous() if contiguous else part).requires_grad_() for part in parts]
 
 
-def whole_mask(num_depths: int, length: int, **options: Any) -> Tensor:
+def full_mask(num_depths: int, length: int, **options: Any) -> Tensor:
     """Return the mask of all queries and keys, [G * S, G * S]."""
     place = torch.arange(num_depths * length)
     return group_mask(place[:, None], place, length, **options)
@@ -48,19 +48,19 @@ def test_mask_by_hand() -> None:
         [1, 0, 1, 0, 1, 0],
         [1, 1, 0, 1, 0, 1],
     ]
-    assert whole_mask(3, 2).int().tolist() == expected
+    assert full_mask(3, 2).int().tolist() == expected
     blocks = [row[:2] + ([0, 0, 0, 0] if place < 2 else [1, 0, 1, 0]) for place, row in enumerate(expected)]
     blocks[3][2:], blocks[5][2:] = [0, 1, 0, 1], [0, 1, 0, 1]
-    assert whole_mask(3, 2, causal=False).int().tolist() == blocks
-    # A window of 3 over four tokens: a row at depth j of group t stands at t + j, and sees no token before t + j - 2.
-    of_masks_2 = whole_mask(3, 4, window=3).int()[8:, :4]
+    assert full_mask(3, 2, causal=False).int().tolist() == blocks
+    # A window of 3 over four tokens: depth j of group t has position t + j and sees no token before t + j - 2.
+    of_masks_2 = full_mask(3, 4, window=3).int()[8:, :4]
     assert of_masks_2.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert whole_mask(3, 4, window=3).int()[:4, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
+    assert full_mask(3, 4, window=3).int()[:4, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("backend", ["folded", "dense"])
 def test_rope_under_autocast_leaves_queries_and_keys_in_fp32(backend: str) -> None:
-    """`train.bf16`: the result is that of all three in bf16, and each gradient has its input's dtype."""
+    """With `train.bf16` the result is that of three bf16 inputs, and each gradient has its input's dtype."""
     q, k, v = random_qkv(SHAPES[1], torch.float32)
     expected = group_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), backend=backend)
     out = group_attention(q, k, v.bfloat16(), backend=backend)
@@ -72,7 +72,7 @@ def test_rope_under_autocast_leaves_queries_and_keys_in_fp32(backend: str) -> No
 @pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float16, 7.5e-4)])
 def test_autocast_rounds_no_product_of_the_own_group(dtype: torch.dtype, bound: float, backward_inside: bool) -> None:
-    """Gradients of the masks' keys and values against fp64: 0.4 % in bf16, 2 % where the scores are rounded to it."""
+    """Gradients of the masks' keys and values against fp64: 0.4 % in bf16, 2 % if the scores are rounded to it."""
     parts = [2 * part.detach().to(dtype) for part in random_qkv((2, 4, 2, 5, 40, 16), torch.float64)]
     weight = torch.randn(parts[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     grads = []
@@ -115,7 +115,7 @@ def test_every_backend_equals_dense(
     causal: bool,
     wider: int | None,
 ) -> None:
-    """Values and gradients; queries of the last depths alone are a slice of the dense call's with all of them."""
+    """Values and gradients; queries of the last depths alone give a slice of the dense result with all."""
     depths, results = query_depths or shape[3], []
     window = None if wider is None else shape[3] + wider
     for last, name in ((shape[3], "dense"), (depths, backend)):
@@ -135,8 +135,8 @@ LENGTHS = [3, 0, 7, 1, 6]
 @pytest.mark.parametrize("backend", ["folded", "dense"])
 @pytest.mark.parametrize("query_depths", [4, 1])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (False, 5)])
-def test_documents_are_calls_of_their_own(backend: str, query_depths: int, causal: bool, window: int | None) -> None:
-    """Values and gradients of documents one after the other, one of them empty: those of each alone, by `dense`."""
+def test_documents_equal_separate_calls(backend: str, query_depths: int, causal: bool, window: int | None) -> None:
+    """Values and gradients of consecutive documents, one of them empty, equal those of each alone by `dense`."""
     bounds_d = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     documents = bounds_d, max(LENGTHS)
     results = []
@@ -169,7 +169,7 @@ def test_a_window_that_all_documents_fit_in_changes_no_bit() -> None:
 @pytest.mark.parametrize("query_depths", [3, 2, 1])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 3)])
 def test_gradcheck(query_depths: int, causal: bool, window: int | None) -> None:
-    """Against finite differences, so that `dense` is not the only witness."""
+    """Finite differences are a reference independent of `dense`."""
     q, k, v = random_qkv((1, 4, 2, 3, 5, 8), torch.float64)
     q = q.detach()[:, :, -query_depths:].requires_grad_()
 
@@ -187,7 +187,7 @@ def test_large_scores_stay_finite() -> None:
     assert all(torch.isfinite(part.grad).all() for part in qkv if part.grad is not None)
 
 
-def test_wrong_backends() -> None:
+def test_invalid_backends_are_reported() -> None:
     qkv = random_qkv((1, 2, 2, 3, 8, 8), torch.float32)
     with pytest.raises(UserError, match="unknown attention backend `fold`: use one of folded, dense, flex"):
         group_attention(*qkv, backend="fold")
@@ -206,10 +206,10 @@ def test_wrong_backends() -> None:
         (torch.bfloat16, (9, 0), "packed flash", 6),
     ],
 )
-def test_folded_takes_the_kernel_that_the_device_has(
+def test_folded_uses_the_kernel_of_the_device(
     dtype: torch.dtype, capability: tuple[int, int], kernel: str, window: int | None
 ) -> None:
-    """Before Ampere there is no flash kernel, and no bfloat16 in the memory-efficient one; same values, same dtypes."""
+    """Before Ampere there is no flash kernel, and no bfloat16 in the memory-efficient one; values and dtypes stay."""
     tolerance, results = TOLERANCES.get(dtype, 0.02), []
     for device in ("cpu", "cuda:0"):
         with ghost_device(capability) as ghosts, torch.no_grad():
@@ -236,12 +236,12 @@ def test_folded_has_no_window_before_ampere() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("bounds", "window"), [(None, None), ([0, 130, 200, 390], None), (None, 100)])
-def test_blocks_of_flex_attention(bounds: list[int] | None, window: int | None) -> None:
-    """Made by a compiled function, they are those of the dense mask: which are empty, partly and wholly seen."""
+def test_flex_attention_blocks_equal_the_dense_mask(bounds: list[int] | None, window: int | None) -> None:
+    """The compiled function classifies blocks as empty, partial or full like the dense mask."""
     num_depths, query_depths, length, block = 3, 2, 390, 128
     documents = None if bounds is None else (torch.tensor(bounds, dtype=torch.int32), 200)
     made = _flex_block_mask(query_depths, num_depths, length, torch.device("cpu"), True, documents, window)
-    mask = whole_mask(num_depths, length, window=window)
+    mask = full_mask(num_depths, length, window=window)
     if documents is not None:
         document_t = number_documents(documents, length).repeat(num_depths)
         mask &= document_t[:, None] == document_t[None]
@@ -257,7 +257,7 @@ def test_blocks_of_flex_attention(bounds: list[int] | None, window: int | None) 
 
 
 class _Kept:
-    """In place of autograd, which asks a real device for its streams."""
+    """Stand-in for autograd's context, which needs a real device for its streams."""
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors

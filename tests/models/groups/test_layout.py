@@ -1,4 +1,4 @@
-"""Labels of groups by hand; training computes only the active rows, and nothing about the result changes by it."""
+"""Labels of groups by hand; training computes only the active rows, which does not change the result."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_labels_and_rows_by_hand() -> None:
     found = list(zip(groups.depth_n.tolist(), groups.column_n.tolist(), strict=True))
     assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
     assert groups.position_n.tolist() == [0, 1, 2, 3, 4, 2]
-    # Depth, label and the token before it, of groups 1, 2 and 4, and of group 1 once more.
+    # Depth, label and previous token of groups 1, 2 and 4, and of group 1 at depth 2.
     assert [part.tolist() for part in groups.labels(groups.labelled_m)] == [
         [0, 0, 0, 1],
         [12, 13, 15, 13],
@@ -27,8 +27,8 @@ def test_labels_and_rows_by_hand() -> None:
 @pytest.mark.parametrize(
     ("least", "expected"), [(0.0, [1.0, 0.7, 0.49, 0.343]), (0.4, [1.0, 0.7, 0.49, 0.4]), (0.8, [1.0, 0.8, 0.8, 0.8])]
 )
-def test_conditional_drop(least: float, expected: list[float]) -> None:
-    """[MASK]_j stays with probability ratio**j, only where [MASK]_{j-1} stays; real tokens always stay."""
+def test_conditional_mask_drop(least: float, expected: list[float]) -> None:
+    """[MASK]_j stays with probability ratio**j, only if [MASK]_{j-1} stays; real tokens always stay."""
     torch.manual_seed(0)
     labels = torch.ones(8, 4, 500, dtype=torch.long)
     options = MaskOptions(num_masks=3, keep_ratio=0.7, keep_ratio_min=least)
@@ -39,8 +39,8 @@ def test_conditional_drop(least: float, expected: list[float]) -> None:
     torch.testing.assert_close(shares, torch.tensor(expected), atol=0.03, rtol=0)
 
 
-def test_one_document_in_each_row_is_not_packed() -> None:
-    """Whatever its first position: rows stay as they are."""
+def test_one_document_per_row_is_not_packed() -> None:
+    """The rows stay unchanged for any first position."""
     labels = torch.full((1, 2, 5), 7)
     ids = labels[:, 0]
     groups = Groups.of(ids, labels, position_ids=torch.arange(7, 12)[None])
@@ -53,7 +53,7 @@ def test_one_document_in_each_row_is_not_packed() -> None:
 
 
 @pytest.mark.parametrize("first_token", [True, False])
-def test_nothing_to_learn_leaves_one_row(first_token: bool) -> None:
+def test_batch_without_labels_keeps_one_row(first_token: bool) -> None:
     groups = Groups.of(torch.ones(2, 4).long(), torch.full((2, 3, 4), -100), first_token=first_token)
     assert (groups.index_n.tolist(), groups.counts_r, groups.labelled_m.tolist()) == (
         [int(not first_token)], [1, 0, 0], [],
@@ -61,8 +61,8 @@ def test_nothing_to_learn_leaves_one_row(first_token: bool) -> None:
 
 
 @pytest.mark.parametrize("first_token", [True, False])
-def test_padding_has_no_place(first_token: bool) -> None:
-    """Rows of 5, 2 and 3 active tokens out of 6, one after the other; without first tokens one less of each.
+def test_active_rows_skip_padding(first_token: bool) -> None:
+    """Rows of 5, 2 and 3 active tokens out of 6 are concatenated; without first tokens each has one less.
 
     Attention then costs 25 + 4 + 9 of the 3 * 36 that it would.
     """

@@ -1,4 +1,4 @@
-"""Every architecture of transformers as a target: nothing is wrong without a word, and the page says what is."""
+"""Every architecture of transformers as a target: none is silently wrong, and the page lists its support."""
 
 import json
 
@@ -9,7 +9,7 @@ FEW = ("llama", "cohere2", "gemma2", "gpt2", "gpt_oss", "olmo3", "opt", "qwen3_n
 
 
 @pytest.mark.nightly
-def test_no_architecture_is_silently_wrong() -> None:
+def test_no_architecture_is_silently_wrong_as_a_target() -> None:
     rows, not_built = targets.sweep(targets.architectures())
     assert [f"{row.model_type}: {defect}" for row in rows for defect in row.defects] == []
     page = json.loads(targets.RESULT.read_text(encoding="utf-8"))
@@ -18,15 +18,15 @@ def test_no_architecture_is_silently_wrong() -> None:
 
 
 @pytest.mark.parametrize("model_type", FEW)
-def test_what_the_page_says(model_type: str) -> None:
+def test_page_agrees_with_the_check(model_type: str) -> None:
     row = targets.tried(model_type)
     assert row is not None
     assert row.defects == []
     assert json.loads(targets.RESULT.read_text(encoding="utf-8"))["targets"][model_type] == row.cells
 
 
-def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's logits are compared with its own forward, not with what was read off its config."""
+def test_wrong_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's logits are compared with its own forward, not with values read from its config."""
     monkeypatch.setattr("draftsmith.models.target_logits.logit_shape", lambda target: targets_shape)
     from draftsmith.models.target_logits import LogitShape
 

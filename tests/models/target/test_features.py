@@ -1,4 +1,4 @@
-"""Features of any layers of the target are its own hidden states, and no layer runs that nobody needs."""
+"""Features of any layers are the target's hidden states, and unneeded layers do not run."""
 
 from typing import Any
 
@@ -30,21 +30,21 @@ def test_features_are_the_hidden_states(model_type: str) -> None:
     target = tiny_model(model_type)
     ids = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(0))
     states = target(ids, output_hidden_states=True).hidden_states
-    # transformers' last hidden state is the normed one; the residual stream before it is not in its list.
+    # transformers' last hidden state is after the norm; the residual stream before it is not in its list.
     asked = (2, 0, FINAL_FEATURES, 1)
     expected = torch.cat([states[2], states[0], states[LAYERS], states[1]], dim=-1)
     assert torch.equal(target_features(target, ids, layers=asked), expected)
     assert torch.equal(target_features(target, ids), states[LAYERS])
 
 
-def test_the_last_layer_before_the_norm() -> None:
+def test_features_of_the_last_layer_before_the_norm() -> None:
     target = tiny_model("llama")
     ids = torch.arange(5)[None]
     before_norm = target_features(target, ids, layers=(LAYERS,))
     assert torch.equal(target.base_model.norm(before_norm), target_features(target, ids))
 
 
-def test_no_layer_too_many_and_no_hook_left() -> None:
+def test_only_needed_layers_run_and_no_hook_stays() -> None:
     target = tiny_model("llama")
     ran: list[int] = []
     hooks = [
@@ -58,7 +58,7 @@ def test_no_layer_too_many_and_no_hook_left() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.modules())
 
 
-def test_a_layer_that_does_not_exist() -> None:
+def test_layer_that_does_not_exist_is_reported() -> None:
     target = tiny_model("llama")
     with pytest.raises(UserError, match="layers 0 to 3"):
         FeatureTap(target, (FINAL_FEATURES, 4))
@@ -74,26 +74,26 @@ DOCUMENTS = (7, 12, 1, 5)
         (torch.bfloat16, False, {}, [(1, 25)]),
         (torch.bfloat16, True, {}, [(1, 25)]),
         (torch.float32, True, {}, [(1, 25)]),
-        (torch.float32, False, {}, [(4, 12)]),  # its bits depend on the padding: unchanged
+        (torch.float32, False, {}, [(4, 12)]),  # its results depend on the padding, so it runs unchanged
         (torch.bfloat16, False, {"model_type": "mistral", "sliding_window": 4}, [(4, 12)]),
         (torch.bfloat16, False, {"model_type": "mistral", "sliding_window": 50}, [(1, 25)]),
     ],
 )
-def test_padding_is_not_run_and_documents_are_attended_to_apart(
+def test_padding_is_skipped_and_documents_are_attended_separately(
     dtype: torch.dtype, packed: bool, changes: dict[str, Any], runs: list[tuple[int, int]], monkeypatch: Any
 ) -> None:
-    """The features of each document alone; no mask of all tokens; zeros at padding, where it is not run."""
+    """Features equal those of each document alone, without a mask of all tokens; skipped padding has zeros."""
     target = tiny_target(**changes).to(dtype)
     use_grouped_sdpa(target)
     parts = [torch.randint(3, VOCABULARY, (length,)) for length in DOCUMENTS]
     alone = [target_features(target, part[None], layers=(1, FINAL_FEATURES))[0] for part in parts]
     ids_bs, mask_bs = pad_sequence(parts, batch_first=True), pad_sequence([torch.ones_like(p) for p in parts], True)
     positions_bs = None
-    if packed:  # with a padded tail, as `collate_right_padded` makes it
+    if packed:  # padded on the right, as by `collate_right_padded`
         ids_bs = torch.cat([*parts, torch.zeros(3, dtype=torch.long)])[None]
         mask_bs = (torch.arange(28) < 25).long()[None]
         positions_bs = torch.cat([torch.arange(length) for length in (*DOCUMENTS, 3)])[None]
-    target_features(target, ids_bs, mask_bs, positions_bs)  # the trial of a few tokens is over
+    target_features(target, ids_bs, mask_bs, positions_bs)  # after the trial with a few tokens
     shapes, masks = [], []
     target.base_model.embed_tokens.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
     made = cpu_kernels.sdpa_mask
@@ -107,8 +107,8 @@ def test_padding_is_not_run_and_documents_are_attended_to_apart(
     torch.testing.assert_close(torch.cat(found), torch.cat(alone))
 
 
-def test_a_target_with_other_attention_runs_the_batch_as_it_is() -> None:
-    """ALiBi is in BLOOM's masks, and GPT-NeoX with `eager` attention does not ask our kernel."""
+def test_target_with_other_attention_runs_the_batch_unchanged() -> None:
+    """BLOOM's masks contain ALiBi, and GPT-NeoX with `eager` attention does not call our kernel."""
     target = tiny_model("gpt_neox").to(torch.bfloat16)
     target.set_attn_implementation("eager")
     ids_bs, mask_bs = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])

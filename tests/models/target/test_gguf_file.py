@@ -1,4 +1,4 @@
-"""A GGUF file is a target like any other: the same logits, converted once, kept under its content's name."""
+"""A GGUF file as the target: equal logits, converted once, cached by the hash of its content."""
 
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def pairs_side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp rotates neighbouring rows, transformers the two halves of a head."""
+def interleave_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Reorder rows for RoPE: llama.cpp rotates neighbouring rows, transformers the two halves of a head."""
     return weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama") -> None:
-    """As llama.cpp's converter names things, in F32, with a byte-level vocabulary."""
+    """Write the names of llama.cpp's converter, in F32, with a byte-level vocabulary."""
     writer, config = gguf.GGUFWriter(str(file), architecture), model.config
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -54,14 +54,14 @@ def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<s>", "</s>", "<unk>", "<pad>", *letters, "ab", "cd"])
     writer.add_token_types([3] * 4 + [1] * 258)
-    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 takes an array of one for its text
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads an array of one as a string
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if "q_proj" in name or "k_proj" in name:
-            weight = pairs_side_by_side(weight, HEADS if "q_proj" in name else KV_HEADS)
+            weight = interleave_halves(weight, HEADS if "q_proj" in name else KV_HEADS)
         stem, _, suffix = name.rpartition(".")
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weight.numpy())
     writer.write_header_to_file()
@@ -77,7 +77,7 @@ def recipe(tmp_path: Path) -> TargetRecipe:
 
 
 @torch.no_grad()
-def test_the_same_model(recipe: TargetRecipe) -> None:
+def test_logits_equal_those_of_the_model(recipe: TargetRecipe) -> None:
     target, tokenizer = load_target(recipe)
     ids = torch.arange(20)[None] * 11 % 261
     torch.testing.assert_close(target(ids).logits, tiny_llama()(ids).logits, rtol=1e-5, atol=1e-5)
@@ -86,8 +86,8 @@ def test_the_same_model(recipe: TargetRecipe) -> None:
     assert (tokenizer.eos_token, tokenizer.decode(tokenizer("Hi, you").input_ids)) == ("</s>", "Hi, you")
 
 
-def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
-    """vLLM and others load it: no trace of a quantization."""
+def test_converted_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
+    """vLLM and others load it: its config has no quantization."""
     folder = converted_folder(recipe)
     assert '"quantization_config"' not in (folder / "config.json").read_text()
     AutoModelForCausalLM.from_pretrained(folder)
@@ -95,7 +95,7 @@ def test_the_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:
     assert weights_hash(recipe) is not None
 
 
-def test_another_content_or_dtype_is_another_folder(recipe: TargetRecipe) -> None:
+def test_other_content_or_dtype_gets_another_folder(recipe: TargetRecipe) -> None:
     first = converted_folder(recipe)
     half = converted_folder(recipe.model_copy(update={"dtype": "bfloat16"}))
     assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16
@@ -103,18 +103,18 @@ def test_another_content_or_dtype_is_another_folder(recipe: TargetRecipe) -> Non
     assert len({first, half, converted_folder(recipe)}) == 3
 
 
-def test_killed_while_it_converts(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: Any) -> None:
+def test_killed_conversion_is_repeated(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(LlamaForCausalLM, "save_pretrained", killed)
+        patch.setattr(LlamaForCausalLM, "save_pretrained", kill)
         with pytest.raises(KeyboardInterrupt):
             converted_folder(recipe)
     assert converted_folder(recipe).is_dir()
 
 
-def test_what_cannot_be_read(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_reported(recipe: TargetRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"target\.gguf_file other\.gguf is not in .*: GGUF files there are tiny\.gguf"):
         converted_folder(recipe.model_copy(update={"gguf_file": "other.gguf"}))
     write_gguf(Path(recipe.model) / "rwkv.gguf", tiny_llama(), architecture="rwkv6")

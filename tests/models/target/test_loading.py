@@ -1,4 +1,4 @@
-"""The target: frozen, its features are what its LM head reads, and bad ones are refused in one sentence."""
+"""The target is frozen, its features feed its LM head, and bad ones are refused in one sentence."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def test_loaded_target_is_frozen_and_its_features_feed_the_lm_head(folder: Path)
     torch.testing.assert_close(target.get_output_embeddings()(features), target(ids).logits)
 
 
-def test_no_chat_template(folder: Path) -> None:
+def test_missing_chat_template_is_reported(folder: Path) -> None:
     save_tokenizer(folder, 20, None)
     with pytest.raises(UserError, match=r"no chat template: set target.chat_template"):
         load_target(recipe_for(folder))
@@ -60,21 +60,21 @@ def test_no_chat_template(folder: Path) -> None:
         ("/nor/is/this", "is not a folder: give a model folder"),
     ],
 )
-def test_not_found(model: str, message: str) -> None:
+def test_missing_target_is_reported(model: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_target(TargetRecipe(model=model))
 
 
-def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+def test_folder_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be loaded"):
         load_target(recipe_for(tmp_path))
 
 
-def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any, **__: Any) -> None:
+def test_unreachable_hub_id_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_unreachable(*_: Any, **__: Any) -> None:
         raise OSError("we could not connect to the hub")
 
-    monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", raise_unreachable)
     with pytest.raises(UserError, match=r"owner/model cannot be loaded \(we could not connect.*this machine can reach"):
         load_target(TargetRecipe(model="owner/model"))
 
@@ -85,7 +85,7 @@ def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
         load_target(recipe_for(tmp_path))
 
 
-def test_embedded_target_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_embedded_target_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "EMBEDDED_TARGET", tmp_path)
     with pytest.raises(UserError, match="make target"):
         load_target(TargetRecipe(model="embedded"))
@@ -97,8 +97,8 @@ SWITCHED = (
 )
 
 
-def test_variables_of_the_chat_template(folder: Path) -> None:
-    """They are set wherever the template is rendered, by whomever: with values of every type of JSON."""
+def test_chat_template_variables_reach_every_rendering(folder: Path) -> None:
+    """They are set for every caller that renders the template, with values of every JSON type."""
     values = {"enable_thinking": False, "tone": 'a "quoted" é', "rules": [None, {"a": 1.5}]}
     _, tokenizer = load_target(recipe_for(folder, chat_template=SWITCHED, chat_template_kwargs=values))
     messages = [{"role": "user", "content": "hi"}]
@@ -112,7 +112,7 @@ def test_variables_of_the_chat_template(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_variable_that_a_template_has_itself_changes_no_other_word(name: str) -> None:
+def test_variable_that_a_template_reads_itself_changes_nothing_else(name: str) -> None:
     tokenizer = FAMILIES[name].tokenizer()
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     shown = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -120,8 +120,8 @@ def test_a_variable_that_a_template_has_itself_changes_no_other_word(name: str) 
     assert tokenizer.apply_chat_template(messages[:1], tokenize=False) == shown
 
 
-def test_a_gpu_that_torch_cannot_use(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who has one means to train on the CPU, unless it is said."""
+def test_unusable_gpu_is_reported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU in the machine, training on the CPU must be requested."""
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
     monkeypatch.setattr(target_module, "NVIDIA", driver)
@@ -137,18 +137,20 @@ def test_a_gpu_that_torch_cannot_use(folder: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
-def test_a_target_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Is not told to be at another place."""
+def test_target_too_large_for_memory_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The message does not suggest another path for the model."""
 
-    def full(*_: Any, **__: Any) -> Any:
+    def raise_out_of_memory(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", raise_out_of_memory)
     with pytest.raises(UserError, match=r"does not fit into memory .*target.quantization=nf4") as caught:
         load_target(recipe_for(folder))
     assert "Hub id" not in str(caught.value)
 
 
-def test_unknown_device(folder: Path) -> None:
+def test_unknown_device_is_reported(folder: Path) -> None:
     with pytest.raises(UserError, match=r"target.device quantum cannot be used here"):
         load_target(TargetRecipe(model=str(folder), device="quantum"))

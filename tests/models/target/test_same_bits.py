@@ -1,4 +1,4 @@
-"""What greedy decoding in bf16 needs: a token's logits are the same bits from a step and anywhere in a tree."""
+"""Greedy decoding in bf16 needs bitwise equal logits of a token from a single step and from a tree."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ PATH = [8, 21, 40, 3]
 
 @pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-def test_a_token_has_the_same_logits_from_a_step_and_from_a_tree(dtype: torch.dtype) -> None:
-    """The MLP is of whole vectors: what is left over torch's own activations compute in another way."""
+def test_logits_of_a_token_are_bitwise_equal_in_a_step_and_in_a_tree(dtype: torch.dtype) -> None:
+    """The MLP's size is whole vectors: torch's activations compute a remainder differently."""
     target = tiny_target(
         hidden_size=96, intermediate_size=128, num_attention_heads=6, num_key_value_heads=2, head_dim=32
     ).to(dtype)
     use_grouped_sdpa(target)
     pack_linears(target)
-    # A root, and for each token of the path some wrong ones before it, and one behind it.
+    # A root, and for each token of the path some wrong siblings before it and one after it.
     tokens, parents, path = [PATH[0]], [-1], [0]
     for wrong, token in zip((7, 2, 4), PATH[1:], strict=True):
         above = path[-1]
@@ -40,6 +40,6 @@ def test_a_token_has_the_same_logits_from_a_step_and_from_a_tree(dtype: torch.dt
         for node, step in zip(path, steps, strict=True):
             assert torch.equal(tree.logits[node], step.logits[0])
             assert torch.equal(tree.features[node], step.features[0])
-        # And what was kept of the tree is what the steps wrote.
+        # The committed path's cache equals the one written by the steps.
         session.commit(path)
         assert torch.equal(session.forward_tree(DraftTree([11], TreeShape.chain(0))).logits, last.logits)

@@ -1,4 +1,4 @@
-"""One view of a target's config, text models out of wrappers, and attention that drops no term."""
+"""Views of a target's config, text models extracted from wrappers, and attention with all its terms."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def wrappers() -> dict[str, PreTrainedConfig]:
     }
 
 
-def saved(folder: Path, model: PreTrainedModel) -> TargetRecipe:
+def save_model(folder: Path, model: PreTrainedModel) -> TargetRecipe:
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)
     save_tokenizer(folder, 20, TEMPLATE)
@@ -63,11 +63,11 @@ def saved(folder: Path, model: PreTrainedModel) -> TargetRecipe:
 
 
 @pytest.mark.parametrize("name", wrappers())
-def test_the_text_of_a_wrapper(name: str, tmp_path: Path) -> None:
-    """It has the wrapper's logits, and everything that a target needs; vision is not in it."""
+def test_text_model_of_a_wrapper(name: str, tmp_path: Path) -> None:
+    """It has the wrapper's logits and everything that a target needs, without the vision part."""
     torch.manual_seed(0)
     wrapper = AutoModelForImageTextToText.from_config(wrappers()[name]).eval()
-    recipe = saved(tmp_path, wrapper)
+    recipe = save_model(tmp_path, wrapper)
     target, _ = load_target(recipe)
     ids = torch.randint(3, 20, (1, 9))
     torch.testing.assert_close(target(input_ids=ids).logits, wrapper(input_ids=ids).logits)
@@ -87,19 +87,19 @@ def test_the_text_of_a_wrapper(name: str, tmp_path: Path) -> None:
     TargetSession(target, 32).close()
 
 
-def test_a_wrapper_whose_text_has_no_class_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = saved(tmp_path, AutoModelForImageTextToText.from_config(wrappers()["gemma3"]))
+def test_wrapper_without_a_separate_text_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = save_model(tmp_path, AutoModelForImageTextToText.from_config(wrappers()["gemma3"]))
     monkeypatch.setattr(text_model.AutoModelForCausalLM, "_model_mapping", {Gemma3Config: object})
     for load in (target_without_weights, lambda recipe: text_model.text_config(load_target_config(recipe), "x")):
         with pytest.raises(UserError, match=r"\(gemma3\) holds text and more in one model"):
             load(recipe)
 
 
-def test_a_text_model_that_is_not_the_wrappers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_model_that_differs_from_the_wrapper_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForImageTextToText.from_config(wrappers()["gemma3"])
     monkeypatch.setattr(text_model, "TOLERANCE_FRAC", -1.0)
     with pytest.raises(UserError, match="gives other logits alone than in its Gemma3ForConditionalGeneration"):
-        load_target(saved(tmp_path, model))
+        load_target(save_model(tmp_path, model))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,10 @@ def test_a_text_model_that_is_not_the_wrappers(tmp_path: Path, monkeypatch: pyte
     ],
 )
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_rope_of_layer_types(model_type: str, values: dict[str, Any], theta: float, kind: str) -> None:
-    """The RoPE of full attention, flat: cos and sin are those that the target's own layers have."""
+def test_rope_of_full_attention_layers_is_used(
+    model_type: str, values: dict[str, Any], theta: float, kind: str
+) -> None:
+    """The flattened RoPE of full attention gives cos and sin of the target's own layers."""
     config = AutoConfig.for_model(model_type, **{**TEXT, **values})
     layers = layers_config(of_kind(kind, target_values(config)), 1)
     assert layers.rope_parameters["rope_theta"] == theta
@@ -144,7 +146,7 @@ OLD_NAMES = {
 
 
 @pytest.mark.parametrize("model_type", OLD_NAMES)
-def test_old_names(model_type: str) -> None:
+def test_older_config_names_are_understood(model_type: str) -> None:
     """Inner layers are found and counted, and a drafter trains on them."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES[model_type])
@@ -160,7 +162,7 @@ def test_old_names(model_type: str) -> None:
         check_drafter("eagle3", target.config, {"feature_layers": [1, 2, 4]})
 
 
-def test_values_of_layers_and_partial_rope() -> None:
+def test_per_layer_values_and_partial_rope() -> None:
     values = target_values(AutoConfig.for_model("gemma3n_text"))
     assert isinstance(values["intermediate_size"], int)
     config = AutoConfig.for_model("gpt_neox", **{**TEXT, "rotary_pct": 0.25})
@@ -170,20 +172,20 @@ def test_values_of_layers_and_partial_rope() -> None:
     }
 
 
-def test_a_narrow_embedding_is_refused_before_any_weight_is_loaded() -> None:
+def test_narrow_embedding_is_refused_before_loading_weights() -> None:
     config = AutoConfig.for_model("opt", hidden_size=64, word_embed_proj_dim=32, num_attention_heads=4)
     for kind in ("parallel", "medusa", "eagle3"):
         with pytest.raises(UserError, match=r"embedding is 32 wide and its layers 64 \(opt\)"):
             check_drafter(kind, config, {})
 
 
-def test_soft_caps_and_sinks_are_run_by_eager(tmp_path: Path) -> None:
-    """The loaded target has the logits of transformers' eager, which has the cap; scores are far beyond it."""
+def test_soft_caps_and_sinks_use_eager_attention(tmp_path: Path) -> None:
+    """The loaded target has the logits of transformers' eager attention with the cap; scores are far beyond it."""
     torch.manual_seed(0)
     target = tiny_target("gemma2", vocab_size=20, query_pre_attn_scalar=8, attn_logit_softcapping=1.0)
     for layer in target.base_model.layers:
         layer.self_attn.q_proj.weight.mul_(20)
-    recipe, ids = saved(tmp_path, target), torch.randint(3, 20, (1, 9))
+    recipe, ids = save_model(tmp_path, target), torch.randint(3, 20, (1, 9))
     target.set_attn_implementation("eager")
     expected = target(input_ids=ids).logits
     target.set_attn_implementation("sdpa")
@@ -195,16 +197,16 @@ def test_soft_caps_and_sinks_are_run_by_eager(tmp_path: Path) -> None:
         assert "eager" in running_sentence(target_without_weights(recipe))
 
 
-def test_a_target_without_sdpa_is_loaded_with_eager(tmp_path: Path) -> None:
+def test_target_without_sdpa_uses_eager_attention(tmp_path: Path) -> None:
     target = tiny_target("gpt_oss", vocab_size=20, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
-    loaded, _ = load_target(saved(tmp_path, target))
+    loaded, _ = load_target(save_model(tmp_path, target))
     assert running_sentence(loaded) == (
         "attention by eager, as sdpa would drop attention sinks; some layers see a window of 16 tokens"
     )
 
 
-def test_others_keep_the_attention_that_was_asked_for(tmp_path: Path) -> None:
-    recipe = saved(tmp_path, tiny_target("llama", vocab_size=20))
+def test_other_targets_keep_the_requested_attention(tmp_path: Path) -> None:
+    recipe = save_model(tmp_path, tiny_target("llama", vocab_size=20))
     assert running_sentence(load_target(recipe)[0]) == "attention by sdpa; all layers see the whole text"
     eager = recipe.model_copy(update={"attn_implementation": "eager"})
     assert attention_sentence(load_target(eager)[0]) == "eager"
@@ -228,7 +230,7 @@ def test_others_keep_the_attention_that_was_asked_for(tmp_path: Path) -> None:
         ("anything else", "give a folder with a transformers checkpoint"),
     ],
 )
-def test_the_way_out_fits_the_cause(message: str, way_out: str) -> None:
+def test_suggested_way_out_fits_the_cause(message: str, way_out: str) -> None:
     def load() -> None:
         raise ValueError(message)
 
@@ -238,8 +240,8 @@ def test_the_way_out_fits_the_cause(message: str, way_out: str) -> None:
         read_pretrained("drafter", "x/y", load)
 
 
-def test_a_model_type_that_transformers_does_not_know(tmp_path: Path) -> None:
-    recipe = saved(tmp_path, tiny_target("llama", vocab_size=20))
+def test_unknown_model_type_is_reported(tmp_path: Path) -> None:
+    recipe = save_model(tmp_path, tiny_target("llama", vocab_size=20))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "brandnew"}))
     with pytest.raises(UserError, match="use a version of transformers that knows this model_type"):
@@ -247,7 +249,7 @@ def test_a_model_type_that_transformers_does_not_know(tmp_path: Path) -> None:
 
 
 def test_features_of_a_decoder_inside_the_base_model() -> None:
-    """OPT's LM head reads its decoder, which the base model's own forward is not called for."""
+    """OPT's LM head reads its decoder, called without the base model's forward."""
     config = AutoConfig.for_model("opt", vocab_size=VOCABULARY, pad_token_id=0, **OLD_NAMES["opt"])
     target = text_model.AutoModelForCausalLM.from_config(config).double().eval()
     ids = torch.randint(3, VOCABULARY, (1, 9))
@@ -257,15 +259,15 @@ def test_features_of_a_decoder_inside_the_base_model() -> None:
     assert ParallelDrafter.from_target(target, {"num_masks": 2}).attached.target is target
 
 
-def test_a_base_model_under_its_wrappers_name(tmp_path: Path) -> None:
+def test_base_model_with_its_wrappers_prefix(tmp_path: Path) -> None:
     """Llama 4's text class says that its layers are under `language_model`, as its wrapper has them."""
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
-    target, _ = load_target(saved(tmp_path, tiny_target("llama4_text", vocab_size=20, **sizes)))
+    target, _ = load_target(save_model(tmp_path, tiny_target("llama4_text", vocab_size=20, **sizes)))
     assert target.base_model is not target
     assert len(decoder_layers(target)) == 2
 
 
-def test_an_encoder_is_no_target(tmp_path: Path) -> None:
+def test_encoder_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     for decoder in (False, True):
         AutoConfig.for_model("bert", vocab_size=20, is_decoder=decoder, **sizes).save_pretrained(tmp_path)
@@ -277,8 +279,8 @@ def test_an_encoder_is_no_target(tmp_path: Path) -> None:
                 load_target_config(recipe)
 
 
-def test_columns_in_place_of_positions_are_refused() -> None:
-    """ALiBi as MPT has it counts columns of the cache, where a tree has several nodes at one position."""
+def test_alibi_by_cache_columns_is_refused() -> None:
+    """MPT's ALiBi counts columns of the cache, but a tree has several nodes at one position."""
     config = AutoConfig.for_model("mpt", vocab_size=VOCABULARY, **OLD_NAMES["mpt"])
     target = text_model.AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(UserError, match=r"ignores 4-D attention masks or position ids.* without ALiBi"):

@@ -1,4 +1,4 @@
-"""Targets whose layers look back so far and no further: trees, shared forwards and distilled rows see what they see."""
+"""Targets with sliding windows: trees, shared forwards and distilled rows respect them."""
 
 import itertools
 from typing import Any
@@ -47,7 +47,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 every_target = pytest.mark.parametrize("name", TARGETS)
-# A chain and a wide tree with a path that is not in order, both deeper than some windows' rest.
+# A chain and a wide tree whose path is not in order, both crossing the end of some windows.
 TREES = [
     (DraftTree([7, 3, 20, 21], TreeShape.of((-1, 0, 1, 2))), [0, 1, 2]),
     (DraftTree([9, 4, 5, 6, 8, 11], TreeShape.of((-1, 0, 0, 2, 3, 4))), [0, 2, 3, 4]),
@@ -57,8 +57,8 @@ TREES = [
 ]
 
 
-def windowed(name: str, **changes: Any) -> PreTrainedModel:
-    """With the attention that it is loaded with."""
+def build_windowed_target(name: str, **changes: Any) -> PreTrainedModel:
+    """Build a target with the attention that loading would select."""
     model_type, values = TARGETS[name]
     target = tiny_target(model_type, **{**values, "attn_implementation": "eager", **changes})
     name_base_model(target)
@@ -69,7 +69,7 @@ def windowed(name: str, **changes: Any) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def plain(target: Any, ids: list[int]) -> Tensor:
+def recompute(target: Any, ids: list[int]) -> Tensor:
     logits: Tensor = target(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
@@ -79,14 +79,14 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def check_trees(session: Any, target: Any, prompt: list[int]) -> None:
-    """Every node of every tree has the logits that its path has without a tree."""
+    """Check that every node of every tree has the logits of its path without a tree."""
     said = list(prompt)
-    assert_same(session.prefill(prompt).logits[0], plain(target, said)[-1])
+    assert_same(session.prefill(prompt).logits[0], recompute(target, said)[-1])
     for tree, path in TREES:
         step = session.forward_tree(tree)
         for node in range(len(tree)):
             own = [tree.tokens[place] for place in tree.shape.path_to(node)]
-            assert_same(step.logits[node], plain(target, said + own)[-1])
+            assert_same(step.logits[node], recompute(target, said + own)[-1])
         session.commit(path)
         said += [tree.tokens[place] for place in path]
 
@@ -94,7 +94,7 @@ def check_trees(session: Any, target: Any, prompt: list[int]) -> None:
 @every_target
 @pytest.mark.parametrize("length", [3, 17])
 def test_trees_within_and_beyond_the_window(name: str, length: int) -> None:
-    target = windowed(name)
+    target = build_windowed_target(name)
     assert (get_max_positions(target), tokens_within_windows(target)) == (128, WINDOW)
     assert takes_masks(target)
     assert longest_sequence_tokens(target) == 128
@@ -103,36 +103,36 @@ def test_trees_within_and_beyond_the_window(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_a_compiled_session_goes_on_beyond_the_window(name: str) -> None:
-    target = windowed(name)
+def test_compiled_session_continues_beyond_the_window(name: str) -> None:
+    target = build_windowed_target(name)
     with TargetSession(target, 64, compiler=Compiler("eager", is_static=True)) as session:
         check_trees(session, target, [3, 4])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss", "llama4"])
-def test_several_at_once(name: str) -> None:
-    """One sequence far beyond the window, one within; both with trees in the same forward."""
-    target = windowed(name)
+def test_shared_forward_of_two_sequences(name: str) -> None:
+    """One sequence is far beyond the window, one within it; both have trees in the same forward."""
+    target = build_windowed_target(name)
     prompts = [list(range(3, 20)), [5, 6]]
     with TargetSession(target, 64, sequences=2) as session:
         said = [list(prompt) for prompt in prompts]
         for number, prompt in enumerate(prompts):
             session.current = number
-            assert_same(session.prefill(prompt).logits[0], plain(target, prompt)[-1])
+            assert_same(session.prefill(prompt).logits[0], recompute(target, prompt)[-1])
         for tree, path in TREES:
             steps = session.forward_trees([(0, tree), (1, tree)])
             for number, step in enumerate(steps):
                 for node in range(len(tree)):
                     own = [tree.tokens[place] for place in tree.shape.path_to(node)]
-                    assert_same(step.logits[node], plain(target, said[number] + own)[-1])
+                    assert_same(step.logits[node], recompute(target, said[number] + own)[-1])
                 session.commit(path, number)
                 said[number] += [tree.tokens[place] for place in path]
 
 
 @every_target
 def test_distillation_is_not_limited_by_the_window(name: str) -> None:
-    """Greedy answers of rows of several lengths are those of plain recomputation, far beyond the window."""
-    target = windowed(name)
+    """Greedy answers of rows of several lengths equal plain recomputation far beyond the window."""
+    target = build_windowed_target(name)
     assert TransformersEngine(target, 3, 200, ()).max_length_tokens == 128
     engine = TransformersEngine(target, 3, 60, ())
     prompts = [[5, 9, 30], list(range(3, 25)), [8], [11, 12, 13, 14, 15, 16, 17]]
@@ -144,14 +144,14 @@ def test_distillation_is_not_limited_by_the_window(name: str) -> None:
     for key, prompt in enumerate(prompts):
         ids = list(prompt)
         for _ in range(14):
-            ids.append(int(plain(target, ids)[-1].argmax()))
+            ids.append(int(recompute(target, ids)[-1].argmax()))
         assert outcomes[str(key)].token_ids == ids[len(prompt) :]
 
 
 def test_windows_of_configs() -> None:
-    assert get_windows(windowed("gemma3")).sentence() == "some layers see a window of 6 tokens"
-    assert get_windows(windowed("mistral")).sentence() == "all layers see a window of 6 tokens"
-    assert get_windows(windowed("llama4")).sentence() == "some layers see chunks of 6 tokens"
+    assert get_windows(build_windowed_target("gemma3")).sentence() == "some layers see a window of 6 tokens"
+    assert get_windows(build_windowed_target("mistral")).sentence() == "all layers see a window of 6 tokens"
+    assert get_windows(build_windowed_target("llama4")).sentence() == "some layers see chunks of 6 tokens"
     assert get_windows(tiny_target("llama")).sentence() == "all layers see the whole text"
     unused = tiny_target("qwen2", sliding_window=WINDOW, use_sliding_window=False)
     assert get_windows(unused).smallest is None
@@ -160,13 +160,13 @@ def test_windows_of_configs() -> None:
     assert longest_sequence_tokens(ignored) == 128
 
 
-def test_a_window_by_hand() -> None:
+def test_window_by_hand() -> None:
     query_n, key_s = torch.tensor([4, 5]), torch.arange(6)
     assert Window(2).hides(query_n, key_s).int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
     assert Window(4, chunked=True).hides(query_n, key_s).int().tolist() == [[1, 1, 1, 1, 0, 0]] * 2
 
 
-def test_a_window_that_no_mask_repeats_limits_the_session() -> None:
+def test_window_that_masks_cannot_express_limits_the_session() -> None:
     target = tiny_target(
         "gpt_neo", num_layers=2, num_heads=4, window_size=WINDOW, attention_types=[[["global", "local"], 1]],
         num_hidden_layers=2, num_attention_heads=4,
@@ -184,5 +184,5 @@ def test_hybrids_are_known_by_target_and_by_config() -> None:
         assert not has_recurrent_layers(target.config)
 
 
-def test_vocabulary_is_large_enough() -> None:
+def test_vocabulary_covers_the_tokens_of_trees() -> None:
     assert max(token for tree, _ in TREES for token in tree.tokens) < VOCABULARY

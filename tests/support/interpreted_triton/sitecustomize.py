@@ -1,8 +1,8 @@
 """vLLM's newer runner without a GPU: Triton's own interpreter runs its kernels. Put this folder on PYTHONPATH.
 
-The runner knows CPUs, with a Triton that has a backend for them. PyPI's has none, but TRITON_INTERPRET=1 takes every
-kernel as Python; vLLM only has to find a backend of that name (vllm/triton_utils/importing.py). Where a mask is an
-integer, as compilers allow, the interpreter wants booleans.
+The runner supports CPUs with a Triton that has a CPU backend. PyPI's has none, but TRITON_INTERPRET=1 runs every kernel
+as Python; vLLM only needs to find a backend of that name (vllm/triton_utils/importing.py). Compilers accept masks of
+integers, but the interpreter needs booleans.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class After(importlib.abc.MetaPathFinder):
-    """Changes a module once it is imported."""
+    """Import hook that changes a module after its import."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self._name, self._change = name, change
@@ -37,12 +37,12 @@ class After(importlib.abc.MetaPathFinder):
 
 
 def with_a_cpu_backend(backends: Any) -> None:
-    """Add one that says that it is active; nothing is compiled by it."""
+    """Add a backend that claims to be active and compiles nothing."""
     backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
 def with_boolean_masks(interpreter: Any) -> None:
-    """Make masks what loads and stores of the interpreter take."""
+    """Convert masks to booleans, as loads and stores of the interpreter need."""
     real = interpreter._interpreter
 
     def load(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:

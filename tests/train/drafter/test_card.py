@@ -1,4 +1,4 @@
-"""The drafter's model card: metadata that the Hub reads, nothing of this machine, nobody's own text overwritten."""
+"""The drafter's model card: metadata for the Hub, nothing local to this machine, and no overwritten user text."""
 
 import json
 import re
@@ -30,20 +30,20 @@ FIGURES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def recipe_in(folder: Path, name: str = "quickstart", **changes: str) -> Recipe:
+def make_recipe(folder: Path, name: str = "quickstart", **changes: str) -> Recipe:
     return load_recipe(name, [f"runs_dir={folder}", *(f"{key}={value}" for key, value in changes.items())])
 
 
-def test_metadata(tmp_path: Path) -> None:
-    """Of the target and the data on the Hub; of local ones none."""
-    hub = front_matter(recipe_in(tmp_path, "llama3-8b-parallel"))
+def test_metadata_names_target_and_data(tmp_path: Path) -> None:
+    """Only a target and data on the Hub are named, not local ones."""
+    hub = front_matter(make_recipe(tmp_path, "llama3-8b-parallel"))
     assert hub["library_name"] == "draftsmith"
     assert hub["pipeline_tag"] == "text-generation"
     assert hub["base_model"].count("/") == 1
     assert hub["tags"] == [
         *["speculative-decoding", "draft-model", "drafter", "draftsmith", "parallel", "arxiv:2410.05589"]
     ]
-    here = front_matter(recipe_in(tmp_path))
+    here = front_matter(make_recipe(tmp_path))
     assert "base_model" not in here
     assert "datasets" not in here
 
@@ -64,11 +64,11 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
 
 
 def test_acceptance_by_depth_and_cost_of_the_draft_vocabulary(tmp_path: Path) -> None:
-    """Conditional as measured; of all rounds the product: 0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25."""
+    """Conditional rates are as measured; the share of all rounds is their product: 0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25."""
     rows = [dict(row) for row in FIGURES["rows"]]
     rows[0] |= {"acceptance_by_depth": [0.8, 0.5, 0.25]}
     rows[1] |= {"decoded_coverage": 0.962, "rounds_ended_outside": 0.0714, "tau_lost_at_most": 0.126}
-    file = write_drafter_card(recipe_in(tmp_path), {**FIGURES, "rows": rows})
+    file = write_drafter_card(make_recipe(tmp_path), {**FIGURES, "rows": rows})
     assert file is not None
     assert "- tree at T = 0: 80%, 50%, 25%; of all 80%, 40%, 10%\n" in file.read_text()
     text = " ".join(file.read_text().split())
@@ -77,8 +77,8 @@ def test_acceptance_by_depth_and_cost_of_the_draft_vocabulary(tmp_path: Path) ->
     assert text.count("draft vocabulary") == 1
 
 
-def test_the_code_loads_the_target_as_the_recipe_does(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path)
+def test_code_loads_the_target_as_the_recipe_does(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
     target = {"model": "org/llm", "revision": "v2", "chat_template_kwargs": {"enable_thinking": False}}
     file = write_drafter_card(recipe.model_copy(update={"target": TargetRecipe.model_validate(target)}))
     assert file is not None
@@ -87,7 +87,7 @@ def test_the_code_loads_the_target_as_the_recipe_does(tmp_path: Path) -> None:
 
 
 def test_training_figures_and_proof(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path)
+    recipe = make_recipe(tmp_path)
     folder = RunFolder(recipe).drafter
     folder.mkdir(parents=True)
     history = [{"accuracy_depth1": 0.5, "accuracy_depth2": 0.4, "loss": 1.0}, {"train_runtime": 3.0}]
@@ -108,12 +108,12 @@ def test_training_figures_and_proof(tmp_path: Path) -> None:
     assert "\n\n\n" not in text
 
 
-def test_no_folder_of_this_machine_is_published(tmp_path: Path) -> None:
+def test_local_folders_are_not_published(tmp_path: Path) -> None:
     (tmp_path / "my-target").mkdir()
     conversations = tmp_path / "talk.jsonl"
     conversations.write_text("")
     changes = {"target.model": str(tmp_path / "my-target"), "data.conversations.source": str(conversations)}
-    file = write_drafter_card(recipe_in(tmp_path, **changes))
+    file = write_drafter_card(make_recipe(tmp_path, **changes))
     assert file is not None
     text = file.read_text()
     assert str(tmp_path) not in text
@@ -123,7 +123,7 @@ def test_no_folder_of_this_machine_is_published(tmp_path: Path) -> None:
 
 
 def test_users_own_card_is_kept(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path)
+    recipe = make_recipe(tmp_path)
     file = write_drafter_card(recipe)
     assert file is not None
     assert write_drafter_card(recipe, FIGURES) == file
@@ -134,7 +134,7 @@ def test_users_own_card_is_kept(tmp_path: Path) -> None:
 
 
 def test_python_code_of_the_card_runs(finished: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the folders of this machine, which no card names, put back."""
+    """Insert this machine's folders, which a card leaves out, and run the code."""
     card = (finished.root / "drafter" / "README.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
     code = re.sub(r'TargetRecipe\(model="[^"]*"', f'TargetRecipe(model="{finished.folder / "target"}"', code)

@@ -1,4 +1,4 @@
-"""Held-out rows: which they are, what is said of them, and that training does not notice."""
+"""Held-out rows: their selection, the reported figures, and that evaluation does not affect training."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from support.tiny_runs import history_of, make_recipe, same_weights, token_rows
+from support.tiny_runs import have_equal_weights, history_of, make_recipe, token_rows
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.errors import UserError
@@ -24,15 +24,15 @@ from draftsmith.train.drafter.rows import (
 from draftsmith.train.drafter.stage import train_drafter
 
 
-def with_rows_kept_out(target_folder: Path, name: str, frac: float = 0.3, **train: Any) -> Recipe:
+def recipe_with_held_out_rows(target_folder: Path, name: str, frac: float = 0.3, **train: Any) -> Recipe:
     recipe = make_recipe(target_folder, name, **train)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval_rows_frac": frac})})
 
 
 def test_replayed_chains_by_hand() -> None:
-    """Tokens 0-1 are the prompt, 2-7 the answer. Newest 2: one right, so 3 and 4; newest 4: two right, 5, 6 and 7.
+    """Tokens 0-1 are the prompt, 2-7 the answer. From 2 one draft is right: 3 and 4; from 4 two: 5, 6 and 7.
 
-    A chain of one: 2 -> 3, 4; 4 -> 5, 6; 6 -> 7, the draft of which was wrong. The group at 3 is never asked.
+    Chains of one draft token: 2 -> 3, 4; 4 -> 5, 6; 6 -> 7, where the draft is wrong. The group at 3 is never used.
     """
     correct_bgs = torch.zeros(1, 2, 8, dtype=torch.bool)
     correct_bgs[0, 0, [2, 3, 4]] = True
@@ -43,7 +43,7 @@ def test_replayed_chains_by_hand() -> None:
     assert replayed_chains(torch.zeros_like(correct_bgs), two_answers) == [[3.0, 3.0], [3.0, 3.0]]
 
 
-def test_figures_add_up_over_batches() -> None:
+def test_figures_are_summed_over_batches() -> None:
     sums = [
         heldout_sums(
             DrafterOutput(
@@ -62,7 +62,7 @@ def test_figures_add_up_over_batches() -> None:
 
 
 def test_held_out_rows_are_chosen_by_content() -> None:
-    """More data move none to the other side, and packed rows keep their numbers."""
+    """Adding data does not change the side of a row, and packed rows keep their numbers."""
     few, many = token_rows(), token_rows((*range(9, 60), 12, 14))
     _, kept = split_rows(few, 0.4)
     _, kept_of_many = split_rows(many, 0.4)
@@ -84,7 +84,7 @@ def test_held_out_rows_are_chosen_by_content() -> None:
 
 
 def test_conversation_is_not_split_between_training_and_held_out() -> None:
-    """Three rows of each, of which the first decides: the others' own hashes would put many on the other side."""
+    """Of three rows each the first decides; hashes of the others would put many on the other side."""
     one_each = token_rows(tuple(range(9, 60)))
     _, kept = split_rows(one_each, 0.4)
     assert kept is not None
@@ -99,7 +99,7 @@ def test_conversation_is_not_split_between_training_and_held_out() -> None:
     numbers = [number for (number,) in kept[ROWS_COLUMN]]
     assert kept_of_three[ROWS_COLUMN] == [[3 * number + part] for number in numbers for part in range(3)]
     assert set(train["conversation"]) == set(range(51)) - set(numbers)
-    # Where each has one row, its number changes neither the split nor the hash.
+    # With one row each, its number changes neither the split nor the hash.
     alone = one_each.add_column("conversation", list(range(len(one_each))))
     assert split_rows(alone, 0.4)[1][ROWS_COLUMN] == kept[ROWS_COLUMN]  # type: ignore[index]
     assert tokens_hash(alone) == tokens_hash(one_each)
@@ -130,7 +130,7 @@ def test_smaller_training_parts_are_nested() -> None:
 
 
 def test_evaluations_are_logged_and_reported(target_folder: Path) -> None:
-    recipe = with_rows_kept_out(target_folder, "told", max_steps=40, eval_strategy="steps", eval_steps=20)
+    recipe = recipe_with_held_out_rows(target_folder, "told", max_steps=40, eval_strategy="steps", eval_steps=20)
     report = train_drafter(recipe)
     evaluated = [entry for entry in history_of(recipe) if "eval_loss" in entry]
     assert [entry["step"] for entry in evaluated] == [20, 40]
@@ -143,16 +143,16 @@ def test_evaluations_are_logged_and_reported(target_folder: Path) -> None:
 
 
 def test_evaluation_changes_no_bit_of_the_training(target_folder: Path) -> None:
-    """Noise is drawn in every step: a random number taken by an evaluation would show. `never` evaluates at the end."""
+    """Noise is drawn in every step: a random number drawn by an evaluation would show. `never` evaluates at the end."""
     often = {"eval_strategy": "steps", "eval_steps": 1}
     drafter = {"kind": "eagle_parallel", "options": {"num_masks": 2}}
     recipes = [
-        with_rows_kept_out(target_folder, name, **train).model_copy(update={"drafter": recipe_drafter(drafter)})
+        recipe_with_held_out_rows(target_folder, name, **train).model_copy(update={"drafter": recipe_drafter(drafter)})
         for name, train in (("never", {}), ("often", often))
     ]
     for recipe in recipes:
         train_drafter(recipe)
-    assert same_weights(*recipes)
+    assert have_equal_weights(*recipes)
     never, always = ([e for e in history_of(recipe) if "eval_loss" in e] for recipe in recipes)
     assert (len(never), len(always)) == (1, 6)
     assert {key: value for key, value in never[0].items() if "eval" in key} == {
@@ -169,7 +169,7 @@ def test_evaluation_without_rows(target_folder: Path) -> None:
         train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))
 
 
-def test_the_ramp_follows_the_steps(target_folder: Path) -> None:
+def test_ramp_follows_the_steps(target_folder: Path) -> None:
     """Step 4 of 6, the last before its log, has 3 / 6 done: s = 0.625."""
     recipe = make_recipe(target_folder, "ramp")
     options = {"num_masks": 2, "depth_weights": 0.5, "depth_ramp": 0.8}

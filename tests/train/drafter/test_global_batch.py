@@ -1,4 +1,4 @@
-"""However many processes and micro-batches share a step: the same rows, the same draws, the same weights."""
+"""Rows, random draws and weights do not depend on how processes and micro-batches share a step."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_runs import recipe_in
 
 from draftsmith.models.groups.layout import active, depth_labels
@@ -18,13 +18,13 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 
-# 13 rows in steps of 8: of the second step only 5 are left, for four micro-batches of 2 and so for four processes.
+# 13 rows in steps of 8: the second step has only 5, for four micro-batches of 2 or four processes.
 LENGTHS = (12, 30, 7, 21, 9, 40, 15, 8, 26, 11, 33, 19, 10)
 EPOCHS, EVAL_ROWS = 2, 3
 
 
-def prepared(folder: Path, processes: int, drafter: dict[str, Any]) -> Recipe:
-    """Answers of 3 to 36 labels: a mean of the micro-batches' means is far from the mean over all labels."""
+def prepare_recipe(folder: Path, processes: int, drafter: dict[str, Any]) -> Recipe:
+    """Write answers of 3 to 36 labels: the mean of micro-batch means is far from the mean over all labels."""
     recipe = recipe_in(
         folder,
         f"of{processes}",
@@ -44,20 +44,22 @@ def prepared(folder: Path, processes: int, drafter: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def train_and_note(recipe: Recipe) -> None:
-    """Train, and write down which rows this process was given, and which draws."""
+def train_and_record(recipe: Recipe) -> None:
+    """Train, and record the rows and random draws of this process."""
     seen: list[list[list[int]]] = []
     drawn: list[float] = []
     compute_loss = DrafterTrainer.compute_loss
 
-    def noting(self: DrafterTrainer, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def recording_step(
+        self: DrafterTrainer, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         loss = compute_loss(self, model, inputs, *args, **kwargs)
         rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
         seen.append([ids[mask].tolist() for ids, mask in rows if mask.any()])
         drawn.append(float(torch.rand((), generator=self._drafter.generator)))
         return loss
 
-    DrafterTrainer.compute_loss = noting  # type: ignore[method-assign]
+    DrafterTrainer.compute_loss = recording_step  # type: ignore[method-assign]
     try:
         train_drafter(recipe)
     finally:
@@ -79,15 +81,15 @@ MEDUSA = {"kind": "medusa", "options": {"num_heads": 3, "lm_heads": "shared"}}
         pytest.param(MEDUSA, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_layouts_train_the_same_weights(target_folder: Path, drafter: dict[str, Any], processes: int) -> None:
-    """In real gloo processes, with uneven last batches, shuffled rows, noise and dropped masks. Bound: of the issue."""
+def test_every_layout_trains_the_same_weights(target_folder: Path, drafter: dict[str, Any], processes: int) -> None:
+    """Use real gloo processes, uneven last batches, shuffled rows, noise and dropped masks."""
     weights, histories, notes = [], [], []
     for count in (1, processes):
-        recipe = prepared(target_folder.parent, count, drafter)
+        recipe = prepare_recipe(target_folder.parent, count, drafter)
         if count == 1:
-            train_and_note(recipe)
+            train_and_record(recipe)
         else:
-            in_processes(train_and_note, count, recipe)
+            run_in_processes(train_and_record, count, recipe)
         folder = RunFolder(recipe)
         weights.append(load_file(folder.drafter / "model.safetensors"))
         histories.append(json.loads((folder.drafter / "training.json").read_text())["history"])
@@ -103,13 +105,13 @@ def test_layouts_train_the_same_weights(target_folder: Path, drafter: dict[str, 
         assert set(rows.values()) == {EPOCHS}
         assert len(rows) == len(LENGTHS) - EVAL_ROWS
         drawn = [number for note in ranks for number in note["drawn"]]
-        assert len(set(drawn)) == len(drawn)  # none repeats, on whatever rank
+        assert len(set(drawn)) == len(drawn)  # no row repeats on any rank
     losses = [entry["eval_loss"] for entry in histories[0] if "eval_loss" in entry]
-    assert losses[-1] < losses[0] - 1e-3  # else equal weights would say nothing
+    assert losses[-1] < losses[0] - 1e-3  # otherwise equal weights would prove nothing
 
 
 def test_expected_rows_equal_kept_rows(target_folder: Path) -> None:
-    """Dropped masks: the loss is divided by the number expected, which the draws come close to."""
+    """With dropped masks the loss is divided by the expected number of rows, which the draws approximate."""
     from support.tiny_models import tiny_drafter_of, tiny_target
 
     drafter = tiny_drafter_of("parallel", tiny_target(), num_masks=3, keep_ratio=0.5, keep_ratio_min=0.2).train()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import tiny_target
-from support.tiny_runs import InterruptAt, history_of, make_recipe, same_weights, save_small_target, train_until
+from support.tiny_runs import InterruptAt, have_equal_weights, history_of, make_recipe, save_small_target, train_until
 from torch import nn
 
 from draftsmith.errors import UserError
@@ -22,8 +22,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_target(tmp_path_factory.mktemp("muon") / "target")
 
 
-def orthogonalized(momentum_mn: torch.Tensor) -> torch.Tensor:
-    """U V^T of the singular value decomposition, which Newton-Schulz approximates."""
+def orthogonalize(momentum_mn: torch.Tensor) -> torch.Tensor:
+    """Return U V^T of the singular value decomposition, which Newton-Schulz approximates."""
     u, _, v = torch.linalg.svd(momentum_mn, full_matrices=False)
     return u @ v
 
@@ -40,7 +40,7 @@ def test_first_step_of_muon_and_adamw_by_hand() -> None:
     # 0.2 sqrt(6): the size of AdamW's updates (2502.16982). Newton-Schulz in bf16 gives singular values of 0.7 to 1.2.
     update = (before_mn - matrix.detach()) / (0.1 * 0.2 * 6**0.5)
     assert torch.linalg.svdvals(update).tolist() == pytest.approx([1.0] * 4, abs=0.35)
-    assert nn.functional.cosine_similarity(update.flatten(), orthogonalized(matrix.grad).flatten(), dim=0) > 0.98
+    assert nn.functional.cosine_similarity(update.flatten(), orthogonalize(matrix.grad).flatten(), dim=0) > 0.98
     assert torch.allclose(vector.detach(), before_n - 0.01 * vector.grad.sign(), atol=1e-5)
 
 
@@ -71,11 +71,11 @@ def test_resumed_training_is_bitwise_equal(target: Path, monkeypatch: pytest.Mon
     train_drafter(whole)
     train_until(InterruptAt(5), broken, monkeypatch)
     assert train_drafter(broken).steps == 6
-    assert same_weights(whole, broken)
+    assert have_equal_weights(whole, broken)
 
 
 def test_separate_rates_share_one_schedule(target: Path) -> None:
-    """The rates differ from those of AdamW alone, by Muon's rate and by its updates; the logged one is AdamW's."""
+    """The logged rate is AdamW's; another Muon rate changes the result of the first step."""
     recipe = muon_recipe(target, "rates", lr_scheduler_type="constant", logging_steps=1)
     train_drafter(recipe)
     assert [log["learning_rate"] for log in history_of(recipe) if "learning_rate" in log] == [0.01] * 6
@@ -95,11 +95,11 @@ def test_separate_rates_share_one_schedule(target: Path) -> None:
         ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
     ],
 )
-def test_wrong_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_invalid_keys_are_reported(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         training_arguments(values, tmp_path, seed=0, use_cpu=True)
 
 
-def test_another_optim_is_refused(target: Path) -> None:
+def test_other_optimizers_are_refused_with_muon(target: Path) -> None:
     with pytest.raises(UserError, match=r"key `train\.optim`: train\.optimizer=muon updates the other weights by"):
         train_drafter(muon_recipe(target, "adafactor", optim="adafactor"))

@@ -1,4 +1,4 @@
-"""Packing: rows are full, every document is in one, the target keeps them apart, next to nothing is padding."""
+"""Packing: rows are nearly full, every document is in one row, and the target separates documents."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from draftsmith.models.target.features import target_features
 from draftsmith.train.drafter.rows import check_packing, pack_by_length, pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
-# Lengths as conversations have them: many short ones, a few that fill a row.
+# Typical lengths of conversations: many short ones, a few that fill a row.
 LENGTHS = np.random.default_rng(0).lognormal(4.6, 0.8, 500).astype(int).clip(8, 512).tolist()
 
 
 def test_packing_by_hand() -> None:
-    """Rows of 10: 12 and 9 have no room; 6 and 6 begin rows; 4 fills the later of them, and 3 fits into the other."""
+    """Rows of 10: 12 and 9 stay alone; 6 and 6 start rows; 4 fills the later of them, and 3 fits into the other."""
     assert pack_by_length([3, 6, 12, 4, 6, 9], 10) == [[2], [5], [1, 0], [4, 3]]
     assert pack_by_length([], 10) == []
     assert pack_by_length([5, 5, 5], 10) == [[0, 1], [2]]
@@ -29,12 +29,12 @@ def test_every_document_is_in_one_row_and_rows_are_full() -> None:
     assert sorted(index for row in rows for index in row) == list(range(len(LENGTHS)))
     sums = [sum(LENGTHS[index] for index in row) for row in rows]
     assert max(sums) <= 512
-    assert len(rows) == -(-sum(LENGTHS) // 512)  # no packing has fewer
+    assert len(rows) == -(-sum(LENGTHS) // 512)  # the minimum number of rows
     assert pack_by_length(LENGTHS, 512) == rows
 
 
-def test_a_packed_row() -> None:
-    """Position ids start again; a first token that carries loss loses it, since nothing predicts it."""
+def test_packed_row_restarts_positions_and_masks_first_tokens() -> None:
+    """Position ids restart; the first token of a document carries no loss, since nothing predicts it."""
     packed = pack_documents(
         [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {"input_ids": [8, 9], "loss_mask": [1, 1]}]
     )
@@ -62,8 +62,8 @@ def test_packed_features_equal_those_of_single_documents(model_type: str, attent
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_a_target_that_cannot_tell_documents_apart_is_refused() -> None:
-    """BLOOM has ALiBi for positions and takes no position ids."""
+def test_target_that_cannot_separate_documents_is_refused() -> None:
+    """BLOOM uses ALiBi and takes no position ids."""
     torch.manual_seed(0)
     target = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.raises(UserError, match=r"`data.packing`: a target of type bloom cannot .* set data.packing=false"):

@@ -1,4 +1,4 @@
-"""The train = decode check itself: right drafters pass, each kind of wrong one is found, at the right place."""
+"""The train = decode check itself: correct drafters pass, each kind of wrong one is found at the right place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.train.drafter.parity import TOLERANCE, Difference, loop_like_prefixes, perturb, worst_difference
 
 
-def difference(kind: str, options: dict[str, Any], change: Callable[[Any], None]) -> Difference:
-    """The worst of a new drafter whose decoder was changed."""
+def drafter_difference(kind: str, options: dict[str, Any], change: Callable[[Any], None]) -> Difference:
+    """Return the largest difference of a new drafter after `change` altered its decoder."""
     target = tiny_target()
     torch.manual_seed(0)
     drafter: Drafter = load_drafter_class(kind).from_target(target, options).eval()
@@ -33,23 +33,23 @@ def difference(kind: str, options: dict[str, Any], change: Callable[[Any], None]
     return worst_difference(drafter, target, ids, None, loop_like_prefixes(ids.shape[1]))
 
 
-def hangs_below_another_node(decoder: Any) -> None:
-    """A child of the true token is drafted as its sibling's."""
+def attach_below_wrong_node(decoder: Any) -> None:
+    """Draft a child of the true token as its sibling's."""
     expand = decoder.expand
     decoder.expand = lambda tokens, parents: expand(tokens, [max(0, parent - 1) for parent in parents])
 
 
-def keeps_the_first_feature(decoder: Any) -> None:
+def keep_first_feature(decoder: Any) -> None:
     observe = decoder.observe
     decoder.observe = lambda ids, features: observe(ids, features[:1].expand_as(features))
 
 
-def gives_nan(decoder: Any) -> None:
+def return_nan(decoder: Any) -> None:
     begin = decoder.begin
     decoder.begin = lambda: begin() * torch.nan
 
 
-def knows_every_token(decoder: Any) -> None:
+def use_full_vocabulary(decoder: Any) -> None:
     columns = decoder.columns
     decoder.columns = type("All", (), {"widened": lambda self, logits, elsewhere: columns.widened(logits, -100.0)})()
 
@@ -59,17 +59,17 @@ def knows_every_token(decoder: Any) -> None:
     [
         ("eagle", lambda decoder: None, {}, None),
         ("hydra", lambda decoder: None, {"draft_vocab_size": 20}, None),
-        ("hydra", hangs_below_another_node, {}, "depth"),
-        ("eagle", keeps_the_first_feature, {}, "prefix"),
-        ("eagle", gives_nan, {}, "inf"),
-        ("eagle", knows_every_token, {"draft_vocab_size": 20}, "inf"),
+        ("hydra", attach_below_wrong_node, {}, "depth"),
+        ("eagle", keep_first_feature, {}, "prefix"),
+        ("eagle", return_nan, {}, "inf"),
+        ("eagle", use_full_vocabulary, {"draft_vocab_size": 20}, "inf"),
     ],
 )
-def test_a_stepwise_drafter(
+def test_wrong_stepwise_decoder_is_found(
     kind: str, change: Callable[[Any], None], options: dict[str, Any], place: str | None
 ) -> None:
-    """A right decoder passes, with a reduced vocabulary too; a wrong one is found where it goes wrong."""
-    found = difference(kind, options, change)
+    """A correct decoder passes, also with a reduced vocabulary; a wrong one is found at its first difference."""
+    found = drafter_difference(kind, options, change)
     if place is None:
         assert found.size < TOLERANCE
     elif place == "inf":
@@ -77,11 +77,11 @@ def test_a_stepwise_drafter(
     else:
         assert 0.001 < found.size < 100
         assert place != "depth" or found.depth > 1
-        assert place != "prefix" or found.prefix_tokens == 11  # after the only round that commits several tokens
+        assert place != "prefix" or found.prefix_tokens == 11  # the only round that commits several tokens precedes it
 
 
 @pytest.mark.parametrize("offset", [0, 23])
-def test_the_parallel_drafter_passes_and_a_shifted_feature_does_not(offset: int) -> None:
+def test_parallel_drafter_passes_unless_a_feature_is_shifted(offset: int) -> None:
     target = tiny_target()
     drafter: Any = ParallelDrafter.from_target(target, {"num_masks": 3}).eval()
     perturb(drafter)

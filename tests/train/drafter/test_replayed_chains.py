@@ -1,4 +1,4 @@
-"""The chains that training replays from one forward are the chains of decoding."""
+"""Chains that training replays from one forward equal those of decoding."""
 
 from typing import Any
 
@@ -30,19 +30,19 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
 def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> None:
-    """Replay an answer that follows each draft for 0 to G tokens and then has another token, as a target's may."""
+    """The answer follows each draft for 0 to G tokens and then differs, as a target's may."""
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target, **options)
     with torch.no_grad():
-        for head in drafter.vocab.own_heads:  # which have just started as the target's
+        for head in drafter.vocab.own_heads:  # which are initialised from the target's
             head.weight.add_(0.1 * torch.randn_like(head.weight))
-        if kind == "dflash2":  # a selector that decides
+        if kind == "dflash2":  # a selector with an effect
             drafter.candidate_selector.successor_codebook.normal_()
     depths = drafter.config.num_depths
     method = build_tree_drafter(MethodConfig(name="chain"), drafter.decoder(120), Sampling())
     generator = torch.Generator().manual_seed(5)
 
-    def features_of(ids: list[int]) -> Tensor:
+    def hidden_states(ids: list[int]) -> Tensor:
         return target_features(target, torch.tensor([ids]), layers=drafter.feature_layers)[0]
 
     def drawn(below: int) -> int:
@@ -51,7 +51,7 @@ def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> N
     first, lengths = 4, list[int]()
     ids = [3 + drawn(VOCABULARY - 3) for _ in range(first + 1)]
     while len(ids) < 60:
-        features_sf = features_of(ids)
+        features_sf = hidden_states(ids)
         method.start(ids[:first], features_sf[:first])
         method.observe(ids[first:], features_sf[first - 1 : -1])
         drafts = method.propose().tokens[1:]
@@ -66,4 +66,4 @@ def test_replayed_chains_equal_decoding(kind: str, options: dict[str, Any]) -> N
         output = drafter(ids_bs, features, mask_bs, teacher_features=teacher)
     tokens, rounds = replayed_chains(output.correct_bgs, mask_bs)
     assert (tokens[-1], rounds[-1]) == (sum(lengths), len(lengths))
-    assert accepted_lengths(method, ids, features_of(ids), first, len(ids) - 1) == lengths
+    assert accepted_lengths(method, ids, hidden_states(ids), first, len(ids) - 1) == lengths

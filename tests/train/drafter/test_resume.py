@@ -1,4 +1,4 @@
-"""Training that is stopped anywhere, or whose newest checkpoint is damaged, ends as one that was not, bit for bit."""
+"""Training stopped anywhere, or with a damaged newest checkpoint, resumes to bitwise equal results."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import pytest
 import torch
 from support.tiny_runs import (
     InterruptAt,
+    have_equal_weights,
     history_of,
     make_recipe,
-    same_weights,
     save_small_target,
     train_until,
 )
@@ -39,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small_target(tmp_path_factory.mktemp("resume") / "target")
 
 
-def recipe_of(target: Path, name: str, options: dict[str, Any]) -> Recipe:
+def build_recipe(target: Path, name: str, options: dict[str, Any]) -> Recipe:
     recipe = make_recipe(target, name, max_steps=STEPS)
     recipe.drafter.options |= options
     return recipe
@@ -47,8 +47,8 @@ def recipe_of(target: Path, name: str, options: dict[str, Any]) -> Recipe:
 
 @pytest.fixture(scope="module")
 def whole(target: Path) -> list[Recipe]:
-    """Trained without a break, one for each of OPTIONS."""
-    recipes = [recipe_of(target, f"whole{number}", options) for number, options in enumerate(OPTIONS)]
+    """Train without interruption, once for each of OPTIONS."""
+    recipes = [build_recipe(target, f"whole{number}", options) for number, options in enumerate(OPTIONS)]
     for recipe in recipes:
         train_drafter(recipe)
     return recipes
@@ -56,12 +56,12 @@ def whole(target: Path) -> list[Recipe]:
 
 @pytest.fixture
 def broken(target: Path, request: pytest.FixtureRequest) -> Recipe:
-    return recipe_of(target, request.node.name.replace("[", "-").replace("]", ""), {})
+    return build_recipe(target, request.node.name.replace("[", "-").replace("]", ""), {})
 
 
-def check_alike(whole: Recipe, broken: Recipe) -> None:
-    """Weights bit for bit; the same tokens, and the same log but for its times."""
-    assert same_weights(whole, broken)
+def check_equal_runs(whole: Recipe, broken: Recipe) -> None:
+    """Check that weights are bitwise equal, and tokens and logs equal except for times."""
+    assert have_equal_weights(whole, broken)
     metrics = [json.loads((RunFolder(recipe).drafter / "training.json").read_text()) for recipe in (whole, broken)]
     assert metrics[0]["steps"] == metrics[1]["steps"] == STEPS
     assert metrics[0]["tokens"] == metrics[1]["tokens"] > STEPS * 3 * 12  # rows of 12 to 14 tokens, 3 a step
@@ -94,23 +94,23 @@ def test_ctrl_c_in_any_step(
     number: signal.Signals,
     error: type[BaseException],
 ) -> None:
-    """The current step is saved, in the last one too: nothing is trained twice. A SIGTERM does the same."""
-    broken, handler = recipe_of(target, f"ctrl-c-{case}-{step}", OPTIONS[case]), signal.getsignal(number)
+    """The current step is saved, also the last one, so no step is trained twice. SIGTERM does the same."""
+    broken, handler = build_recipe(target, f"ctrl-c-{case}-{step}", OPTIONS[case]), signal.getsignal(number)
     assert type(train_until(SignalIn(step, number), broken, monkeypatch)) is error
     assert signal.getsignal(number) is handler
     assert (RunFolder(broken).drafter / "checkpoints" / f"checkpoint-{step}").is_dir()
-    if not (RunFolder(broken).drafter / "training.json").is_file():  # it is there after the last step
-        with pytest.raises(UserError, match="started on the rows"):  # `distill` would take its rows away
+    if not (RunFolder(broken).drafter / "training.json").is_file():  # it exists after the last step
+        with pytest.raises(UserError, match="started on the rows"):  # `distill` would remove its rows
             check_no_training_reads(RunFolder(broken).data)
     assert train_drafter(broken).steps == STEPS
     check_no_training_reads(RunFolder(broken).data)
-    check_alike(whole[case], broken)
+    check_equal_runs(whole[case], broken)
 
 
 def test_damaged_checkpoint_is_skipped(
     whole: list[Recipe], broken: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one before is taken, with a warning. The Trainer itself would continue with a new optimiser."""
+    """The previous one is used, with a warning. The Trainer itself would continue with a new optimiser."""
     train_until(InterruptAt(5), broken, monkeypatch)
     checkpoints = RunFolder(broken).drafter / "checkpoints"
     (checkpoints / "checkpoint-4" / "optimizer.pt").unlink()
@@ -118,17 +118,17 @@ def test_damaged_checkpoint_is_skipped(
     said = capsys.readouterr().out
     assert "checkpoint-4 is damaged (optimizer.pt is missing or incomplete): set aside as damaged-checkpoint-4" in said
     assert f"resuming from {checkpoints / 'checkpoint-2'}\n" in said
-    check_alike(whole[0], broken)
+    check_equal_runs(whole[0], broken)
 
 
-def changed(file: Path) -> None:
-    """Change the last byte but one: the size stays."""
+def flip_byte(file: Path) -> None:
+    """Change the second to last byte, which keeps the size."""
     whole = bytearray(file.read_bytes())
     whole[-2] ^= 1
     file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("damage", [changed, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
 def test_damage_of_a_checkpoint_is_detected(
     whole: list[Recipe], tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -147,7 +147,7 @@ def test_damage_of_a_checkpoint_is_detected(
 
 @pytest.mark.nightly
 def test_training_is_deterministic_with_several_threads(target_folder: Path) -> None:
-    """The backward of indexing adds up in parallel where there is much: here 32 rows of 64 tokens and two masks."""
+    """The backward of indexing sums in parallel for large inputs: here 32 rows of 64 tokens and two masks."""
     trained = []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -164,6 +164,6 @@ def test_training_is_deterministic_with_several_threads(target_folder: Path) -> 
             trained.append(recipe)
     finally:
         torch.set_num_threads(threads)
-    assert same_weights(*trained)
+    assert have_equal_weights(*trained)
     said = json.loads((RunFolder(recipe).drafter / "training.json").read_text())["reproducible"]
     assert "2 threads" in said

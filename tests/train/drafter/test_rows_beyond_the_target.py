@@ -1,4 +1,4 @@
-"""Rows that the target cannot read are reported in one sentence, before it is loaded."""
+"""Rows beyond the target's limits are reported in one sentence before it is loaded."""
 
 import json
 from collections.abc import Callable

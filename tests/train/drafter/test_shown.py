@@ -1,4 +1,4 @@
-"""What training shows: a line a record in a log file, a panel on a terminal."""
+"""Training's progress: a line per record in a log file, a panel on a terminal."""
 
 import io
 import re
@@ -25,9 +25,9 @@ def logs(values: dict[str, Any]) -> Any:
     return {key: float(value) for key, value in values.items()}
 
 
-def test_the_line_of_a_record() -> None:
+def test_line_of_a_record() -> None:
     assert line_of(logs(RECORD), 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
-    assert line_of(logs(HELD_OUT_LOGS), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # of the deepest chain
+    assert line_of(logs(HELD_OUT_LOGS), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # for the deepest chain
     assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
 
 
@@ -39,8 +39,8 @@ def test_sparkline() -> None:
     assert (len(many), many[0], many[-1]) == (32, "▁", "█")
 
 
-def test_in_a_log_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of three steps and the last one, nothing else; no dictionary."""
+def test_log_file_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three steps and the end are logged, without the Trainer's dictionaries."""
     recipe = tiny_run(tmp_path, train={"max_steps": 3, "logging_steps": 2, "disable_tqdm": False})
     train_drafter(recipe)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -48,7 +48,7 @@ def test_in_a_log_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [bool(re.fullmatch(form.format(step), line)) for step, line in zip((2, 3), lines, strict=True)] == [True] * 2
 
 
-def test_on_a_terminal() -> None:
+def test_terminal_shows_a_panel() -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     shown = ShownTraining(terminal)
     shown.on_train_begin(None, state(0), None)  # type: ignore[arg-type]

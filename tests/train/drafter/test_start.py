@@ -1,4 +1,4 @@
-"""`drafter.init`: the source's weights tensor by tensor, no other source unnoticed, and two stages that resume."""
+"""`drafter.init`: weights are copied tensor by tensor, a changed source is refused, and two stages resume."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from support.tiny_runs import InterruptAt, recipe_file, recipe_in, same_weights, tiny_run, weights_of
+from support.tiny_runs import InterruptAt, have_equal_weights, recipe_file, recipe_in, tiny_run, weights_of
 
 from draftsmith.errors import UserError
 from draftsmith.eval.commands import stages
@@ -26,26 +26,26 @@ from draftsmith.train.drafter.trainer import DrafterTrainer
 STILL = {"learning_rate": 0.0, "max_steps": 1}
 
 
-def drafter_of(kind: str, **options: Any) -> dict[str, Any]:
+def drafter_config(kind: str, **options: Any) -> dict[str, Any]:
     return {"kind": kind, "options": options}
 
 
-def trained(folder: Path, name: str, drafter: dict[str, Any], **train: Any) -> Path:
+def train_from_recipe(folder: Path, name: str, drafter: dict[str, Any], **train: Any) -> Path:
     recipe = tiny_run(folder, name, drafter=drafter, train={"max_steps": 2, **train})
     train_drafter(recipe)
     return RunFolder(recipe).drafter
 
 
-def from_source(folder: Path, source: Path | str, drafter: dict[str, Any], name: str = "second") -> Recipe:
+def recipe_from_source(folder: Path, source: Path | str, drafter: dict[str, Any], name: str = "second") -> Recipe:
     return tiny_run(folder, name, drafter={**drafter, "init": str(source)}, train=STILL)
 
 
-def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Path) -> None:
-    """All of EAGLE's tensors; the masks are those that the seed gives without a source."""
-    source = trained(tmp_path, "first", drafter_of("eagle"), max_steps=4)
-    parallel = drafter_of("eagle_parallel", num_masks=2)
-    fresh = trained(tmp_path, "fresh", parallel, **STILL)
-    recipe = from_source(tmp_path, source, parallel)
+def test_parallel_drafter_starts_from_eagle_weights(tmp_path: Path) -> None:
+    """All tensors of EAGLE are copied; the masks are initialised from the seed, as without a source."""
+    source = train_from_recipe(tmp_path, "first", drafter_config("eagle"), max_steps=4)
+    parallel = drafter_config("eagle_parallel", num_masks=2)
+    fresh = train_from_recipe(tmp_path, "fresh", parallel, **STILL)
+    recipe = recipe_from_source(tmp_path, source, parallel)
     train_drafter(recipe)
     first, alone = (load_file(folder / "model.safetensors") for folder in (source, fresh))
     second = weights_of(recipe)
@@ -71,15 +71,19 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
 @pytest.mark.parametrize(
     ("first", "second", "sentence"),
     [
-        (drafter_of("medusa"), drafter_of("pass_embeddings"), "pass_embeddings has no parameter in common with"),
         (
-            drafter_of("parallel", num_masks=3),
-            drafter_of("parallel", num_masks=2),
+            drafter_config("medusa"),
+            drafter_config("pass_embeddings"),
+            "pass_embeddings has no parameter in common with",
+        ),
+        (
+            drafter_config("parallel", num_masks=3),
+            drafter_config("parallel", num_masks=2),
             r"masks of .* has another shape \(masks \[3, \d+\], here \[2, \d+\]\): give this recipe its",
         ),
         (
-            drafter_of("parallel", feature_layers=[1, -1]),
-            drafter_of("parallel", feature_layers=[2, -1]),
+            drafter_config("parallel", feature_layers=[1, -1]),
+            drafter_config("parallel", feature_layers=[2, -1]),
             r"layers \[1, -1\], not \[2, -1\]: set drafter.options.feature_layers",
         ),
     ],
@@ -87,28 +91,28 @@ def test_the_parallel_flavour_starts_as_the_eagle_that_was_trained(tmp_path: Pat
 def test_incompatible_drafter_is_refused(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], sentence: str
 ) -> None:
-    source = trained(tmp_path, "first", first)
+    source = train_from_recipe(tmp_path, "first", first)
     with pytest.raises(UserError, match=sentence):
-        train_drafter(from_source(tmp_path, source, second))
+        train_drafter(recipe_from_source(tmp_path, source, second))
     assert not (tmp_path / "runs" / "second" / "drafter").exists()
 
 
 def test_changed_source_is_refused(tmp_path: Path) -> None:
-    """Not after training either; and never weights that training did not write."""
-    parallel = drafter_of("eagle_parallel", num_masks=2)
-    source = trained(tmp_path, "first", drafter_of("eagle"))
-    other = trained(tmp_path, "other", drafter_of("eagle"), seed=1)
-    train_drafter(from_source(tmp_path, source, parallel))
+    """Also after training; weights that training did not write are refused as well."""
+    parallel = drafter_config("eagle_parallel", num_masks=2)
+    source = train_from_recipe(tmp_path, "first", drafter_config("eagle"))
+    other = train_from_recipe(tmp_path, "other", drafter_config("eagle"), seed=1)
+    train_drafter(recipe_from_source(tmp_path, source, parallel))
     moved = source.rename(tmp_path / "elsewhere")
-    assert train_drafter(from_source(tmp_path, moved, parallel)).was_finished
+    assert train_drafter(recipe_from_source(tmp_path, moved, parallel)).was_finished
     with pytest.raises(UserError, match=r"started with drafter.init \(its weights\) = '[0-9a-f]{64}', now it is '"):
-        train_drafter(from_source(tmp_path, other, parallel))
+        train_drafter(recipe_from_source(tmp_path, other, parallel))
     with pytest.raises(UserError, match=r"drafter.init \(its weights\)"):
         train_drafter(tiny_run(tmp_path, "second", drafter=parallel, train=STILL))
     changed = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="are not those that training wrote"):
-        train_drafter(from_source(tmp_path, other, drafter_of("eagle"), name="third"))
+        train_drafter(recipe_from_source(tmp_path, other, drafter_config("eagle"), name="third"))
 
 
 @pytest.mark.parametrize(
@@ -125,23 +129,23 @@ def test_changed_source_is_refused(tmp_path: Path) -> None:
 def test_missing_source(tmp_path: Path, init: str, sentence: str) -> None:
     init, sentence = (text.replace("TMP", str(tmp_path)) for text in (init, sentence))
     with pytest.raises(UserError, match=sentence):
-        train_drafter(from_source(tmp_path, init, drafter_of("eagle_parallel")))
+        train_drafter(recipe_from_source(tmp_path, init, drafter_config("eagle_parallel")))
 
 
-def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> None:
-    """Rows of own heads and of a Markov head keep their tokens; a borrowed head gets those of this run's answers."""
+def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
+    """Rows of own heads and of a Markov head keep their tokens; the target's head takes those of the answers."""
     target, _ = load_target(tiny_run(tmp_path).target)
 
-    def built(kind: str, tokens: list[int], size: int | None = None, **options: Any) -> Any:
-        """A drafter of `size` tokens, prepared with answers of these, the first of which are the most frequent."""
+    def build(kind: str, tokens: list[int], size: int | None = None, **options: Any) -> Any:
+        """Build a drafter with a draft vocabulary of `size` from answers with these tokens, the most frequent first."""
         options["draft_vocab_size"] = size or len(tokens)
         drafter = load_drafter_class(kind).from_target(target, options)
         answers = [token for place, token in enumerate(tokens) for _ in range(len(tokens) - place)]
         drafter.vocab.prepare(Dataset.from_dict({"input_ids": [answers], "loss_mask": [[1] * len(answers)]}))
         return drafter
 
-    def started(drafter: Any, source: Drafter, extended: bool = False) -> tuple[list[int], Start]:
-        """Its tokens, and what it started from."""
+    def start_drafter(drafter: Any, source: Drafter, extended: bool = False) -> tuple[list[int], Start]:
+        """Start from `source`; return the draft vocabulary and the start's report."""
         source.save_pretrained(tmp_path / "source")
         start = start_from(drafter, tmp_path / "source", "source", extended)
         assert drafter.t2d.nonzero().flatten().tolist() == drafter.vocab.ids.tolist()
@@ -149,46 +153,46 @@ def test_the_draft_vocabulary_stays_with_trained_rows_only(tmp_path: Path) -> No
         return drafter.vocab.ids.tolist(), start
 
     old, anew = list(range(20, 28)), list(range(26, 36))
-    # Own heads: 26 and 27 of the answers' tokens are among the old ones, 10 + 9 times of 55; of eight new ones 52.
-    source = built("eagle3", old)
+    # Own heads: the old vocabulary has 26 and 27 of the answers' tokens, 10 + 9 of 55 occurrences; eight new ones 52.
+    source = build("eagle3", old)
     source.lm_head.weight.data.normal_()
-    own = built("eagle3", anew, 8)
-    tokens, start = started(own, source)
+    own = build("eagle3", anew, 8)
+    tokens, start = start_drafter(own, source)
     assert tokens == old
     assert torch.equal(own.lm_head.weight, source.lm_head.weight)
     assert start_sentence(start).endswith(
         "; its draft vocabulary of 8 tokens is that of the trained rows, 34.55% of this run's answer tokens where a "
         "new one would be 94.55%"
     )
-    # Of another size: none of it.
-    tokens, start = started(built("peagle", anew), source)
+    # With another size nothing is kept.
+    tokens, start = start_drafter(build("peagle", anew), source)
     assert (tokens, start.unused) == (anew, ["lm_head.weight"])
-    # A borrowed head: as in a drafter without a start, though the sizes are the same.
-    borrowed = built("eagle_parallel", anew, 8)
-    tokens, start = started(borrowed, built("eagle", old))
+    # The target's head: as without a start, although the sizes are equal.
+    borrowed = build("eagle_parallel", anew, 8)
+    tokens, start = start_drafter(borrowed, build("eagle", old))
     assert tokens == anew[:8]
-    assert borrowed.vocab.coverage == built("eagle_parallel", anew, 8).vocab.coverage
+    assert borrowed.vocab.coverage == build("eagle_parallel", anew, 8).vocab.coverage
     assert torch.equal(borrowed.vocab.draft_head().linear.weight, target.lm_head.weight[anew[:8]])
     assert start_sentence(start).endswith("; its draft vocabulary is chosen from this run's answers")
-    # Or these and then the old ones, the lower ids first.
-    borrowed = built("eagle_parallel", anew[:5], 8)
-    tokens, start = started(borrowed, built("eagle", old), extended=True)
+    # Or these and then the old ones, lower ids first.
+    borrowed = build("eagle_parallel", anew[:5], 8)
+    tokens, start = start_drafter(borrowed, build("eagle", old), extended=True)
     assert tokens == [20, 21, 22, *anew[:5]]
     assert torch.equal(borrowed.vocab.draft_head().linear.weight, target.lm_head.weight[tokens])
     assert start_sentence(start).endswith("is chosen from this run's answers, and then as the trained drafter's")
     assert borrowed.vocab.coverage.coverage == 1.0
-    # A Markov head has rows for its tokens, if the source has trained them.
+    # A Markov head has rows for its tokens if the source has trained them.
     for rank, expected in ((3, old), (0, anew[:8])):
-        source = built("parallel", old, markov_rank=rank)
+        source = build("parallel", old, markov_rank=rank)
         if rank:
             source.markov_head.markov_w2.weight.data.normal_()
-        markov = built("parallel", anew, 8, markov_rank=3)
-        assert started(markov, source)[0] == expected
+        markov = build("parallel", anew, 8, markov_rank=3)
+        assert start_drafter(markov, source)[0] == expected
         assert markov.markov_head.markov_w2.weight.any() == (rank > 0)
 
 
 def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
-    """A drafter with its own head, for which the source has no rows, takes neither the tokens nor W2."""
+    """A drafter with an own head, for which the source has no rows, copies neither the tokens nor W2."""
     target, _ = load_target(tiny_run(tmp_path).target)
     options = {"draft_vocab_size": 8, "markov_rank": 3}
     source, own = (load_drafter_class(kind).from_target(target, options) for kind in ("parallel", "peagle"))
@@ -207,9 +211,9 @@ def test_markov_head_of_other_tokens_is_not_copied(tmp_path: Path) -> None:
 
 
 def two_stages(folder: Path, runs: str) -> Recipe:
-    """A recipe that starts from another recipe's drafter, 5 steps each; tokens are there."""
-    eagle = recipe_in(folder, "eagle", drafter=drafter_of("eagle"), train={"max_steps": 5})
-    drafter = {**drafter_of("eagle_parallel", num_masks=2), "init": recipe_file(eagle)}
+    """Write two recipes of 5 steps, the second starting from the first one's drafter, and their tokens."""
+    eagle = recipe_in(folder, "eagle", drafter=drafter_config("eagle"), train={"max_steps": 5})
+    drafter = {**drafter_config("eagle_parallel", num_masks=2), "init": recipe_file(eagle)}
     return tiny_run(folder, "both", drafter=drafter, train={"max_steps": 5}, runs_dir=str(folder / runs))
 
 
@@ -218,7 +222,7 @@ def two_stages(folder: Path, runs: str) -> Recipe:
 def test_two_stages_resume_after_an_interruption_in_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:
-    """The same weights in the end as without a break, bit for bit."""
+    """The final weights are bitwise equal to those without an interruption."""
     monkeypatch.setattr(stages, "run_distill", lambda recipe: None)
     whole, broken = two_stages(tmp_path, "runs"), two_stages(tmp_path, "other")
     stages.make_drafter(whole)
@@ -240,10 +244,10 @@ def test_two_stages_resume_after_an_interruption_in_either(
     for left, right in (firsts, (whole, broken)):
         assert left is not None
         assert right is not None
-        assert same_weights(left, right)
+        assert have_equal_weights(left, right)
 
 
-def test_first_stage_uses_the_second_ones_data() -> None:
+def test_first_stage_uses_the_data_of_the_second() -> None:
     recipe = Recipe.model_validate(
         {"name": "two", "runs_dir": "there", "seed": 3, "data": {"max_length_tokens": 77},
          "drafter": {"kind": "eagle_parallel", "init": "embedded-eagle"}}
@@ -257,7 +261,7 @@ def test_first_stage_uses_the_second_ones_data() -> None:
     assert (of_seed.name, of_seed.train["seed"]) == ("embedded-eagle-seed-2", 5)
 
 
-def test_a_circle_of_recipes(tmp_path: Path) -> None:
+def test_circular_init_is_refused(tmp_path: Path) -> None:
     one = recipe_in(tmp_path, "one", drafter={"init": str(tmp_path / "two.yaml")})
     recipe_file(recipe_in(tmp_path, "two", drafter={"init": recipe_file(one)}))
     with pytest.raises(UserError, match=r"`drafter\.init`: one starts from two starts from one: give one of them"):

@@ -3,8 +3,8 @@
     pytest -m nightly -rP tests/train/drafter/test_tau_floors.py     # prints tau, and its interval over questions
 
 The embedded target's own answers, 200 steps of each kind's shipped recipe, then chains over held-out answers at T = 0,
-replayed through the kind's decoder. A wrong wire of training or decoding costs half of what is drafted or more; another
-seed, or a processor that rounds otherwise, a few per cent.
+replayed through the kind's decoder. A mistake in training or decoding costs at least half of the accepted draft tokens;
+another seed, or a processor with other rounding, a few per cent.
 """
 
 from collections.abc import Iterator
@@ -51,27 +51,27 @@ SETTING = (
     "data.conversations.limit=500", "data.distill.max_new_tokens=96", "data.distill.cut_answers=keep",
     "data.eval_rows_frac=0.1", "train.max_steps=200", "train.save_steps=1000",
 )  # fmt: skip
-# Medusa-2's heads learn alone at first; its change of the target is to be trained too.
+# Medusa-2 first trains its heads alone; its change of the target must be trained too.
 OPTIONS = {"medusa2": ("drafter.options.warmup_steps=100",)}
 MAX_LENGTH_TOKENS = 512 + 96
 
 
 def floor_recipe(kind: str, runs_dir: Path, *overrides: str) -> Recipe:
-    """The shipped recipe of a kind on the embedded target, in the setting of the floors."""
+    """Return a kind's shipped recipe on the embedded target with the settings of the floors."""
     name = f"embedded-{kind.removesuffix('_embeddings')}"
     return load_recipe(name, [f"runs_dir={runs_dir}", *SETTING, *OPTIONS.get(kind, ()), *overrides])
 
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """A run with the answers that all kinds are trained on."""
+    """Distil the answers that all kinds are trained on."""
     recipe = floor_recipe("parallel", tmp_path_factory.mktemp("floors"), "name=answers")
     run_distill(recipe)
     return recipe
 
 
 def share_data(distilled: Recipe, recipe: Recipe) -> None:
-    """Let a run read another run's answers and tokens."""
+    """Link another run's answers and tokens into this run."""
     folder = RunFolder(recipe)
     folder.root.mkdir(parents=True, exist_ok=True)
     folder.data.symlink_to(RunFolder(distilled).data, target_is_directory=True)
@@ -108,7 +108,7 @@ def measured_tau(recipe: Recipe) -> tuple[float, list[float] | None]:
 
 
 def test_every_kind_has_a_floor() -> None:
-    """One that half of the accepted draft tokens would not reach."""
+    """Half of the accepted draft tokens would be below it."""
     assert list(FLOORS) == drafter_kinds()
     for floor, measured in FLOORS.values():
         assert 1 + (measured - 1) / 2 < floor < measured

@@ -1,6 +1,6 @@
-"""Trackers by `train.report_to`, each for real and offline: config, curves by depth, the report's table.
+"""Real trackers of `train.report_to`, offline: config, curves by depth, the report's table.
 
-They are optional: each test needs its tracker, and skips without.
+Each test is skipped if its optional tracker is not installed.
 """
 
 import json
@@ -61,7 +61,7 @@ def test_wandb_offline(target_folder: Path, offline_wandb: None) -> None:
     config = {key: values[-1] for key, values in items_of(records["config"], "update").items()}
     assert config["recipe"]["train"]["learning_rate"] == recipe.train["learning_rate"]
     assert config["recipe"]["drafter"]["options"] == recipe.drafter.options
-    assert config["num_masks"] == 2  # of the drafter's config, by transformers' callback
+    assert config["num_masks"] == 2  # from the drafter's config, by transformers' callback
     (run,) = records["run"][:1]
     assert (run.project, run.display_name) == ("draftsmith", "tracked")
     with_report(recipe)

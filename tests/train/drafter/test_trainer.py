@@ -1,4 +1,4 @@
-"""The train stage: learns, resumes bit for bit, leaves the target alone, and says what is wrong in one sentence."""
+"""The train stage: learns, resumes bit for bit, leaves the target unchanged, and reports mistakes in one sentence."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
 from draftsmith.errors import UserError
@@ -41,7 +41,7 @@ def test_training_learns_and_writes_its_files(target_folder: Path) -> None:
     assert not any(SMALL_VOCABULARY in tensor.shape for tensor in load_file(folder / "model.safetensors").values())
 
 
-def test_a_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
+def test_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "again")
     train_drafter(recipe)
     before = (RunFolder(recipe).drafter / "model.safetensors").stat().st_mtime_ns
@@ -98,8 +98,8 @@ def test_non_finite_loss_stops_training(target_folder: Path, trainer: type[Draft
 
 @pytest.mark.slow
 def test_all_processes_stop_together(target_folder: Path) -> None:
-    """One of them has NaN; none waits for another."""
-    in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
+    """One process has NaN; no other waits for it."""
+    run_in_processes(not_finite, 2, make_recipe(target_folder, "together", per_device_train_batch_size=2))
 
 
 def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
@@ -130,7 +130,7 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
 )
-def test_wrong_train_keys(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_invalid_train_keys_are_reported(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         training_arguments(values, tmp_path, seed=0, use_cpu=True)
 
@@ -153,20 +153,20 @@ def test_global_batch_is_independent_of_the_launch(
 
 
 def test_held_out_rows_use_the_training_batch_size(tmp_path: Path) -> None:
-    """So that a training that fits does not die at its end, in the evaluation."""
+    """Otherwise a training that fits into memory could fail in its last evaluation."""
     for values, expected in (({}, 3), ({"per_device_eval_batch_size": 5}, 5)):
         args = training_arguments({"per_device_train_batch_size": 3, **values}, tmp_path, seed=0, use_cpu=True)
         assert args.per_device_eval_batch_size == expected
 
 
-def test_no_tokens_says_distill_first(target_folder: Path) -> None:
+def test_missing_tokens_are_reported_with_the_distill_command(target_folder: Path) -> None:
     recipe = make_recipe(target_folder, "there").model_copy(update={"name": "nowhere"})
     with pytest.raises(UserError, match="run `draftsmith distill`"):
         train_drafter(recipe)
 
 
-def test_the_target_in_bf16_too(target_folder: Path) -> None:
-    """Its products only: the loss is near that of fp32 features, not the same, and the folder knows."""
+def test_target_may_run_in_bf16(target_folder: Path) -> None:
+    """The loss is close but not equal to that with fp32 features, and the run folder records the setting."""
     exact = make_recipe(target_folder, "exact", max_steps=10, bf16=True)
     data = {"features": {"autocast": True}}
     near = Recipe.model_validate({**exact.model_dump(), "name": "near", "data": data})

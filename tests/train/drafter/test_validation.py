@@ -1,4 +1,4 @@
-"""Held-out rows decide which weights are kept and when it ends, exactly as well when a run resumes."""
+"""Held-out rows decide which weights are kept and when training ends, also in a resumed run."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from support.tiny_runs import (
     InterruptAt,
+    have_equal_weights,
     history_of,
     make_recipe,
-    same_weights,
     save_small_target,
     train_until,
     weights_of,
@@ -27,7 +27,7 @@ STEPS = 16
 
 
 def validated(target: Path, name: str, validation: dict[str, Any], **train: Any) -> Recipe:
-    """A learning rate at which tau goes up and down."""
+    """Return a recipe with a learning rate at which tau rises and falls."""
     values = {"max_steps": STEPS, "learning_rate": 0.4, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     recipe = make_recipe(target, name, **{**values, "save_total_limit": 2, **train}).model_dump()
     recipe["data"]["eval_rows_frac"] = 0.3
@@ -38,8 +38,8 @@ def best_step(recipe: Recipe) -> int | None:
     return json.loads((RunFolder(recipe).drafter / "training.json").read_text())["best_step"]
 
 
-def taus(recipe: Recipe) -> dict[int, float]:
-    """Of the longest chain, by step."""
+def taus_by_step(recipe: Recipe) -> dict[int, float]:
+    """Return tau of the longest chain by step."""
     return {int(log["step"]): log["eval_tau_depth3"] for log in history_of(recipe) if "eval_tau_depth3" in log}
 
 
@@ -59,10 +59,10 @@ def first_best(values: dict[int, float]) -> int:
     return next(step for step, tau in values.items() if tau == max(values.values()))
 
 
-def test_the_best_weights_are_kept(best: Recipe, target: Path) -> None:
-    folder, values = RunFolder(best).drafter, taus(best)
+def test_best_weights_are_kept(best: Recipe, target: Path) -> None:
+    folder, values = RunFolder(best).drafter, taus_by_step(best)
     step = first_best(values)
-    assert 2 < step < STEPS  # else this would say nothing
+    assert 2 < step < STEPS  # otherwise this would prove nothing
     assert best_step(best) == step
     kept = load_file(folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in weights_of(best).items())
@@ -71,14 +71,14 @@ def test_the_best_weights_are_kept(best: Recipe, target: Path) -> None:
     assert f"with the weights of step {step}, the best there" in report.sentence()
     last = validated(target, "last", {})
     train_drafter(last)
-    assert taus(last) == values
-    assert not same_weights(last, best)
+    assert taus_by_step(last) == values
+    assert not have_equal_weights(last, best)
     assert TrainReport.read(RunFolder(last).drafter).heldout_tau[-1] == values[STEPS]
 
 
 def test_training_ends_when_tau_stops_rising(best: Recipe, target: Path) -> None:
-    """At the first evaluation that is the n-th in a row without a new best; the sequence is that of the whole run."""
-    values, waited, highest, expected, patience = taus(best), 0, 0.0, STEPS, 2
+    """It ends at the n-th evaluation in a row without a new best; until then the taus are those of the whole run."""
+    values, waited, highest, expected, patience = taus_by_step(best), 0, 0.0, STEPS, 2
     for step, tau in values.items():
         waited, highest = (0, tau) if tau > highest else (waited + 1, highest)
         if waited == patience:
@@ -89,9 +89,9 @@ def test_training_ends_when_tau_stops_rising(best: Recipe, target: Path) -> None
     report = train_drafter(recipe)
     assert report.steps == expected
     assert report.stopped_early
-    assert taus(recipe) == {step: tau for step, tau in values.items() if step <= expected}
-    assert best_step(recipe) == first_best(taus(recipe))
-    # Killed between its last checkpoint and its end: no step more, the same weights.
+    assert taus_by_step(recipe) == {step: tau for step, tau in values.items() if step <= expected}
+    assert best_step(recipe) == first_best(taus_by_step(recipe))
+    # Killed after its last checkpoint: no further step, the same weights.
     folder = RunFolder(recipe).drafter
     expected_weights = weights_of(recipe)
     for name in ("training.json", "model.safetensors"):
@@ -105,9 +105,9 @@ def test_resumed_training_equals_uninterrupted(best: Recipe, target: Path, monke
     recipe = validated(target, "broken", {"keep": "best"})
     train_until(InterruptAt(9), recipe, monkeypatch)
     train_drafter(recipe)
-    assert taus(recipe) == taus(best)
+    assert taus_by_step(recipe) == taus_by_step(best)
     assert best_step(recipe) == best_step(best)
-    assert same_weights(recipe, best)
+    assert have_equal_weights(recipe, best)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""A training step asks a CUDA device twice for a number, and packed documents are no kernels more: on a ghost of one.
+"""A training step waits for a CUDA device twice, and packed documents launch no further kernels: on a ghost device.
 
-Autograd has no ghost: the backwards of kinds' own operations ask for nothing, those of attention are called by hand.
+Autograd does not run on the ghost device: custom backwards do not wait, those of attention are called by hand.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *OPTION
 
 
 def step_batch(documents: int) -> dict[str, Tensor]:
-    """Two rows of 96 tokens in `documents` documents each."""
+    """Return two rows of 96 tokens in `documents` documents each."""
     generator, packed = torch.Generator().manual_seed(3), []
     for _ in range(2):
         parts = []
@@ -42,8 +42,8 @@ def step_batch(documents: int) -> dict[str, Tensor]:
     return collate_right_padded(packed)
 
 
-def counted_step(kind: str, options: dict[str, Any], documents: int) -> type[GhostDevice]:
-    """The counts of a step's forward, in bf16 autocast: the labels of the batch, the target, the drafter."""
+def count_step(kind: str, options: dict[str, Any], documents: int) -> type[GhostDevice]:
+    """Count waits and launches of a step's forward in bf16 autocast: the batch's labels, the target, the drafter."""
     target = tiny_target(num_hidden_layers=4).bfloat16()
     drafter = tiny_drafter_of(kind, target, **options).train()
     batch = step_batch(documents)
@@ -65,9 +65,9 @@ def counted_step(kind: str, options: dict[str, Any], documents: int) -> type[Gho
 @pytest.mark.parametrize(
     ("kind", "options", "documents"), [*((*case, 3) for case in CASES), ("parallel", {}, 1), ("eagle3", {}, 1)]
 )
-def test_a_step_waits_twice(kind: str, options: dict[str, Any], documents: int) -> None:
-    """transformers asks whether rows are packed, in each forward of the target; we, how many rows there are."""
-    ghosts = counted_step(kind, options, documents)
+def test_step_waits_twice(kind: str, options: dict[str, Any], documents: int) -> None:
+    """transformers reads whether rows are packed, in each forward of the target; we read the number of rows."""
+    ghosts = count_step(kind, options, documents)
     forwards_of_the_target = 2 if kind == "medusa2" else 1
     assert dict(ghosts.counts).get(("back", "tolist")) == 1, ghosts.lines
     assert ghosts.counts["back", "item"] == forwards_of_the_target, ghosts.lines
@@ -77,13 +77,13 @@ def test_a_step_waits_twice(kind: str, options: dict[str, Any], documents: int) 
 
 @pytest.mark.parametrize("kind", ["eagle3", "parallel"])
 def test_launches_do_not_grow_with_documents(kind: str) -> None:
-    few, many = (dict(counted_step(kind, {}, documents).counts) for documents in (2, 12))
+    few, many = (dict(count_step(kind, {}, documents).counts) for documents in (2, 12))
     assert sum(few.values()) > 200
     assert few == many
 
 
-def test_attention_of_documents_is_one_kernel_each_way() -> None:
-    """And what it gives, forward and backward, is what the CPU gives document by document."""
+def test_attention_of_documents_is_one_kernel_per_direction() -> None:
+    """Its results, forward and backward, equal the CPU's document by document."""
     results = []
     for lengths in ([5, 19], [3, 1, 9, 0, 4, 7]):
         bounds_d = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -108,7 +108,7 @@ def test_attention_of_documents_is_one_kernel_each_way() -> None:
 
 
 class _Kept:
-    """In place of autograd's context."""
+    """Stand-in for autograd's context."""
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors

@@ -1,4 +1,4 @@
-"""The cache gives back what was written, row by row; a shard is whole or absent; damage is one sentence."""
+"""The feature cache returns rows as written; a shard is complete or absent; damage is one sentence."""
 
 import pickle
 from pathlib import Path
@@ -24,7 +24,7 @@ LAYERS, HIDDEN = (2, -1), 6
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five tokens of two layers, six wide, in bf16."""
+    """Limit shards to five tokens of two layers, six wide, in bf16."""
     monkeypatch.setattr(feature_cache, "SHARD_BYTES", 5 * 2 * 6 * 2)
 
 
@@ -35,7 +35,7 @@ def make_index(dtype: str = "bfloat16") -> FeatureIndex:
 
 
 def write_cache(folder: Path) -> tuple[FeatureIndex, Tensor]:
-    """The index, and all features [tokens, L, D] in the order of the rows."""
+    """Write a cache; return the index and all features [tokens, L, D] in the order of the rows."""
     index = make_index()
     index.write(folder)
     whole = torch.randn(index.tokens, len(LAYERS), HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -49,7 +49,7 @@ def write_cache(folder: Path) -> tuple[FeatureIndex, Tensor]:
 
 @pytest.mark.usefixtures("small_shards")
 def test_shards_by_hand() -> None:
-    """5 tokens to a shard: 3 + 1, 4 + 1, 5; and a row that is longer than a shard has its own."""
+    """Shards of 5 tokens: 3 + 1, 4 + 1, 5; a row longer than a shard gets its own."""
     shards = make_index().shards
     assert [(shard.first_row, shard.offsets) for shard in shards] == [(0, [0, 3, 4]), (2, [0, 4, 5]), (4, [0, 5])]
     assert [shard.file for shard in shards] == [f"features-0000{number}.safetensors" for number in range(3)]
@@ -75,8 +75,8 @@ def test_rows_are_read_back_as_written(tmp_path: Path, layers: tuple[int, ...]) 
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_batches(tmp_path: Path) -> None:
-    """Rows 2 and 1: [2, 4, F], zeros behind the shorter one; the same from a worker's copy. Rows 4 and 0 make one."""
+def test_batches_are_padded(tmp_path: Path) -> None:
+    """Rows 2 and 1: [2, 4, F], the shorter one padded with zeros; the same from a worker's copy. Then rows 4 and 0."""
     index, whole = write_cache(tmp_path)
     collator = FeatureCollator(FeatureCache(tmp_path, index, LAYERS))
     rows = [

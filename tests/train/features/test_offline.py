@@ -1,4 +1,4 @@
-"""Features on disk: their size is accepted before the first byte, a killed run resumes, training is that of online."""
+"""Features on disk: their size is confirmed before writing, a killed run resumes, training equals online training."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.held_targets import write_their_part
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_runs import (
     LENGTHS,
     recipe_file,
@@ -43,7 +43,7 @@ TOKEN_BYTES = 3 * 32 * 2
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 tokens in bf16: lengths 12 + 14, 9 + 13, 11 + 16, 10 + 15."""
+    """Limit shards to 30 tokens in bf16: lengths 12 + 14, 9 + 13, 11 + 16, 10 + 15."""
     monkeypatch.setattr(feature_cache, "SHARD_BYTES", 30 * TOKEN_BYTES)
 
 
@@ -65,7 +65,7 @@ def command(recipe: Recipe, *options: str) -> Any:
 
 
 def test_projected_size_equals_the_files(tmp_path: Path) -> None:
-    """2 bytes x 32 hidden x 3 layers x 100 tokens; the files hold that and their headers."""
+    """2 bytes x 32 hidden x 3 layers x 100 tokens; the files hold these and their headers."""
     recipe = tiny_run(tmp_path)
     projection = project_features(recipe)
     assert sum(LENGTHS) == 100
@@ -156,9 +156,9 @@ def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_shards")
 def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
-    """Each its part, with the target whole or split; three shards are missing, so one runs along with the other."""
+    """Each writes its part, with the target whole or split; with three missing shards, one process only takes part."""
     alone, threads = tiny_run(tmp_path, "alone"), torch.get_num_threads()
-    torch.set_num_threads(1)  # as in each of the processes: sums depend on it
+    torch.set_num_threads(1)  # as in each process: sums depend on it
     whole = contents(write(alone))
     torch.set_num_threads(threads)
     recipes = [
@@ -167,16 +167,16 @@ def test_several_processes_write_the_same_features(tmp_path: Path) -> None:
     for recipe in recipes:
         folder = RunFolder(recipe).features
         folder.mkdir(parents=True)
-        for name in ("index.json", "features-00001.safetensors"):  # of the same shards
+        for name in ("index.json", "features-00001.safetensors"):  # for the same shards
             shutil.copy(RunFolder(alone).features / name, folder)
-    in_processes(write_their_part, 2, recipes)
+    run_in_processes(write_their_part, 2, recipes)
     for recipe in recipes:
         found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
         assert found == [["features-00000.safetensors", "features-00003.safetensors"], ["features-00002.safetensors"]]
         assert contents(RunFolder(recipe).features) == whole
 
 
-def test_a_split_target_needs_several_processes(tmp_path: Path) -> None:
+def test_split_target_needs_several_processes(tmp_path: Path) -> None:
     recipe = tiny_run(tmp_path, "run", data={"features": {"sharded": True}})
     result = command(recipe, "--yes")
     assert result.exit_code == 2
@@ -191,13 +191,13 @@ def test_only_the_first_process_prints(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_full_disk_keeps_what_is_finished(tmp_path: Path, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 KiB, of which 52 are taken, hold one of four shards of 5 KiB with their headers."""
+def test_full_disk_keeps_finished_shards(tmp_path: Path, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 KiB, of which 52 are used, have room for one of four shards of 5 KiB with headers."""
     recipe = tiny_run(tmp_path)
     folder = RunFolder(recipe).features
     folder.symlink_to(tiny_disk)
     (tiny_disk / "other").write_bytes(b"x" * (52 << 10))
-    monkeypatch.setattr(features, "free_bytes_at", lambda _: 1 << 40)  # it fills up on the way
+    monkeypatch.setattr(features, "free_bytes_at", lambda _: 1 << 40)  # it fills up while writing
     result = command(recipe, "--yes")
     assert result.exit_code == 2
     assert "no space left on device: " in result.stderr
@@ -240,7 +240,7 @@ def test_changed_target_or_tokens_are_detected(tmp_path: Path) -> None:
 
 
 def test_offline_training_equals_online_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EAGLE-3 reads two layers and the final one, as its teacher."""
+    """EAGLE-3 reads two layers, and the final one for its loss."""
     drafter = {"kind": "eagle3", "options": {"feature_layers": [1, 3]}}
     online = tiny_run(tmp_path, "online", drafter=drafter)
     offline = tiny_run(tmp_path, "offline", drafter=drafter, data=OFFLINE)

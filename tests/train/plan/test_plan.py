@@ -1,4 +1,4 @@
-"""`draftsmith plan`: its figures are those of real steps, of hand counts, or the exact sums that it says they are."""
+"""`draftsmith plan`: its figures equal those of real steps, counts by hand, or exact sums."""
 
 import gc
 import json
@@ -48,8 +48,8 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**values, **changes})
 
 
-def recipe_of(tmp_path: Path, config: PreTrainedConfig | None = None, **sections: Any) -> Recipe:
-    """A recipe for a target of which only the config exists."""
+def build_recipe(tmp_path: Path, config: PreTrainedConfig | None = None, **sections: Any) -> Recipe:
+    """Return a recipe whose target has a config and no weights."""
     (config or llama_config()).save_pretrained(tmp_path / "target")
     train = {"per_device_train_batch_size": 2, "save_strategy": "no", "max_steps": 2, **sections.pop("train", {})}
     data = {"max_length_tokens": 32, **sections.pop("data", {})}
@@ -66,7 +66,7 @@ def predicted_step(recipe: Recipe, row: dict[str, list[int]]) -> StepCost:
 
 
 def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list[int]], folder: Path) -> int:
-    """Of the real Trainer with real weights: what torch's allocator gave out at most, and the weights themselves."""
+    """Return the peak of torch's allocator in the real Trainer, plus the bytes of the weights."""
     args = training_arguments(recipe.train, folder, 0, use_cpu=True)
     rows = datasets.Dataset.from_list([row] * (4 * args.per_device_train_batch_size * args.gradient_accumulation_steps))
     target = LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -78,7 +78,7 @@ def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list
 def traced_peak_bytes(trainer: DrafterTrainer) -> int:
     target, drafter = trainer._target, trainer._drafter
     weights = {*target.parameters(), *drafter.parameters(), *drafter.buffers()}
-    gc.collect()  # what an earlier test left would be freed in between, and counted as if it had been of this one
+    gc.collect()  # memory of earlier tests would be freed meanwhile and counted here
     with torch.profiler.profile(profile_memory=True) as profile:
         trainer.train()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -98,30 +98,30 @@ def traced_peak_bytes(trainer: DrafterTrainer) -> int:
     ("kind", "options", "train"),
     [
         ("eagle3", {}, {}),  # with a teacher
-        ("medusa2", {"warmup_steps": 0}, {}),  # its most expensive step from the start
+        ("medusa2", {"warmup_steps": 0}, {}),  # the most expensive step comes first
         ("parallel", {"markov_rank": 64}, {}),
         ("parallel", {"loss": "lk_lambda", "draft_vocab_size": 500}, {"gradient_accumulation_steps": 2}),
         ("parallel", {"num_layers": 2}, {"bf16": True}),
     ],
 )
-def test_drafters_are_planned_as_they_are_trained(
+def test_planned_memory_equals_training(
     tmp_path: Path, kind: str, options: dict[str, Any], train: dict[str, Any]
 ) -> None:
     config = llama_config()
-    recipe = recipe_of(tmp_path, config, drafter={"kind": kind, "options": options}, train=train)
+    recipe = build_recipe(tmp_path, config, drafter={"kind": kind, "options": options}, train=train)
     row = training_row(96, 64)
     predicted = predicted_step(recipe, row).peak_bytes
     assert predicted == pytest.approx(
         measured_peak_bytes(recipe, config, row, tmp_path), rel=0.2
-    )  # so small a target's step is mostly logits
+    )  # a step of such a small target is mostly logits
 
 
 @pytest.mark.slow
-def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path) -> None:
-    """No layers of the target; all batches of a step together. The CPU also holds the batch after them."""
+def test_planned_memory_equals_training_from_disk(tmp_path: Path) -> None:
+    """No layers of the target are loaded; a step's batches are read together. The CPU also holds the next batch."""
     accumulation = 3
     config, row, offline = llama_config(num_hidden_layers=8), training_row(96, 64), {"features": {"source": "offline"}}
-    recipe = recipe_of(
+    recipe = build_recipe(
         tmp_path, config, data={"max_length_tokens": 96, **offline}, train={"gradient_accumulation_steps": accumulation}
     )  # fmt: skip
     tokens = datasets.Dataset.from_list([row] * (4 * 2 * accumulation))
@@ -145,13 +145,13 @@ def test_training_from_disk_is_planned_as_it_is_trained(tmp_path: Path) -> None:
     assert "are free on that disk" in line.how
 
 
-def test_memory_adds_up_and_labels_cost(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+def test_memory_adds_up_and_grows_with_labels(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path)
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
     *parts, total = plan.memory
     assert sum(line.amount for line in parts) == total.amount == plan.peak_bytes
     amounts = {line.what: line.amount for line in parts}
-    trained = amount(plan.parameters, "trainable")
+    trained = read_amount(plan.parameters, "trainable")
     # AdamW in fp32: weights, two moments and a step count for each tensor.
     assert amounts["drafter"] == 4 * trained
     assert 0 <= amounts["optimiser"] - 8 * trained <= 4 * 100
@@ -166,14 +166,14 @@ def test_memory_adds_up_and_labels_cost(tmp_path: Path) -> None:
     assert fewer.flops["target forward"] == more.flops["target forward"]
 
 
-# Of each family one recipe, and what few others have: depths that follow each other, a lattice, heads, a LoRA.
+# One recipe of each family, and rare features: sequential depths, a lattice, heads, a LoRA.
 COMPARED = ("llama3-8b-parallel", "llama3.1-8b-eagle3", "qwen3-30b-a3b-dflash", "qwen3-8b-lilicorr", "smollm2-135m")
 COMPARED_KINDS = ("medusa", "medusa2", "pass", "eagle", "hydra", "dflash2", "draft_model", "peagle")
 
 
 @pytest.mark.parametrize("name", [*COMPARED, *(f"smollm2-135m-{kind}" for kind in COMPARED_KINDS)])
-def test_shipped_recipes_are_within_a_tenth_of_counted_steps(name: str, tmp_path: Path) -> None:
-    """Steps whose tensors were counted one by one, before the sums took their place."""
+def test_shipped_recipes_are_planned_within_a_tenth_of_counted_steps(name: str, tmp_path: Path) -> None:
+    """The references come from steps whose tensors were counted one by one."""
     figures = json.loads((ROOT / "docs/results/machinery/plan_estimate.json").read_text(encoding="utf-8"))["figures"]
     (row,) = (row for row in figures["rows"] if row["recipe"] == name)
     cost = script.estimated(name, figures["targets"], tmp_path)
@@ -181,7 +181,7 @@ def test_shipped_recipes_are_within_a_tenth_of_counted_steps(name: str, tmp_path
     assert cost.peak_bytes == pytest.approx(row["counted_peak_bytes"], rel=0.1)
 
 
-def amount(lines: list[Line], what: str) -> float:
+def read_amount(lines: list[Line], what: str) -> float:
     (found,) = (line.amount for line in lines if line.what == what)
     return found
 
@@ -192,9 +192,9 @@ def amount(lines: list[Line], what: str) -> float:
 def test_flops_by_hand(tmp_path: Path) -> None:
     """2 rows of 32 tokens, the last 16 labelled; K=2, so 16 + 15 + 14 labels a row; D=64, V=512, MLP 160, 4 layers.
 
-    Present rows of the drafter: real tokens up to the last group with a label, t = 0..30, and 15 + 14 masks.
+    Active rows of the drafter: real tokens up to the last group with a label, t = 0..30, and 15 + 14 masks.
     """
-    cost = predicted_step(recipe_of(tmp_path), training_row(32, 16))
+    cost = predicted_step(build_recipe(tmp_path), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
     causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
     flops = cost.flops
@@ -206,18 +206,18 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     forward = fusion + 2 * 2 * rows * linear + 3 * 2 * causal_attention
     assert flops["drafter forward"] == pytest.approx(forward, rel=0.05)
     assert cost.tokens == 64
-    half = predicted_step(recipe_of(tmp_path, train={"bf16": True}), training_row(32, 16))
-    assert half.flops["LM head"] == flops["LM head"]  # though the head is cast then
+    half = predicted_step(build_recipe(tmp_path, train={"bf16": True}), training_row(32, 16))
+    assert half.flops["LM head"] == flops["LM head"]  # although the head is cast then
 
 
-def test_flops_of_the_experts_that_a_token_takes(tmp_path: Path) -> None:
-    """2 of 8, 40 wide, and a router; Llama's layer, 160 wide, in the drafter."""
+def test_flops_count_only_the_active_experts(tmp_path: Path) -> None:
+    """2 of 8 experts, 40 wide, and a router; the drafter has Llama's layer, 160 wide."""
     config = llama_config().to_dict() | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    cost = predicted_step(recipe_of(tmp_path, Qwen3MoeConfig(**config)), training_row(32, 16))
+    cost = predicted_step(build_recipe(tmp_path, Qwen3MoeConfig(**config)), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 3 * 64 * 40 + 64 * 8
     causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
     assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
-    dense = predicted_step(recipe_of(tmp_path), training_row(32, 16))
+    dense = predicted_step(build_recipe(tmp_path), training_row(32, 16))
     assert cost.flops["drafter forward"] == dense.flops["drafter forward"]
 
 
@@ -231,46 +231,46 @@ def test_llama3_8b_without_its_weights(tmp_path: Path) -> None:
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
     )  # fmt: skip
     train = {"per_device_train_batch_size": 1, "bf16": True}
-    recipe = recipe_of(tmp_path, config, target={"dtype": "bfloat16"}, train=train)
+    recipe = build_recipe(tmp_path, config, target={"dtype": "bfloat16"}, train=train)
     distilling = {"engine": "vllm", "max_new_tokens": 500, "options": {"concurrency": 20}}
     recipe.data = DataRecipe.model_validate({"conversations": {"limit": 2000}, "distill": distilling})
     recipe.eval.max_new_tokens, recipe.eval.limit_per_category, recipe.eval.runs = 100, 1, 2
     plan = make_plan(recipe, PlanOptions(memory_gib=80, peak_tflops=300.0, memory_gb_per_s=3000.0))
     size = 4096
     layer = 2 * size**2 + 2 * size * 1024 + 3 * size * 14336 + 2 * size
-    assert amount(plan.parameters, "target") == 8_030_261_248
-    assert amount(plan.parameters, "trainable") == layer + 2 * size**2 + 3 * size + 2 * size
-    assert amount(plan.memory, "target") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's angles
+    assert read_amount(plan.parameters, "target") == 8_030_261_248
+    assert read_amount(plan.parameters, "trainable") == layer + 2 * size**2 + 3 * size + 2 * size
+    assert read_amount(plan.memory, "target") == pytest.approx(2 * 8_030_261_248, rel=1e-6)  # and RoPE's frequencies
     assert plan.fits
     # A step reads all weights but the embedding's table once, 5.0 ms at 3 TB/s: longer than 20 rows' products take.
     step_s = 2 * (8_030_261_248 - 128256 * size) / 3e12
-    assert amount(plan.time, "distilling") == pytest.approx(2000 * 500 / 20 * step_s, rel=0.01)
+    assert read_amount(plan.time, "distilling") == pytest.approx(2000 * 500 / 20 * step_s, rel=0.01)
     turns = sum(len(question.turns) for question in load_questions(recipe.eval.questions, limit_per_category=1))
     methods = 1 + len(recipe.eval.methods)
-    assert amount(plan.time, "measuring") == pytest.approx(turns * 100 * 2 * methods * step_s, rel=0.05)
-    recipe.data.distill.options = {"concurrency": 4000}  # then products are: 2 FLOPs for each of the weights
+    assert read_amount(plan.time, "measuring") == pytest.approx(turns * 100 * 2 * methods * step_s, rel=0.05)
+    recipe.data.distill.options = {"concurrency": 4000}  # then matrix products dominate: 2 FLOPs per weight
     wide = make_plan(recipe, PlanOptions(peak_tflops=300.0, memory_gb_per_s=3000.0, utilisation=0.5)).time
     products_s = 2 * (8_030_261_248 - 128256 * size) / 150e12
-    assert amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
+    assert read_amount(wide, "distilling") == pytest.approx(2000 * 500 * products_s, rel=0.1)  # attention on top
 
 
-def test_a_target_whose_config_names_no_width_of_its_mlp(tmp_path: Path) -> None:
-    """GPT-2's is four times the hidden size: 12 D^2 weights a layer, and attention's products."""
+def test_target_without_an_mlp_width_in_its_config(tmp_path: Path) -> None:
+    """GPT-2's MLP is four times the hidden size: 12 D^2 weights a layer, and attention's products."""
     config = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=64, pad_token_id=0)
-    recipe = recipe_of(tmp_path, config, drafter={"kind": "medusa", "options": {"num_heads": 2}})
+    recipe = build_recipe(tmp_path, config, drafter={"kind": "medusa", "options": {"num_heads": 2}})
     cost = predicted_step(recipe, training_row(32, 16))
-    # Its table of positions is an embedding; norms and biases are no matrices.
+    # Its position table is an embedding; norms and biases are not matrices.
     assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * 12 * 64**2 + 2 * 32 * 32 * 64)
     assert cost.peak_bytes > 4 * sum(parameter.numel() for parameter in cost.drafter.parameters())
 
 
-def test_the_feature_cache(tmp_path: Path) -> None:
+def test_size_of_the_feature_cache(tmp_path: Path) -> None:
     """2 bytes x 64 hidden x layers x tokens."""
-    recipe = recipe_of(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
+    recipe = build_recipe(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
     (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
     assert line.amount == 2 * 64 * 10 * 32
     assert "nothing is distilled yet" in line.how
-    unknown = recipe_of(tmp_path)
+    unknown = build_recipe(tmp_path)
     (line,) = make_plan(unknown, PlanOptions(peak_tflops=1.0)).disk
     assert (line.amount, line.unit) == (2 * 64, "bytes a token")
     save_tokens(recipe, [20, 9, 30])
@@ -290,7 +290,7 @@ def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
 
 
 def test_batches_come_from_the_data(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = build_recipe(tmp_path)
     save_tokens(recipe, [8, 30, 10, 20, 12, 14, 16, 18])
     batch, num_tokens, _ = training_batch(recipe, batch_size=2)
     assert num_tokens == 128
@@ -300,8 +300,8 @@ def test_batches_come_from_the_data(tmp_path: Path) -> None:
     assert num_tokens == 128
 
 
-def test_throughput_is_rate_over_flops(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, train={"max_steps": 0, "num_train_epochs": 3})
+def test_throughput_is_device_rate_over_flops(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, train={"max_steps": 0, "num_train_epochs": 3})
     save_tokens(recipe, [16, 16])
     plan = make_plan(recipe, PlanOptions(peak_tflops=2.0, utilisation=0.25))
     cost = predicted_step(recipe, training_row(16, 8))
@@ -335,7 +335,7 @@ def test_conversations_of_a_local_file_are_counted(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps({"turns": talk}) for talk in talks) + "\n{damaged\n")
     for limit, (conversations, answers) in {None: (3, 5), 2: (2, 3)}.items():
         data = {"conversations": {"source": str(file), "limit": limit}, "distill": {"max_new_tokens": 10}}
-        recipe = recipe_of(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
+        recipe = build_recipe(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
         plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0))
         (line,) = plan.disk
         assert line.amount == 2 * 64 * conversations * 32
@@ -343,14 +343,14 @@ def test_conversations_of_a_local_file_are_counted(tmp_path: Path) -> None:
         assert seconds == pytest.approx(3 * conversations * 32 / rate)
         (distilling,) = (line for line in plan.time if line.what == "distilling")
         assert distilling.how.startswith(f"{answers} answers of 10 tokens")
-    assert "assumed" in next(line for line in make_plan(recipe_of(tmp_path)).time if line.what == "distilling").how
+    assert "assumed" in next(line for line in make_plan(build_recipe(tmp_path)).time if line.what == "distilling").how
 
 
-def test_processes_share_the_time(tmp_path: Path) -> None:
-    """Of each stage: training and measuring by as many processes, distilling by as many copies as there are GPUs."""
+def test_processes_divide_the_time(tmp_path: Path) -> None:
+    """Training and evaluation are divided by the processes, distillation by one copy of the target per GPU."""
     distill = {"engine": "vllm", "options": {"tensor_parallel_size": 2}}
     data = {"conversations": {"limit": 100}, "distill": distill}
-    recipe = recipe_of(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
+    recipe = build_recipe(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
     times = [
         {line.what: line.amount for line in plan.time if line.unit == "seconds"}
         for plan in (
@@ -368,7 +368,7 @@ TOO_LARGE = 1 << 50
 
 
 class OutOfMemory(DrafterTrainer):
-    """A real allocation, of a pebibyte, in the third step."""
+    """Trainer that really allocates a pebibyte in the third step."""
 
     held: weakref.ref[Any]
 
@@ -422,18 +422,18 @@ def test_out_of_memory_errors_are_recognised(target_folder: Path) -> None:
 
 
 def test_bytes_per_process_by_hand(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
+    recipe = build_recipe(tmp_path)
     plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4))
     cost = predicted_step(recipe, training_row(32, 32))
     trained, layer = map(tensor_bytes, (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
-    ddp, zero = (amount(plan.processes, launch) for launch in ("DDP", "ZeRO-1"))
+    ddp, zero = (read_amount(plan.processes, launch) for launch in ("DDP", "ZeRO-1"))
     assert ddp == plan.peak_bytes + trained  # the buckets
     # ZeRO-1 keeps a quarter of AdamW's state and of fp32 copies, in place of the whole state and buckets.
     assert ddp - zero == pytest.approx(trained + cost.bytes["optimiser"] * 3 / 4 - trained / 4, abs=1)
     recipe.data.features.sharded = True
     sharded = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4)).processes
-    assert ddp - amount(sharded, "DDP") == 3 * layer  # of four one stays
-    assert zero - amount(sharded, "ZeRO-1") == 3 * layer
+    assert ddp - read_amount(sharded, "DDP") == 3 * layer  # one of four remains
+    assert zero - read_amount(sharded, "ZeRO-1") == 3 * layer
 
 
 def _first_layer(cost: StepCost) -> torch.nn.Module:
@@ -443,7 +443,7 @@ def _first_layer(cost: StepCost) -> torch.nn.Module:
 
 def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
     """A LoRA inside the target cannot be split."""
-    recipe = recipe_of(tmp_path, drafter={"kind": "medusa2", "options": {}})
+    recipe = build_recipe(tmp_path, drafter={"kind": "medusa2", "options": {}})
     lines = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=2)).processes
     assert [line.what for line in lines] == ["DDP", "ZeRO-1", "ZeRO-2"]
 
@@ -451,9 +451,9 @@ def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
 # ---- the command ----
 
 
-def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
+def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     options = ["drafter.options.attention=flex", "--memory-gib=1", "--processes=2", f"--json={tmp_path}/p.json"]
-    result = CliRunner().invoke(cli.app, ["plan", recipe_file(recipe_of(tmp_path)), *options])
+    result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
     assert "1/N of the weights too" in " ".join(result.stdout.split())
@@ -472,8 +472,8 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
         (["train.gradient_checkpointing=true"], "train.gradient_checkpointing"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli.app, ["plan", recipe_file(recipe_of(tmp_path)), *arguments])
+def test_invalid_arguments_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The frozen target of a launch: which process reads it, and what each then holds."""
+"""The frozen target of a launch: which process reads it, and what each process holds."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.held_targets import hold_targets
-from support.processes import in_processes
+from support.processes import run_in_processes
 from support.tiny_models import tiny_target
 from support.tiny_runs import save_target, tiny_run
 from torch import distributed
@@ -34,9 +34,9 @@ CASES: tuple[tuple[dict[str, Any], str, float, list[int]], ...] = (
 
 @pytest.mark.slow
 def test_target_parts_of_each_process(tmp_path: Path) -> None:
-    """Under FSDP's RAM-efficient loading, which would leave zeros in the second. The drafters are those of one process.
+    """FSDP's RAM-efficient loading would leave zeros in the second process. The drafters equal those of one process.
 
-    Only the first reads the files where the target is split or dropped.
+    If the target is split or dropped, only the first process reads the files.
     """
     options = {"parallel": {"feature_layers": [1, 3, -1]}}
     recipes = [
@@ -48,7 +48,7 @@ def test_target_parts_of_each_process(tmp_path: Path) -> None:
         )
         for number, (features, kind, _, _) in enumerate(CASES)
     ]
-    in_processes(hold_targets, 2, recipes)
+    run_in_processes(hold_targets, 2, recipes)
     for recipe, (_, kind, share, reads) in zip(recipes, CASES, strict=True):
         found = [json.loads((RunFolder(recipe).root / f"{rank}.json").read_text()) for rank in range(2)]
         target, _ = load_target(recipe.target)
@@ -70,10 +70,10 @@ def is_whole(layer: torch.nn.Module) -> bool:
     return not any(isinstance(weight, DTensor) for weight in layer.parameters())
 
 
-def test_a_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> None:
-    """One process is enough to see it: a layer's weights are parts of distributed tensors, not whole ones.
+def test_sharded_target_is_split_again_after_its_forward(tmp_path: Path) -> None:
+    """One process is enough: after the forward a layer's weights are shards of distributed tensors, not whole ones.
 
-    During it, one layer at a time is whole, so that a process holds its shard and two layers at most (one on its way).
+    During it one layer at a time is whole, so a process holds its shard and two layers at most (one prefetched).
     """
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -110,7 +110,7 @@ def test_transformers_ignores_the_launch_outside_of_it(monkeypatch: pytest.Monke
 
 
 def test_weights_are_loaded_directly_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor by tensor: a host's memory never holds a target that a GPU is to hold."""
+    """Tensors are loaded one by one: host memory never holds a whole target meant for a GPU."""
     seen: dict[str, Any] = {}
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -129,8 +129,8 @@ def test_weights_are_loaded_directly_to_the_device(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_a_quantised_target(tmp_path: Path, quantization: str) -> None:
-    """Its layers take the bytes that the plan counts, up to the scales of int8; embedding and head stay as they are."""
+def test_quantised_target_has_the_planned_size(tmp_path: Path, quantization: str) -> None:
+    """Its layers take the planned bytes, up to the scales of int8; embedding and head stay unquantised."""
     pytest.importorskip("bitsandbytes")
     save_target(tmp_path / "target", hidden_size=64, head_dim=16, intermediate_size=128)  # blocks of 64 weights
     recipe = tiny_run(tmp_path)

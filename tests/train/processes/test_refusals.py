@@ -1,4 +1,4 @@
-"""What was launched is read off the environment, and what cannot work together is refused before anything is loaded."""
+"""The launch is detected from the environment; impossible combinations are refused before anything is loaded."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ ALONE = Launch("single")
 SHARDED = {"features": {"sharded": True}}
 
 
-def arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
+def make_arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
     return training_arguments(train, tmp_path, seed=0, use_cpu=True)
 
 
@@ -42,14 +42,14 @@ def arguments(tmp_path: Path, **train: Any) -> TrainingArguments:
 def test_detect_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: Launch
 ) -> None:
-    args = arguments(tmp_path)
+    args = make_arguments(tmp_path)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert detect_launch(args) == expected
 
 
-def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(tmp_path)
+def test_zero_stage_is_read_from_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_arguments(tmp_path)
     file = tmp_path / "zero.json"
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
@@ -74,7 +74,7 @@ def test_the_stage_of_a_deepspeed_file(tmp_path: Path, monkeypatch: pytest.Monke
         (DDP, "pass_embeddings", SHARDED, {}, r"sharded`: not with drafter\.kind `pass_embeddings`, as its own"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_obstacle(
+def test_impossible_combinations_are_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     launch: Launch,
@@ -83,13 +83,13 @@ def test_refusals_name_the_obstacle(
     train: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)  # whatever is installed
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)  # independent of what is installed
     recipe = recipe_in(tmp_path, drafter={"kind": kind, "options": {}}, data=data)
     with pytest.raises(UserError, match=message):
-        check_launch(recipe, arguments(tmp_path, **train), launch)
+        check_launch(recipe, make_arguments(tmp_path, **train), launch)
 
 
-def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
     write_manifest(tmp_path, FSDP2)
     check_same_launch(tmp_path, FSDP2)
     with pytest.raises(UserError, match="was written under FSDP2, which DDP cannot read: launch it as before"):
@@ -105,27 +105,27 @@ def test_a_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"leave it out and set train\.gradient_checkpointing=true"),
     ],
 )
-def test_other_ways_to_split(
+def test_unsupported_ways_to_split_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message):
-        check_launch(recipe_in(tmp_path), arguments(tmp_path), FSDP2)
+        check_launch(recipe_in(tmp_path), make_arguments(tmp_path), FSDP2)
 
 
-def test_missing_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is loaded: there is neither a target nor tokens in this folder."""
+def test_missing_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error precedes any loading: this folder has neither a target nor tokens."""
     for module in (launches, quantized):
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ZeRO-2 needs DeepSpeed, which is not installed: `pip install"):
-        check_launch(recipe_in(tmp_path), arguments(tmp_path), ZERO2)
+        check_launch(recipe_in(tmp_path), make_arguments(tmp_path), ZERO2)
     target = {"quantization": "nf4"}
     with pytest.raises(UserError, match=r"`target\.quantization`: nf4 needs bitsandbytes, which is not installed"):
         train_drafter(recipe_in(tmp_path, target=target))
 
 
-def test_several_gpus_without_a_launcher_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer would wrap the drafter into nn.DataParallel, whose copies have no target."""
+def test_only_one_gpu_is_used_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the Trainer would wrap the drafter in nn.DataParallel, whose replicas have no target."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     args = training_arguments({}, tmp_path, seed=0)

@@ -1,7 +1,7 @@
-"""Two processes over gloo, as `accelerate launch` starts them with the shipped configurations: DDP, FSDP2, ZeRO.
+"""Two gloo processes, as `accelerate launch` starts them with the shipped configurations: DDP, FSDP2, ZeRO.
 
 DeepSpeed's tests are skipped where it is not installed (on a CPU: `DS_BUILD_OPS=0 pip install --no-build-isolation
-deepspeed`). A launch takes seconds, so one of each kind is made with every change; the others are nightly.
+deepspeed`). A launch takes seconds, so one of each kind is tested with every change; the others are nightly.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launched_training import NOT_LEFT, launch, on_two_cpus, start_each
+from support.launched_training import NOT_LEFT, config_for_two_cpus, launch, start_processes
 from support.tiny_runs import tiny_run, weights_of
 
 from draftsmith.recipes.run_folder import RunFolder
@@ -46,14 +46,14 @@ def losses(recipe: Recipe) -> list[float]:
 
 
 def launched(name: str, recipe: Recipe) -> Recipe:
-    result = launch(on_two_cpus(name, Path(recipe.runs_dir).parent), recipe)
+    result = launch(config_for_two_cpus(name, Path(recipe.runs_dir).parent), recipe)
     assert result.returncode == 0, result.stderr[-3000:]
     return recipe
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """One process of the same recipe, whose step has as many rows."""
+    """Train the same recipe in one process, with as many rows per step."""
     recipe = tiny_run(tmp_path_factory.mktemp("alone"), train=CURVE)
     train_drafter(recipe)
     return recipe
@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Recipe]:
-    """Trained by two processes of a launch, once for all tests."""
+    """Train in two processes of a launch, once for all tests."""
 
     @functools.cache
     def of(name: str, sharded: bool) -> Recipe:
@@ -81,7 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], R
 def test_two_processes_train_as_one(
     alone: Recipe, trained: Callable[[str, bool], Recipe], name: str, sharded: bool
 ) -> None:
-    """The loss curve, the weights, and the file that training ends with, which is whole."""
+    """Equal loss curves and weights; the final weight file is complete."""
     recipe = trained(name, sharded)
     assert record(recipe)["batch_size"] == record(alone)["batch_size"] == 6
     assert record(recipe)["tokens"] == record(alone)["tokens"]
@@ -105,14 +105,14 @@ def test_two_processes_train_as_one(
 def test_resumed_training_is_bitwise_equal(
     trained: Callable[[str, bool], Recipe], tmp_path: Path, name: str, number: str, checkpoint: int
 ) -> None:
-    """SIGTERM of one process saves in all of them; SIGKILL of one leaves the other a sentence to say."""
-    broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), on_two_cpus(name, tmp_path)
+    """SIGTERM of one process saves in all of them; SIGKILL of one makes the other report it in one sentence."""
+    broken, config = tiny_run(tmp_path, "broken", train={**CURVE, "save_steps": 2}), config_for_two_cpus(name, tmp_path)
     result = launch(config, broken, signals={1: (5, number)})
     assert result.returncode != 0
     checkpoints = RunFolder(broken).drafter / "checkpoints"
     assert not (RunFolder(broken).drafter / "training.json").exists()
     assert max(int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*")) == checkpoint
-    assert "[rank0]" not in result.stderr  # of a traceback
+    assert "[rank0]" not in result.stderr  # of the traceback
     assert NOT_LEFT not in result.stderr
     if number == signal.SIGKILL.name:
         assert "another process of this training has ended" in result.stderr
@@ -125,7 +125,7 @@ def test_resumed_training_is_bitwise_equal(
 
 @pytest.mark.parametrize("name", EVERY_LAUNCH)
 def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
-    """Rounded otherwise in batches of another shape, but the same training: from weights in fp32 to weights in fp32."""
+    """Batches of another shape round differently, but the training is the same, from fp32 weights to fp32 weights."""
     half_alone = tiny_run(tmp_path, "alone", train=HALF)
     train_drafter(half_alone)
     recipe = launched(name, tiny_run(tmp_path, name, train=HALF))
@@ -138,7 +138,7 @@ def test_half_precision(alone: Recipe, tmp_path: Path, name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["cpu_x2", "fsdp2"])
 def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
-    """Its products are in bf16, so that matrices which FSDP2 gathers differ by their rounding."""
+    """Its products are in bf16, so matrices gathered by FSDP2 differ by rounding."""
     muon = {**CURVE, "optimizer": "muon", "muon_learning_rate": 2e-2}
     alone = tiny_run(tmp_path, "alone", train=muon)
     train_drafter(alone)
@@ -149,9 +149,9 @@ def test_muon_in_two_processes_equals_one(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.nightly
 def test_launch_by_slurm(tmp_path: Path) -> None:
-    """Each process by the environment alone, without a launcher: SIGTERM of one ends both with 143, all saved."""
+    """Processes are configured by the environment without a launcher; SIGTERM of one ends both with 143, all saved."""
     recipe = tiny_run(tmp_path)
-    assert start_each(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]
+    assert start_processes(recipe, signals={1: (5, "SIGTERM")}) == [143, 143]
     assert (RunFolder(recipe).drafter / "checkpoints" / "checkpoint-5" / "trainer_state.json").exists()
-    assert start_each(recipe) == [0, 0]
+    assert start_processes(recipe) == [0, 0]
     assert record(recipe)["steps"] == 6

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_facts import whole_facts
+from support.report_facts import all_facts
 
 from draftsmith.eval.report.page.page import write_report
 
@@ -24,7 +24,7 @@ SCHEMES = {"dark": 0, "light": 1}
 METHODS = {f"method-{number}": 0.7 + 0.06 * number for number in range(24)}
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 
-# Before all else of the page, and after it: what the browser makes of it, as JSON.
+# Scripts before and after the page, which report the browser's layout as JSON.
 ERRORS = "<script>window.errors = []; addEventListener('error', (event) => errors.push(event.message));</script>"
 MEASURE = """<script>
 function rgb(text) { return text.match(/[\\d.]+/g).map(Number); }
@@ -64,7 +64,7 @@ const found = { width: innerWidth, scrollWidth: document.documentElement.scrollW
   background: getComputedStyle(document.body).backgroundColor };
 parent.postMessage(JSON.stringify(found), "*");
 </script>"""
-# A window is 500 pixels wide at least; a frame is as narrow as its style.
+# A window is at least 500 pixels wide; a frame can be narrower.
 FRAME = """<!doctype html><pre id="found"></pre><script>
 addEventListener("message", (event) => document.getElementById("found").textContent = event.data);
 </script><iframe src="measured.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>"""
@@ -72,7 +72,7 @@ addEventListener("message", (event) => document.getElementById("found").textCont
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(tmp_path_factory.mktemp("page"), whole_facts(METHODS, (0.0, 1.0)), [])[1]
+    return write_report(tmp_path_factory.mktemp("page"), all_facts(METHODS, (0.0, 1.0)), [])[1]
 
 
 def browse(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,8 +81,8 @@ def browse(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([CHROMIUM, *fixed, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def measured(page: Path, folder: Path, width: int, scheme: str, medium: str = "screen") -> dict[str, Any]:
-    """medium: `print` shows the page on screen as it is printed."""
+def measure(page: Path, folder: Path, width: int, scheme: str, medium: str = "screen") -> dict[str, Any]:
+    """Return the layout in a browser; medium `print` shows the page as printed."""
     text = page.read_text(encoding="utf-8")
     if medium == "print":
         text = text.replace("@media print", "@media all").replace("<details>", "<details open>")
@@ -107,7 +107,7 @@ def measured(page: Path, folder: Path, width: int, scheme: str, medium: str = "s
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_layout_and_sorting_in_a_browser(page: Path, tmp_path: Path, width: int, scheme: str) -> None:
-    found = measured(page, tmp_path, width, scheme)
+    found = measure(page, tmp_path, width, scheme)
     assert found["width"] == width
     assert found["scrollWidth"] <= width
     assert found["wide"] == []
@@ -116,15 +116,15 @@ def test_layout_and_sorting_in_a_browser(page: Path, tmp_path: Path, width: int,
     assert found["seen"] > 500
     assert found["low"] == []
     assert found["background"] == {"dark": "rgb(20, 20, 22)", "light": "rgb(250, 250, 248)"}[scheme]
-    # Sorted by speedup, downwards and then up: the slowest first.
+    # Sorted by speedup, descending and then ascending: the slowest first.
     assert found["sort"] == "ascending"
     assert found["before"] == list(METHODS)
     assert found["after"] == list(METHODS)[::-1]
 
 
-def test_paper_is_wide_enough(page: Path, tmp_path: Path) -> None:
-    """A4 between its margins is 688 pixels; what is folded on screen is printed open, and nothing scrolls."""
-    found = measured(page, tmp_path, 688, "light", "print")
+def test_printed_page_fits_the_paper(page: Path, tmp_path: Path) -> None:
+    """A4 between its margins is 688 pixels; folded sections are printed open, and nothing scrolls."""
+    found = measure(page, tmp_path, 688, "light", "print")
     assert found["scrollWidth"] <= 688
     assert (found["wide"], found["low"], found["errors"]) == ([], [], [])
 

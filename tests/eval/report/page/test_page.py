@@ -1,11 +1,11 @@
-"""The page of one run that holds everything, by script; `test_sections.py` has the figures of its sections."""
+"""The page of a run with every section, parsed as HTML; `test_sections.py` checks the sections' figures."""
 
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.report_facts import whole_facts
+from support.report_facts import all_facts
 
 from draftsmith.eval.report.page.page import SECTIONS, write_report
 from draftsmith.eval.serving.load_test import EngineMeasurement, LoadTestRow
@@ -16,7 +16,7 @@ VOID = {"meta", "br", "img", "hr", "link", "input"}
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes and those that it stands in, and all text."""
+    """Parser that collects every element with its attributes and ancestors, and all text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """All that there is, of 24 methods at two temperatures."""
+    """Build a page with every section, for 24 methods at two temperatures."""
     folder = tmp_path_factory.mktemp("page")
-    return write_report(folder, whole_facts(METHODS, (0.0, 1.0)), [])[1].read_text(encoding="utf-8")
+    return write_report(folder, all_facts(METHODS, (0.0, 1.0)), [])[1].read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_every_section_exists_and_is_linked(elements: Elements) -> None:
 
 
 def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> None:
-    """Neither clock readings nor traces, training logs or a data card."""
-    values = whole_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
+    """It has no clock readings, traces, training logs or data card."""
+    values = all_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
     for record in values["records"]:
         for answer in record.answers.values():
             for turn in answer.turns:
@@ -77,7 +77,7 @@ def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> Non
     assert "The first rounds of one answer" not in shown
 
 
-def test_the_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
+def test_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
     """2 s against 0.7, 0.77 and 0.84 of the fastest; three tokens a round.
 
     By task 8 / 3.08, 4 / 1.54 and 4 / 1.47, whose mean is 2.64; pooled 16 / 6.09.
@@ -88,7 +88,7 @@ def test_the_first_screen_answers_four_questions(page: str, elements: Elements) 
         r"How much faster\? 2\.64× faster 2\.64× faster at T = 1 method-0, the fastest of 24 methods, generates", first
     )
     assert "in the mean over 3 tasks. speedup 2.64 (95 %: 2." in first
-    assert "2.63" not in first  # pooled, which is in a table below
+    assert "2.63" not in first  # the pooled one is in a table below
     assert "3 tasks (questions: mt_bench 4, translation 2, rag 2)" in text
     assert "tau 3.00 (95 %: 3.00 to 3.00) tokens per round · T = 0" in first
     assert "At T = 1: method-0 2.64×" in first
@@ -105,7 +105,7 @@ def test_the_first_screen_answers_four_questions(page: str, elements: Elements) 
 
 def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
     served = LoadTestRow("drafting", 0.0, 4, 123.4, 0.01, 0.2, 2.5, 2.4, 2.3, [0.5], [0.5], 1.7)
-    values = whole_facts({"a/tree": 1.0, "a-seed-1/tree": 0.5})
+    values = all_facts({"a/tree": 1.0, "a-seed-1/tree": 0.5})
     values["served"] = [EngineMeasurement("started for this measurement", [served], [], ["a <note>"])]
     values["proof"] = {
         "holds": True, "greedy": [], "distribution": [], "significance": 0.001, "enumeration_error": 1e-16,

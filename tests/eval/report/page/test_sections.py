@@ -1,4 +1,4 @@
-"""Figures of the page's sections that would be wrong if the code were: order, places on scales, rounds, curves."""
+"""Figures of the page's sections: order, places on scales, rounds, curves."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from draftsmith.recipes.schema import Recipe
 
 
 def test_methods_are_sorted_on_one_scale_with_the_baseline() -> None:
-    """Speedups from 0 to 2, with 6 % of that on both sides."""
+    """The scale is 0 to 2 with 6 % of that on both sides."""
     rows = [
         row("autoregressive", "overall", tokens_per_s=20.0, speedup_mean=1.0),
         row("slow", "overall", speedup_mean=0.5, speedup_interval=[0.0, 0.9]),
@@ -43,7 +43,7 @@ def test_methods_are_sorted_on_one_scale_with_the_baseline() -> None:
 
 
 def test_intervals_against_the_fastest_are_paired_by_question() -> None:
-    """Twice the time on every question, however unlike these are: 0.5 without any width."""
+    """Twice the time on every question, also on different ones: 0.5 with zero width."""
     records = records_of({"fast": 0.5, "slow": 1.0}, (0.0, 1.0))
     cold, hot = method_tables(summarize(records), records)
     assert (cold.temperature, hot.temperature) == (0.0, 1.0)
@@ -55,13 +55,13 @@ def test_intervals_against_the_fastest_are_paired_by_question() -> None:
     ("ends", "name"),
     [(None, "plain"), ([0.9, 3.0], "plain"), ([1.1, 3.0], "level-1"), ([1.5, 1.6], "level-3"), ([0.5, 0.9], "slow")],
 )
-def test_tints_follow_the_interval(ends: list[float] | None, name: str) -> None:
-    """Whatever the mean is."""
+def test_colours_follow_the_interval(ends: list[float] | None, name: str) -> None:
+    """The mean does not matter."""
     assert [tint(row("x", "math", speedup_mean=mean, speedup_interval=ends)) for mean in (0.9, 2.0)] == [name, name]
 
 
 def test_acceptance_by_depth() -> None:
-    """Ten rounds that kept 0 (5 times), 1 (3) and 2 (2): 5 of 10 kept depth 1, 2 of 10 depth 2."""
+    """Ten rounds accepted 0 (5 times), 1 (3) and 2 (2) tokens: 5 of 10 accepted depth 1, 2 of 10 depth 2."""
     lengths = [0] * 5 + [1] * 3 + [2] * 2
     row = TIMING[0] | {"acceptance_by_depth": acceptance_by_depth(lengths)}
     (found,) = acceptance_depths([row, row | {"method": "autoregressive"}, row | {"acceptance_by_depth": []}])
@@ -94,8 +94,8 @@ def test_tau_by_length() -> None:
 # ---- rounds ----
 
 
-def test_the_mean_round() -> None:
-    """1 + 4.5 + 0.2 + 0.123 ms, for 2.5 tokens; the longest fills the picture but for 2 %. The cheapest token first."""
+def test_mean_round() -> None:
+    """1 + 4.5 + 0.2 + 0.123 ms for 2.5 tokens; the longest bar is 98 % wide. The cheapest token comes first."""
     (found,) = mean_rounds([TIMING[0] | {"method": "worse", "tau": 2.0}, *TIMING])
     assert [lane.method for lane in found.rows] == ["tree", "worse"]
     lane = found.rows[0]
@@ -108,8 +108,8 @@ def test_the_mean_round() -> None:
     assert parts[-1].start + parts[-1].width == pytest.approx(100 / 1.02, abs=0.02)
 
 
-def test_the_timeline() -> None:
-    """Readings go as far as the chain's three rounds of 80 ms: 240 ms, in which the baseline steps four times."""
+def test_timeline() -> None:
+    """The time axis ends with the chain's three rounds of 80 ms: 240 ms, in which the baseline has four steps."""
     found = timeline(records_of({"chain": 1.0}, (0.0, 1.0)))
     assert found is not None
     assert (found.temperature, found.scale.high) == (0.0, pytest.approx(240.0))
@@ -133,7 +133,7 @@ TEXTS, PARENTS = ["", " a", " b", " c", " d"], [-1, 0, 1, 0, 2]
 
 
 def test_answers_round_by_round() -> None:
-    """Which draft was turned down, what is counted, and that answers to one question stand together."""
+    """Rejected drafts are marked, tokens are counted, and answers to one question stand together."""
     for path, own, rejected in (
         ([0], " x", [" a", " b", " d"]),
         ([0, 1], " x", [" b", " d"]),
@@ -165,7 +165,7 @@ HISTORY = [
 ]
 
 
-def test_held_out_figures_are_of_the_saved_weights() -> None:
+def test_held_out_figures_belong_to_the_saved_weights() -> None:
     for best, step, tau in ((20, 20, 1.4), (None, 30, 1.3)):
         (found,) = training_curves({"run": Training(steps=30, history=HISTORY, best_step=best)})
         assert found.held_out is not None
@@ -175,7 +175,7 @@ def test_held_out_figures_are_of_the_saved_weights() -> None:
 
 
 def test_compared_drafters() -> None:
-    """Each with its fastest method at the lowest temperature, and the settings in which they differ."""
+    """Each has its fastest method at the lowest temperature, and the settings in which they differ."""
     methods = [
         {"name": "a-1", "drafter": "/home/x/a/drafter"},
         {"name": "a-2", "drafter": "/home/x/a/drafter"},
