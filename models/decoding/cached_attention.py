@@ -128,7 +128,7 @@ class CachedAttention(KVCache):
         """
         num_rows, num_nodes = ancestors.shape
         end, first = self.length + num_nodes, self._first_in_window()
-        mask = open_mask(num_rows, end - first, dtype=self.keys.dtype, device=self.keys.device)
+        mask = zero_mask(num_rows, end - first, dtype=self.keys.dtype, device=self.keys.device)
         mask[:, self.length - first :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
         if self._window is not None:
             columns = torch.arange(first, end, device=mask.device)

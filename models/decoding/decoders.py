@@ -22,7 +22,7 @@ from torch import Tensor
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
-from draftsmith.models.decoding.cached_attention import CachedAttention, hidden_from
+from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
 from draftsmith.models.decoding.kv_cache import to_device, with_tokens, write_level, write_numbers
 
 LONGEST_TREE_NODES = 256

@@ -112,7 +112,7 @@ def read_distilled(data: Path) -> Iterator[Conversation]:
     return LedgerView(data).distilled()
 
 
-def kept(data: Path) -> dict[str, Conversation]:
+def load_answered(data: Path) -> dict[str, Conversation]:
     """Return the conversations that have answers, by their first questions."""
     return {found.turns[0].content: found for found in read_distilled(data)}
 
@@ -521,7 +521,7 @@ def chat_message(text: str, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def with_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> tuple[DistillReport, Conversation, Any]:
+def run_tools(tmp_path: Path, *texts: str, messages: list[dict[str, Any]]) -> tuple[DistillReport, Conversation, Any]:
     file = tmp_path / "tools.jsonl"
     file.write_text(json.dumps({"messages": messages, "tools": TOOLS}))
     engine = CallingEngine(TOOL_FAMILIES["Qwen2.5"].tokenizer(), *texts)
@@ -540,8 +540,8 @@ ASKED = [
 ]
 
 
-def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> None:
-    _, found, engine = with_tools(tmp_path, f"Let me see.\n{CALL % 'sky'}\n{CALL % 'sea'}", messages=ASKED)
+def test_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> None:
+    _, found, engine = run_tools(tmp_path, f"Let me see.\n{CALL % 'sky'}\n{CALL % 'sea'}", messages=ASKED)
     roles = [turn.role for turn in found.turns]
     assert roles == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
     call = found.turns[1]
@@ -562,8 +562,8 @@ def test_a_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -
     assert found.tools == tuple(TOOLS)
 
 
-def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: Path) -> None:
-    _, found, _ = with_tools(tmp_path, "It is.", messages=ASKED)
+def test_target_that_calls_no_tool_continues_with_the_next_question(tmp_path: Path) -> None:
+    _, found, _ = run_tools(tmp_path, "It is.", messages=ASKED)
     turns = found.turns
     assert [turn.role for turn in turns] == ["user", "assistant", "user", "assistant"]
     assert (turns[1].content, turns[2].content) == ("It is.", "Bye")
@@ -586,14 +586,14 @@ def test_a_target_that_answers_at_once_goes_on_with_the_next_question(tmp_path: 
 def test_conversation_ends_if_the_target_calls_other_tools(
     tmp_path: Path, texts: list[str], messages: list[dict[str, Any]], roles: list[str]
 ) -> None:
-    report, found, _ = with_tools(tmp_path, *texts, messages=messages)
+    report, found, _ = run_tools(tmp_path, *texts, messages=messages)
     assert [turn.role for turn in found.turns] == roles
     assert found.shortened == distill_module.OTHER_CALLS
     assert report.shortened == {distill_module.OTHER_CALLS: 1}
 
 
-def test_a_conversation_may_end_with_a_call(tmp_path: Path) -> None:
-    _, found, _ = with_tools(tmp_path, CALL % "sky", messages=[chat_message("Blue?", "user"), calling("sea")])
+def test_conversation_may_end_with_a_tool_call(tmp_path: Path) -> None:
+    _, found, _ = run_tools(tmp_path, CALL % "sky", messages=[chat_message("Blue?", "user"), tool_calls_message("sea")])
     assert found.turns[1].called == ["sky"]
     assert found.shortened is None
 

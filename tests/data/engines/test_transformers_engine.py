@@ -120,7 +120,7 @@ def test_greedy_is_the_argmax_despite_generation_defaults(name: str) -> None:
 def test_rows_keep_their_recurrent_states(name: str) -> None:
     """Rows end, move and go on with a next turn; each answer is the one of its whole prompt alone."""
     target, new_tokens = tiny_target(name), (3, 9, 5)
-    engine, prompts = engine_of(target, 3, ()), [[5, 9, 30], [7], [3, 8, 12, 40, 50], [8, 8]]
+    engine, prompts = make_engine(target, 3, ()), [[5, 9, 30], [7], [3, 8, 12, 40, 50], [8, 8]]
     waiting = {str(key): (prompt, list(new_tokens)) for key, prompt in enumerate(prompts)}
     for key, (prompt, lengths) in waiting.items():
         lengths[:] = lengths[int(key) % 3 :] + lengths[: int(key) % 3]
@@ -137,7 +137,7 @@ def test_rows_keep_their_recurrent_states(name: str) -> None:
                 engine.submit(Request(key, prompt, [], GenerationSettings(max_new_tokens=lengths.pop(0)), 0))
 
 
-def test_a_rotation_that_other_rows_change_is_refused() -> None:
+def test_rope_that_depends_on_other_rows_is_refused() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 83}
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     target = tiny_chat_llama()

@@ -257,7 +257,7 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distilled, "hf_hub_download", hf_hub_download)
 
 
-def test_hub_rows(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
+def test_rows_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
     asked: dict[str, Any] = {}
 
     def load_dataset(path: str, name: str = "", **keys: Any) -> list[dict[str, Any]]:
@@ -278,7 +278,7 @@ def test_json_file_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert questions("someone/chats", file="dump.json") == ["a", "b"]
 
 
-def test_hub_offline(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
+def test_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, no_card: None) -> None:
     def load_dataset(name: str, **keys: Any) -> None:
         raise ConnectionError(f"Couldn't reach '{name}'\non the Hub")
 

@@ -10,7 +10,14 @@ import torch
 from click.testing import Result
 from huggingface_hub import DatasetCard
 from support.fake_hub import TOKEN, USER, FakeHub, Repo, hub
-from support.tiny_runs import SMALL_VOCABULARY, recipe_file, recipe_in, same_weights, save_small_target, save_tokenizer
+from support.tiny_runs import (
+    SMALL_VOCABULARY,
+    have_equal_weights,
+    recipe_file,
+    recipe_in,
+    save_small_target,
+    save_tokenizer,
+)
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -78,7 +85,7 @@ def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
         assert tokens_hash(load_tokens(RunFolder(again), source)) == expected
         if source == "hub_data":
             run_train(again)
-            assert same_weights(own, again)
+            assert have_equal_weights(own, again)
 
 
 def test_the_card(folder: Path) -> None:

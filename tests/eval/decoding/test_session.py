@@ -145,7 +145,7 @@ def test_target_that_ignores_the_mask_is_refused(layers: int, seed: int, monkeyp
     assert not model.base_model._forward_hooks
 
 
-def test_the_probe_runs_once() -> None:
+def test_probe_runs_once() -> None:
     model = tiny("llama")
     TargetSession(model, 20).close()
     assert model in session_module._probed

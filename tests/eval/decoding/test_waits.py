@@ -63,7 +63,7 @@ def drafting_on(device: str, kind: str, tree: str, sampling: Sampling) -> tuple[
     return target, drafter, build_tree_drafter(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
 
 
-def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, int]:
+def waits_and_calls(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, int]:
     """And how often the drafter is called in a round."""
     with ghost_device():
         target, drafter, method = drafting_on("cuda:0", kind, tree, sampling)
@@ -75,7 +75,7 @@ def waits_of(kind: str, tree: str, sampling: Sampling) -> tuple[float, float, in
 @pytest.mark.parametrize("kind", FEW_FIRST)
 def test_a_greedy_round_waits_once_unless_its_tree_is_made_on_the_host(kind: str, tree: str) -> None:
     """Then for its draft once, or once a level, too; and nobody waits for what is sent to the device."""
-    back, sent, levels = waits_of(kind, tree, Sampling())
+    back, sent, levels = waits_and_calls(kind, tree, Sampling())
     if tree in ("chain", "static"):
         assert back == 1
     else:
@@ -102,14 +102,14 @@ def test_a_tree_whose_tokens_stay_on_the_gpu_is_that_of_a_cpu(kind: str, tree: s
 
 @pytest.mark.parametrize("kind", FEW_FIRST)
 def test_a_sampled_chain_waits_once(kind: str) -> None:
-    back, sent, _ = waits_of(kind, "chain", Sampling(1.0, top_p=0.9))
+    back, sent, _ = waits_and_calls(kind, "chain", Sampling(1.0, top_p=0.9))
     assert (back, sent) == (1, 0)
 
 
 @pytest.mark.parametrize("tree", ["static", "best_first", "adaptive"])
 def test_a_sampled_tree_waits_for_every_draw_that_is_tried(tree: str) -> None:
     """Between three times, where the first draw is accepted and the last, and six in the mean."""
-    back, sent, _ = waits_of("parallel", tree, Sampling(1.0))
+    back, sent, _ = waits_and_calls("parallel", tree, Sampling(1.0))
     assert 3 <= back < 6
     assert sent == 0
 
@@ -133,7 +133,7 @@ def test_two_sequences_run_trees_whose_tokens_are_on_host_and_device() -> None:
         assert torch.equal(second, wanted[1])
 
 
-def test_a_round_without_drafts_waits_once() -> None:
+def test_round_without_drafts_waits_once() -> None:
     with ghost_device():
         target = tiny_target().to("cuda:0")
         for method in (Autoregressive(), PromptLookup("lookup", num_tokens=4, partial=True)):

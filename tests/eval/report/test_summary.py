@@ -68,7 +68,7 @@ def test_every_task_of_several_categories_is_joined() -> None:
     }  # fmt: skip
 
 
-def read_in(*seconds: float | None) -> list[QuestionRecord]:
+def questions_read_in(*seconds: float | None) -> list[QuestionRecord]:
     """Questions after which 2,000,000 bytes were read in these seconds, or nothing."""
     records = [made_up(0, 2.0, 4.0) for _ in seconds]
     for record, read_s in zip(records, seconds, strict=True):

@@ -135,7 +135,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 """
 
 
-def test_counters_on_a_servers_page() -> None:
+def test_counters_of_a_metrics_page() -> None:
     """Of one engine, of two behind one page, of another program, and without drafts."""
     counts = DraftCounts.of_page(PAGE, "vllm")
     assert counts == DraftCounts(10, 30, 13, (8, 4, 1), 105)

@@ -10,7 +10,7 @@ from draftsmith.models.drafters.draft_model import DraftModel
 @pytest.mark.parametrize(
     ("model_type", "window"), [("llama", None), ("qwen3", None), ("mistral", 6), ("mistral", None)]
 )
-def test_as_a_model_of_its_own(model_type: str, window: int | None) -> None:
+def test_logits_equal_those_of_the_language_model(model_type: str, window: int | None) -> None:
     """With a window, by transformers' own mask for it; the target's window is not the drafter's."""
     target = tiny_target(model_type, num_hidden_layers=4)
     target.config.sliding_window = 3

@@ -201,16 +201,16 @@ def test_eagle3_layer_ids_follow_each_engines_counting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("to", "place"), [("vllm", None), ("speculators", "transformer_layer_config")])
 def test_a_window_is_written_for_each_layer(to: str, place: str | None, tmp_path: Path) -> None:
     """As vLLM reads it, by the layer's type; without one there is no word of it."""
-    config, _ = exported(drafter_of("peagle", "llama", {"num_layers": 2, "sliding_window": 9}), to, tmp_path)
+    config, _ = export_to(build_drafter("peagle", "llama", {"num_layers": 2, "sliding_window": 9}), to, tmp_path)
     layers = config if place is None else config[place]
     assert (layers["layer_types"], layers["sliding_window"]) == (["sliding_attention"] * 2, 9)
-    export_drafter(drafter_of("peagle", "llama", {}), to, tmp_path / "theirs", "TARGET", tmp_path / "ours")
+    export_drafter(build_drafter("peagle", "llama", {}), to, tmp_path / "theirs", "TARGET", tmp_path / "ours")
     assert "sliding" not in (tmp_path / "theirs" / "config.json").read_text()
 
 
-def test_a_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> None:
-    drafter = drafter_of("parallel", "llama", PARD)
-    config, tensors = exported(drafter, "vllm", tmp_path)
+def test_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> None:
+    drafter = build_drafter("parallel", "llama", PARD)
+    config, tensors = export_to(drafter, "vllm", tmp_path)
     embedding = drafter.attached.embedding.weight
     assert config["pard_token"] == 0  # the tiny target's padding token
     assert torch.equal(tensors["model.embed_tokens.weight"][0], drafter.masks[0])

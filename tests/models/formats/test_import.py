@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.eagle_reference import LayoutReference, rotary, rotate
-from support.loader_rules import asked_shapes
+from support.loader_rules import required_shapes
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from torch import Tensor
@@ -318,13 +318,13 @@ def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, tmp_path: Pa
     assert [f"names no block_size: {size} was taken" in each for each in made.assumed] == [True] * (size != 4)
     drafter = load_drafter(tmp_path / "ours", TARGET)
     assert (drafter.feature_layers, drafter.config.sample_from_anchor, made.kind) == ((1, 3), False, kind)
-    decoder, features = started(drafter)
+    decoder, features = start_decoder(drafter)
     expected = torchspec_logits(tensors, features[:NEWEST], [int(IDS[0, NEWEST]), *[7] * (size - 1)])[1:]
     if kind == "dspark":  # angelspec/models/draft/dspark.py: the token before each of these changes its logits
         before = IDS[0, NEWEST : NEWEST + 2]
         bias = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
         expected = expected[:2] + bias
-    torch.testing.assert_close(drafted(decoder, len(expected)), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(draft_chain(decoder, len(expected)), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, tmp_path: Pa
 )
 def test_a_key_without_which_it_would_be_another_drafter(layout: str, key: str, tmp_path: Path) -> None:
     """As in SpecForge's configs/qwen3-8b-peagle.json, which names no mask token."""
-    config, _ = published(tmp_path / "theirs", layout)
+    config, _ = write_checkpoint(tmp_path / "theirs", layout)
     nested = {name: value for name, value in config.get("dflash_config", {}).items() if name != key}
     silent = {name: value for name, value in config.items() if name != key} | (
         {"dflash_config": nested} if nested else {}

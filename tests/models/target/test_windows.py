@@ -179,7 +179,7 @@ def test_hybrids_are_known_by_target_and_by_config() -> None:
     for target in map(tiny_target, HYBRIDS):
         assert has_recurrent_layers(target)
         assert has_recurrent_layers(target.config)
-    for target in itertools.chain([tiny_target()], map(windowed, TARGETS)):
+    for target in itertools.chain([tiny_target()], map(build_windowed_target, TARGETS)):
         assert not has_recurrent_layers(target)
         assert not has_recurrent_layers(target.config)
 

@@ -313,7 +313,7 @@ def test_throughput_is_device_rate_over_flops(tmp_path: Path) -> None:
 def test_draft_vocabularies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of seven answer tokens the most frequent one makes three, the next two; a row of the head is 64 fp32."""
     monkeypatch.setattr("draftsmith.train.plan.plan.DRAFT_VOCABULARIES", (2, 3, 512))
-    recipe = recipe_of(tmp_path)
+    recipe = build_recipe(tmp_path)
     assert make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=1.0)).vocabulary == []
     row = {"input_ids": [9, 5, 5, 5, 7, 7, 6, 8], "loss_mask": [0] + [1] * 7}
     datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "runs" / "planned" / "data" / "tokens"))
