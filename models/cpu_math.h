@@ -325,7 +325,7 @@ struct Attention {
     const int64_t shared = heads / kv_heads, count = last - first;
     const Element *key = keys + number * key_head, *value = values + number * value_head;
     float *scores = scratch.scores.data(), *sums = scratch.sums.data(), totals[MOST_READERS];
-    Element *queries = scratch.queries.data(), *key_block = scratch.key_block.data();
+    Element* queries = scratch.queries.data();
     // What `run` does for the columns that all rows see, and then for each row's others.
     const auto for_columns = [&](auto run) {
       run(int64_t{0}, count, seen + first / shared * columns, int64_t{0}, together);
@@ -341,30 +341,8 @@ struct Attention {
       const Element* of = query + row * query_row + head * query_head;
       std::copy(of, of + head_size, queries + reader * head_size);
     }
-    constexpr int64_t SUMMED = Dtype::PACK == 1 ? 16 : 64;  // inputs at a time: sums of sums, which round less
     for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
-      for (; n < end; n += BLOCK) {
-        const int64_t width = std::min(BLOCK, end - n);
-        pack_keys<PARTS>(key, of + n, width, end - n, key_block);
-        for (int64_t i = 0; i < width; ++i)
-          for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
-            __builtin_prefetch(value + of[n + i] * value_stride + line);
-        for (int64_t reader = from, some; reader < to; reader += some) {
-          some = std::min(MOST_ROWS, to - reader);
-          for (int64_t k = 0; k < head_size; k += SUMMED) {
-            Floats products[MOST_ROWS][VECTORS];
-            sum_products_of<Dtype, MOST_ROWS>(
-                some, queries + reader * head_size + k, head_size, key_block + k * BLOCK, std::min(SUMMED, head_size - k),
-                products);
-            for (int64_t i = 0; i < some; ++i)
-              for (int v = 0; v < VECTORS; ++v) {
-                float* to = scores + (reader + i) * score_stride() + n + v * LANES;
-                const Floats more = products[i][v] * (scale * LOG2_E);
-                Float32::store(to, k == 0 ? more : Float32::load(to) + more);
-              }
-          }
-        }
-      }
+      score(key, value, from, to, of, n, end, scratch);
     });
     for (int64_t reader = 0; reader < count; ++reader)
       totals[reader] = to_shares(scores + reader * score_stride(), counts[at(reader).first]);
@@ -396,17 +374,53 @@ struct Attention {
     }
   }
 
-  // Packs the keys of columns of[0] to of[count - 1] as the block of a weight: [D / PACK, BLOCK, PACK]. Of the `coming`
-  // columns the next are asked for: since the step before, weights took the place of keys in the caches.
-  template <int PARTS>
+  // Scores of the readers [from, to) and the columns of[n] to of[end - 1].
+  __attribute__((noinline)) void score(
+      const Element* key, const Element* value, int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end,
+      Scratch& scratch) const {
+    constexpr int64_t SUMMED = Dtype::PACK == 1 ? 16 : 64;  // inputs at a time: sums of sums, which round less
+    const auto* queries = scratch.queries.data();
+    auto* key_block = scratch.key_block.data();
+    for (; n < end; n += BLOCK) {
+      const int64_t width = std::min(BLOCK, end - n);
+      if (head_size / Dtype::PACK >= LANES)
+        pack_keys<LANES>(key, of + n, width, end - n, key_block);
+      else
+        pack_keys<LANES / Dtype::PACK>(key, of + n, width, end - n, key_block);
+      for (int64_t i = 0; i < width; ++i)
+        for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
+          __builtin_prefetch(value + of[n + i] * value_stride + line);
+      for (int64_t reader = from, some; reader < to; reader += some) {
+        some = std::min(MOST_ROWS, to - reader);
+        for (int64_t k = 0; k < head_size; k += SUMMED) {
+          Floats products[MOST_ROWS][VECTORS];
+          sum_products_of<Dtype, MOST_ROWS>(
+              some, queries + reader * head_size + k, head_size, key_block + k * BLOCK, std::min(SUMMED, head_size - k),
+              products);
+          for (int64_t i = 0; i < some; ++i)
+            for (int v = 0; v < VECTORS; ++v) {
+              float* to_score = scratch.scores.data() + (reader + i) * score_stride() + n + v * LANES;
+              const Floats more = products[i][v] * (scale * LOG2_E);
+              Float32::store(to_score, k == 0 ? more : Float32::load(to_score) + more);
+            }
+        }
+      }
+    }
+  }
+
+  // Packs the keys of columns of[0] to of[count - 1] as the block of a weight, [D / PACK, BLOCK, PACK], TAKEN words of a
+  // key at a time. Of the `coming` columns the next are asked for: since the step before, weights took the place of keys
+  // in the caches.
+  template <int64_t TAKEN>
   void pack_keys(const Element* key, const int32_t* of, int64_t count, int64_t coming, Element* to) const {
-    constexpr int64_t PACK = Dtype::PACK, WORDS = PARTS * LANES / PACK, TAKEN = std::min(LANES, WORDS);
+    constexpr int64_t PACK = Dtype::PACK;
+    const int64_t words_of_key = head_size / PACK;
     for (int64_t i = BLOCK; i < std::min(2 * BLOCK, coming); ++i)
       for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
         __builtin_prefetch(key + of[i] * key_stride + line);
     for (int64_t v = 0; v * LANES < count; ++v)
-      for (int64_t word = 0; word < WORDS; word += TAKEN) {
-        const int64_t start = std::min(word, WORDS - TAKEN);
+      for (int64_t word = 0; word < words_of_key; word += TAKEN) {
+        const int64_t start = std::min(word, words_of_key - TAKEN);
         Words words[LANES] = {};
 #pragma GCC unroll 16
         for (int64_t i = 0; i < LANES; ++i)

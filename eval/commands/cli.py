@@ -397,9 +397,9 @@ def doctor(
 @app.command(rich_help_panel=START, short_help="Distil, train and measure in one go")
 def run(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Distil, train and measure; finished stages are skipped."""
+    loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.bench.measured_methods import check_trees
 
-    loaded = load_recipe(recipe, overrides)
     check_trees(loaded)
     made = make_drafter(loaded)
     run_eval(loaded)

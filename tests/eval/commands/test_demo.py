@@ -75,7 +75,7 @@ def test_speedup_above_tau_is_reported_as_a_clock_error(capsys: pytest.CaptureFi
 def test_shipped_drafter() -> None:
     drafter = read_drafter(SHIPPED_DRAFTER, "auto")  # weights with the recorded hashes
     assert (drafter.config.target_config["hidden_size"], drafter.config.target_config["vocab_size"]) == (576, 49152)
-    assert (SHIPPED_DRAFTER / "model.safetensors").stat().st_size < 16e6
+    assert (SHIPPED_DRAFTER / "model.safetensors").stat().st_size < 16 * 2**20
     assert read_training(SHIPPED_DRAFTER).steps > 0
     card = (SHIPPED_DRAFTER / "README.md").read_text(encoding="utf-8")
     assert f"base_model: {HUB_ID}" in card

@@ -101,7 +101,7 @@ def test_card_has_the_measured_figures(run: FinishedRun, hub: FakeHub) -> None:
     assert {"speculative-decoding", "draft-model", "parallel", "arxiv:2410.05589"} <= set(values["tags"])
     (index,) = yaml.safe_load((run.root / "hub" / "README.md").read_text().split("---")[1])["model-index"]
     assert index["name"] == "mine"
-    assert index["results"][0]["dataset"] == {"name": "2 questions of questions.jsonl", "type": "questions"}
+    assert index["results"][0]["dataset"] == {"name": "2 questions of questions", "type": "questions"}
     for told in ("\n\n![eval/tau.png](eval/tau.png)\n\n", "`draftsmith run recipe.yaml`", "## Is it lossless?"):
         assert told in card.text
     recipe = load_recipe(run.root / "hub" / "recipe.yaml")
