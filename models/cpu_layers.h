@@ -167,7 +167,7 @@ struct Projection {
 };
 
 enum { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, NUM_PROJECTIONS };
-constexpr int64_t STOLEN = int64_t{1} << 32;
+constexpr int64_t STOLEN = int64_t{1} << 32, MANY_BYTES = 1 << 19;
 constexpr int64_t PRODUCTS_OF_LAYER = 4;  // that threads share: q, k and v; output; gate and up; down
 enum { INPUT_NORM, MLP_NORM, QUERY_NORM, KEY_NORM, NUM_NORMS };
 
@@ -211,9 +211,14 @@ struct Forward {
   int64_t products;
 
   // Calls `run(i)` for each i of `count`, by one of the threads: a thread begins with its own part and goes on with what
-  // others have left of theirs.
+  // others have left of theirs. If the product's weights have few bytes, asking takes longer than waiting.
   template <class Run>
-  void share(int64_t product, int64_t count, int64_t thread, int64_t threads, Run run) const {
+  void share(int64_t product, int64_t count, int64_t bytes, int64_t thread, int64_t threads, Run run) const {
+    if (bytes < MANY_BYTES) {
+      const auto [begin, end] = part_of(count, thread, threads);
+      for (int64_t i = begin; i < end; ++i) run(i);
+      return;
+    }
     for (int64_t next = 0; next < threads; ++next) {
       const int64_t owner = (thread + next) % threads;
       const auto [begin, end] = part_of(count, owner, threads);
@@ -271,7 +276,7 @@ struct Forward {
     copy_tap(-1, finals, first_row, end_row);
     if (!head.packed) return;
     wait_for_all();
-    share(products - 1, head.blocks(), thread, threads, [&](int64_t block) {
+    share(products - 1, head.blocks(), head.bytes(), thread, threads, [&](int64_t block) {
       multiply_block(
           finals + first_kept * width, rows - first_kept, width, head, block, [&](int64_t row, int v, Floats values) {
             const int64_t n = block * BLOCK + v * LANES, to = row * head.outputs + n;
@@ -284,7 +289,7 @@ struct Forward {
   }
 
   void fuse(int64_t thread, int64_t threads) const {
-    share(products - 2, fusion.blocks(), thread, threads, [&](int64_t block) {
+    share(products - 2, fusion.blocks(), fusion.bytes(), thread, threads, [&](int64_t block) {
       multiply_block(read, num_read, fusion.inputs, fusion, block, [&](int64_t row, int v, Floats values) {
         Element* to = stream + row * width + block * BLOCK + v * LANES;
         Dtype::store(to, values);
@@ -326,21 +331,28 @@ struct Forward {
       int64_t threads) {
     // As many heads as end where a block does.
     const int64_t unit = std::lcm(head_size, BLOCK);
-    int64_t units[3], total = 0;
-    for (int kind : {QUERY, KEY, VALUE}) total += units[kind] = (layer.projections[kind].outputs + unit - 1) / unit;
-    share(product, total, thread, threads, [&](int64_t number) {
+    int64_t units[3], total = 0, bytes = 0;
+    for (int kind : {QUERY, KEY, VALUE}) {
+      total += units[kind] = (layer.projections[kind].outputs + unit - 1) / unit;
+      bytes += layer.projections[kind].template weight<Dtype>().bytes();
+    }
+    // Small heads are few: threads share their rows too.
+    const int64_t parts = bytes < MANY_BYTES ? std::min<int64_t>(rows, 2) : 1;
+    share(product, total * parts, bytes, thread, threads, [&](int64_t item) {
+      int64_t number = item / parts;
+      const auto [from, last] = part_of(rows, item % parts, parts);
       int kind = QUERY;
       for (; number >= units[kind]; ++kind) number -= units[kind];
       const Weight<Dtype> weight = layer.projections[kind].template weight<Dtype>();
-      const int64_t padded_outputs = padded(weight.outputs), first_block = number * unit / BLOCK;
+      const int64_t padded_outputs = padded(weight.outputs), first_block = number * unit / BLOCK, first_row = from;
       Element* to = kind == QUERY ? queries : fresh + (kind == VALUE ? rows * padded_outputs : 0);
       for (int64_t block = first_block; block < std::min(weight.blocks(), first_block + unit / BLOCK); ++block)
-        multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
-          Dtype::store(to + row * padded_outputs + block * BLOCK + v * LANES, values);
+        multiply_block(input + from * stride, last - from, stride, weight, block, [&](int64_t row, int v, Floats values) {
+          Dtype::store(to + (first_row + row) * padded_outputs + block * BLOCK + v * LANES, values);
         });
       const int64_t first_head = number * unit / head_size;
       for (int64_t head = first_head; head < std::min(weight.outputs, (number + 1) * unit) / head_size; ++head)
-        for (int64_t row = 0; row < rows; ++row)
+        for (int64_t row = from; row < last; ++row)
           finish_head(layer, kind, index, head, row, to + row * padded_outputs + head * head_size);
     });
   }
@@ -368,7 +380,7 @@ struct Forward {
   void add_product(
       const Projection& projection, const Element* input, int64_t stride, int64_t product, int64_t thread, int64_t threads) {
     const Weight<Dtype> weight = projection.weight<Dtype>();
-    share(product, weight.blocks(), thread, threads, [&](int64_t block) {
+    share(product, weight.blocks(), weight.bytes(), thread, threads, [&](int64_t block) {
       multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
         Element* to = stream + row * width + block * BLOCK + v * LANES;
         Dtype::store(to, Dtype::load(to) + values);
@@ -379,7 +391,7 @@ struct Forward {
   void activate(
       const Layer& layer, const Element* input, float* gates, int64_t product, int64_t thread, int64_t threads) {
     const Weight<Dtype> gate = layer.projections[GATE].weight<Dtype>(), up = layer.projections[UP].weight<Dtype>();
-    share(product, gate.blocks(), thread, threads, [&](int64_t block) {
+    share(product, gate.blocks(), gate.bytes() + up.bytes(), thread, threads, [&](int64_t block) {
       multiply_block(input, rows, width, gate, block, [&](int64_t row, int v, Floats values) {
         Float32::store(gates + row * BLOCK + v * LANES, silu(values));
       });

@@ -183,6 +183,7 @@ struct Weight {
   int64_t outputs, inputs;
 
   int64_t blocks() const { return (outputs + BLOCK - 1) / BLOCK; }
+  int64_t bytes() const { return blocks() * block_elements() * static_cast<int64_t>(sizeof(typename Dtype::Element)); }
   int64_t block_elements() const { return (inputs + Dtype::PACK - 1) / Dtype::PACK * Dtype::PACK * BLOCK; }
 };
 

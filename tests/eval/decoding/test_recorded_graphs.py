@@ -20,7 +20,7 @@ from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
+from draftsmith.models.decoding.decoders import Compilable, PathDecoder, StepwiseDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
@@ -110,6 +110,9 @@ def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog
     assert "running" not in caplog.text
     # A draft is a graph a level, and verification one. Of trees, made on the host, each is waited for once.
     for graphs, waits, launches in rounds[1:]:
+        if isinstance(decoder, PathDecoder):  # its one forward is a graph; what makes paths of it is not recorded
+            assert graphs == 2
+            continue
         assert waits == (1 if tree == "chain" else graphs)
         assert graphs == levels + 1 if tree == "chain" or levels == 1 else 3 <= graphs <= levels + 1
         # Of a chain a level's tokens are chosen and copied to the next. Of trees the most likely tokens are five
