@@ -379,7 +379,7 @@ struct Attention {
   __attribute__((noinline)) void score(
       const Element* key, const Element* value, int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end,
       Scratch& scratch) const {
-    constexpr int64_t SUMMED = Dtype::PACK == 1 ? 16 : 64;  // inputs at a time: sums of sums, which round less
+    constexpr int64_t SUMMED = Dtype::PACK == 1 ? 8 : 64;  // inputs at a time: sums of sums, which round less
     const auto* queries = scratch.queries.data();
     auto* key_block = scratch.key_block.data();
     for (; n < end; n += BLOCK) {
@@ -401,8 +401,8 @@ struct Attention {
           for (int64_t i = 0; i < some; ++i)
             for (int v = 0; v < VECTORS; ++v) {
               float* to_score = scratch.scores.data() + (reader + i) * score_stride() + n + v * LANES;
-              const Floats more = products[i][v] * (scale * LOG2_E);
-              Float32::store(to_score, k == 0 ? more : Float32::load(to_score) + more);
+              const Floats total = k == 0 ? products[i][v] : Float32::load(to_score) + products[i][v];
+              Float32::store(to_score, k + SUMMED < head_size ? total : total * (scale * LOG2_E));
             }
         }
       }
