@@ -129,8 +129,7 @@ def push_data(
         for source in recipe.data.conversations.sources
     }
     write_distilled_set(recipe, folder, licences, base_model)
-    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    _check_no_private_text(recipe, files)
+    files = _checked_files(recipe, folder)
     at = "" if revision is None else f" data.conversations.revision={revision}"
     upload = _Upload(api, repo, "dataset", folder, revision, public)
     return upload.publish(files, dry_run, f"data.distill.engine=none data.conversations.source={repo}{at}")
@@ -200,9 +199,7 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
         card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
-    files = {f.relative_to(folder).as_posix(): f for f in sorted(folder.rglob("*")) if f.is_file()}
-    _check_no_private_text(recipe, files)
-    return files
+    return _checked_files(recipe, folder)
 
 
 def _convert(folder: Path, dtype: torch.dtype) -> None:
@@ -294,12 +291,13 @@ def _write(file: Path, values: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(masked(portable(values)), indent=2) + "\n")
 
 
-def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
-    """Check that no text file contains a local path or the user's token.
+def _checked_files(recipe: Recipe, folder: Path) -> dict[str, Path]:
+    """Return the files of a folder by their names in the repository.
 
     Raises:
-        UserError: A file contains one; the message names the file.
+        UserError: A text file contains a local path or the user's token; the message names the file.
     """
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
     folders = {str(Path.home()), str(Path.cwd()), str(RunFolder(recipe).root.absolute())}
     private = {f"{folder.rstrip('/')}/": "a folder of this machine" for folder in folders if folder != "/"}
     if token := get_token():
@@ -314,6 +312,7 @@ def _check_no_private_text(recipe: Recipe, files: dict[str, Path]) -> None:
             leak = next((private[text] for line in lines for text in names if text in line), None)
         if leak is not None:
             raise UserError(f"nothing was pushed: {name} contains {leak}: remove it from {file}, or its recipe")
+    return files
 
 
 @dataclass(frozen=True)
