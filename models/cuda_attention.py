@@ -111,7 +111,8 @@ def _kernels() -> tuple[Any, Any]:
     @triton.jit(do_not_specialize=["nodes", "splits"])
     def merge_splits(  # type: ignore[no-untyped-def]
         parts_ptr, result_ptr, nodes, splits,
-        GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, FAR: tl.constexpr,
+        GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+        LOWEST_SCORE: tl.constexpr,
     ):  # fmt: skip
         """Merge the splits of one row of one key-value head: result [N, H, D]."""
         kv_head, row = tl.program_id(0), tl.program_id(1)
@@ -120,7 +121,7 @@ def _kernels() -> tuple[Any, Any]:
         place = (kv_head * splits + split) * nodes * GROUP + row
         max_ptr = parts_ptr + tl.num_programs(0) * splits * nodes * GROUP * D
         sum_ptr = max_ptr + tl.num_programs(0) * splits * nodes * GROUP
-        largest = tl.load(max_ptr + place, mask=is_split, other=FAR)
+        largest = tl.load(max_ptr + place, mask=is_split, other=LOWEST_SCORE)
         weight = tl.where(is_split, tl.exp(largest - tl.max(largest, 0)), 0.0)
         total = tl.sum(weight * tl.load(sum_ptr + place, mask=is_split, other=0.0), 0)
         parts = tl.load(
