@@ -1,4 +1,4 @@
-// Decoder layers of few rows in one call: Llama's, Mistral's, Qwen 2's and Qwen 3's.
+// Decoder layers in one call: Llama's, Mistral's, Qwen 2's and Qwen 3's.
 //
 //   for each layer:  q, k, v = rope(norm(W_qkv n(x)));  x += W_o attention(q, K, V);  x += W_down(silu(W_gate n(x)) * W_up n(x))
 //   then:            logits = W_head n(x)
@@ -488,20 +488,20 @@ struct DecoderLayers : torch::CustomClassHolder {
     embedding = weight, cos_table = all_cos, sin_table = all_sin;
   }
 
-  // As `forward`, of tokens at these positions.
+  // As `forward`, of tokens at these positions; logits of the rows from `first_kept` on.
   std::tuple<at::Tensor, at::Tensor> forward_tokens(
       const std::vector<int64_t>& tokens, const std::vector<int64_t>& positions, const at::Tensor& keys,
       const at::Tensor& values, int64_t start, const std::optional<at::Tensor>& places,
       const std::optional<at::Tensor>& mask, const std::optional<std::vector<int64_t>>& parents,
-      const std::vector<int64_t>& taps) const {
+      const std::vector<int64_t>& taps, int64_t first_kept) const {
     TORCH_CHECK(embedding.defined(), "there is no embedding");
     TORCH_CHECK(tokens.size() == positions.size(), "every token needs a position");
     for (const int64_t position : positions)
       TORCH_CHECK(position >= 0 && position < cos_table.size(0), "position ", position, " has no angles");
     const auto inputs = rows_of(embedding, tokens.data(), static_cast<int64_t>(tokens.size()));
     return run_rows(
-        inputs, cos_table, sin_table, positions.data(), keys, values, start, places, mask, parents, std::nullopt, taps, 0,
-        true, false);
+        inputs, cos_table, sin_table, positions.data(), keys, values, start, places, mask, parents, std::nullopt, taps,
+        first_kept, true, false);
   }
 
   // What `forward_fused` makes inputs of: a projection of tokens' embeddings, if there is a table [V, D], and of features,

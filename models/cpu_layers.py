@@ -1,8 +1,8 @@
-"""Decoder layers of few rows in one call on a CPU, for targets and drafters: `DecoderLayers` of `cpu_layers.h`.
+"""Decoder layers in one call on a CPU, for targets and drafters: `DecoderLayers` of `cpu_layers.h`.
 
 A step of decoding is some hundred small operations, whose calls take longer than their arithmetic. For the layers of
-Llama, Mistral, Qwen 2 and Qwen 3, packed by `pack_linears`, one call runs them all, with final norm and LM head.
-Other layers, other dtypes and more rows run as they are.
+Llama, Mistral, Qwen 2 and Qwen 3, packed by `pack_linears`, one call runs them all, with final norm and LM head. A
+prompt is read in several calls of at most `MOST_CALL_ROWS` rows. Other layers and other dtypes run as they are.
 
 Shapes: R rows, R' of them that logits are wanted of, E width that comes in, D hidden, L layers, G key-value heads, S
 columns of the cache, H head size, A angles of RoPE, T taps, V vocabulary.
@@ -23,6 +23,7 @@ from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lan
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # Types of RoPE whose angles depend only on the position, so that a table of them can be computed once.
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MOST_CALL_ROWS = 256  # of one call: their inputs stay in a core's cache, and each weight is read once for all of them
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -48,7 +49,7 @@ class CpuLayers:
 
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:
         self._norm: Any = norm
-        self._layers, self._head, self._config = layers, head, config
+        self._layers, self._head, self.config = layers, head, config
         self._num_weights = sum(linear.weight.numel() for layer in layers for linear in _linears(layer))
         self.has_head, self.num_layers = head is not None, len(layers)
         self.native: Any = None
@@ -199,7 +200,7 @@ class CpuLayers:
 
     def _build(self) -> Any:
         """Build the C++ object from the layers' current weights."""
-        config = self._config
+        config = self.config
         attention: Any = self._layers[0].self_attn
         native = torch.classes.draftsmith.DecoderLayers(
             config.num_attention_heads, num_kv_heads(config), head_size(config), config.hidden_size,

@@ -1,4 +1,4 @@
-// Arithmetic of decoding on a CPU: vectors, products of a few rows with a packed weight, attention of one row.
+// Arithmetic of decoding on a CPU: vectors, products of rows with a packed weight, attention.
 //
 // A step of decoding reads every weight once; what it costs should be that reading. torch's own products of few rows
 // reach a third of it, and the micro-kernel of inductor's C++ template, compiled by GCC, stores its accumulators to

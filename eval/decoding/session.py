@@ -228,7 +228,8 @@ class TargetSession:
         length = len(prompt_ids)
         places = self._places(self.current, 0, length)
         ids = to_device(prompt_ids, self.device)
-        step = self._step(*self.model.read_prompt(ids, self._positions[:length], places))
+        slides = self._windows.reached(length)
+        step = self._step(*self.model.read_prompt(ids, self._positions[:length], places, slides))
         self.cache.lengths[self.current] = length
         return step
 

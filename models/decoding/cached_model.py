@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_kernels import MOST_ROWS
+from draftsmith.models.cpu_layers import MOST_CALL_ROWS
 from draftsmith.models.decoding.kv_cache import KVCache
 from draftsmith.models.decoding.recurrent import ChainStates, cache_layers
 from draftsmith.models.target.features import FeatureTap
@@ -25,7 +25,7 @@ from draftsmith.models.target.windows import Masks, has_recurrent_layers
 class CachedModel:
     """A causal language model that reads and writes a KV cache.
 
-    On a CPU few rows run in one call, if `CpuTarget` supports the model; the first prompt allocates the cache.
+    On a CPU a forward is one call, if `CpuTarget` supports the model. Elsewhere the first prompt allocates the cache.
 
     Args:
         model: In eval mode; any that takes a 4-D attention mask and a transformers `Cache`.
@@ -39,6 +39,9 @@ class CachedModel:
         self.model, self.cache = model, cache
         self.feature_layers, self.tap = feature_layers, FeatureTap(model, feature_layers)
         self.few_rows = CpuTarget.of(model, cache.capacity)
+        if self.few_rows is not None:
+            one = self.few_rows.empty_keys()
+            cache.allocate(self.few_rows.num_layers, one, one)
         layers = cache_layers(model, 1, lambda number, count: TreeCacheLayer(cache, number, count, is_static))
         self.states = ChainStates(layers) if has_recurrent_layers(model) else None
         self._layers = Cache(layers=layers)
@@ -58,13 +61,36 @@ class CachedModel:
 
     def is_one_call(self, num_rows: int) -> bool:
         """Return True if a forward of this many rows is one call."""
-        return self.few_rows is not None and num_rows <= MOST_ROWS and self.cache.is_allocated
+        return self.few_rows is not None and num_rows <= MOST_CALL_ROWS
 
-    def read_prompt(self, ids: Tensor, positions: Tensor, places: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Run the first rows of a sequence; at least the last one's logits [1, V], and features [N, F]."""
+    def read_prompt(self, ids: Tensor, positions: Tensor, places: int | Tensor, slides: bool) -> tuple[Tensor, Tensor]:
+        """Run the first rows of a sequence; the last one's logits [1, V], and features [N, F].
+
+        Args:
+            ids, positions: [N].
+            places: As in `KVCache.write_at`.
+            slides: Whether some layer does not see all rows.
+        """
+        if self.few_rows is not None and not slides:
+            return self._read_in_calls(ids.tolist(), places)
         self.cache.write_at(places, 0)
         logits = self.logits(ids[None], positions[None], None, **self._last_logits)
         return logits[0, -1:], self.tap.take()[0]
+
+    def _read_in_calls(self, tokens: list[int], places: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Run a prompt in calls of at most `MOST_CALL_ROWS` rows; as `read_prompt`."""
+        parts, logits, mask = [], torch.empty(0), None
+        for first in range(0, len(tokens), MOST_CALL_ROWS):
+            rows = range(first, min(first + MOST_CALL_ROWS, len(tokens)))
+            where: int | Tensor = first
+            if isinstance(places, Tensor):
+                where = places[first : rows.stop]
+                mask = torch.full((len(rows), int(places.max()) + 1), -1.0, dtype=self.cache.keys.dtype)
+                mask[:, places[: rows.stop]] = torch.full((len(rows), rows.stop), -1.0).triu(first + 1).to(mask.dtype)
+            skipped = len(rows) - (rows.stop == len(tokens))
+            logits, features = self.run_in_one_call(tokens[first : rows.stop], rows, where, mask, first_kept=skipped)
+            parts.append(features)
+        return logits, torch.cat(parts)
 
     def run(
         self, ids: Tensor, positions: Tensor, places: int | Tensor, columns: int, mask: Masks | None
@@ -89,13 +115,15 @@ class CachedModel:
         places: int | Tensor,
         mask: Tensor | None = None,
         parents: Sequence[int] | None = None,
+        first_kept: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Run few rows as `CpuTarget.forward` does, where `is_one_call`; logits [N, V] and features [N, F]."""
+        """Run rows as `CpuTarget.forward` does, where `is_one_call`; logits [N - first_kept, V], features [N, F]."""
         assert self.few_rows is not None
         start, scattered = (0, places) if isinstance(places, Tensor) else (places, None)
         features, logits = self.few_rows.forward(
-            tokens, positions, self.cache.keys, self.cache.values, start, self.feature_layers, mask, parents, scattered
-        )
+            tokens, positions, self.cache.keys, self.cache.values, start, self.feature_layers, mask, parents, scattered,
+            first_kept,
+        )  # fmt: skip
         return logits, features
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> Tensor:

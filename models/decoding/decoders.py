@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
-from draftsmith.models.cpu_kernels import MOST_ROWS
-from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
+from draftsmith.models.cpu_layers import MOST_CALL_ROWS, CpuLayers, has_static_rope
 from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
 from draftsmith.models.decoding.kv_cache import to_device, with_tokens, write_level, write_numbers
 
@@ -295,10 +294,33 @@ class CachedDecoder:
         self._pending = []
         return ids, features
 
+    def _is_one_call(self, num_rows: int) -> bool:
+        """Return True if causal rows after the cached ones are one call of `CpuLayers`, which needs no mask."""
+        is_few = self._few_rows is not None and num_rows <= MOST_CALL_ROWS
+        return is_few and not self._cache.is_beyond_window(num_rows)
+
+    def _read_ahead(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the first rows of a long prompt, `MOST_CALL_ROWS` at a time; return those that fit into one call.
+
+        Args:
+            ids, features: As `_take_pending` returns them.
+        """
+        while (more := len(ids) + len(self._masks_ke) - MOST_CALL_ROWS) > 0:
+            rows, begin = min(more, MOST_CALL_ROWS), self._cache.length
+            if not self._is_one_call(rows):
+                break
+            self._cache.begin_call(rows)
+            self._hidden_of(
+                self._real_inputs(ids[:rows], features[:rows]), self._rotary_of(features, slice(begin, begin + rows))
+            )
+            self._cache.length += rows
+            ids, features = ids[rows:], features[rows:]
+        return ids, features
+
     def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
         """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         begin, num_rows = self._cache.length, len(inputs_re)
-        if self._few_rows is not None and num_rows <= MOST_ROWS and not self._cache.is_beyond_window(num_rows):
+        if self._is_one_call(num_rows):
             self._cache.begin_call(num_rows)
         else:
             self._cache.begin_step(num_rows)
@@ -307,7 +329,7 @@ class CachedDecoder:
     def _run_rows(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int = 0) -> tuple[Tensor, Tensor]:
         """Run the rows of the cache's current step; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         drafter, layers = self._drafter, self._few_rows
-        if layers is None or len(inputs_re) > MOST_ROWS:
+        if layers is None or len(inputs_re) > MOST_CALL_ROWS:
             kept = self._hidden_of(inputs_re, rotary)[first_kept:]
             return kept, drafter.logits_of(kept).float()
         features, logits = self._cache.run(layers, inputs_re, rotary, first_kept, layers.has_head)
@@ -316,7 +338,7 @@ class CachedDecoder:
 
     def _hidden_of(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Return hidden states [R, D] of the rows of the cache's current step, before the final norm."""
-        if self._few_rows is None or len(inputs_re) > MOST_ROWS:
+        if self._few_rows is None or len(inputs_re) > MOST_CALL_ROWS:
             return self._drafter.run_layers(inputs_re.unsqueeze(0), rotary, cached_attention=self._cache)[0]
         features, _ = self._cache.run(self._few_rows, inputs_re, rotary, 0, False)
         return features.chunk(2, dim=-1)[0]
@@ -353,16 +375,15 @@ class ParallelDecoder(CachedDecoder):
     @torch.inference_mode()
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward of n+K rows."""
-        ids, features = self._take_pending()
+        ids, features = self._read_ahead(*self._take_pending())
         layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
         if (results := self._run_static(ids, features)) is not None:
             _, logits_gv = results
         elif (
             layers is not None
             and layers.has_fusion
-            and rows <= MOST_ROWS
             and features.dtype == self._masks_ke.dtype
-            and not self._cache.is_beyond_window(rows)
+            and self._is_one_call(rows)
         ):
             inputs = self._inputs_of.get(len(ids))
             if inputs is None:
@@ -550,7 +571,7 @@ class TreeDecoder(CachedDecoder):
     @torch.inference_mode()
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V'] of the children of the newest committed token."""
-        ids, features = self._take_pending()
+        ids, features = self._read_ahead(*self._take_pending())
         results = self._run_static(ids, features)
         if results is None:
             results = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
@@ -575,7 +596,7 @@ class TreeDecoder(CachedDecoder):
         above = self._feedback_md.index_select(0, parents_w)
         inputs_we = self._drafter.drafted_inputs(ids, above)
         places = depths_w + (self._cache.length - 1)
-        if self._few_rows is not None and nodes <= MOST_ROWS and not self._cache.is_beyond_window(max(depths)):
+        if self._few_rows is not None and nodes <= MOST_CALL_ROWS and not self._cache.is_beyond_window(max(depths)):
             self._cache.begin_call(nodes, self._tree.parents)
         else:
             self._cache.begin_tree_step(self._tree.seen_by_last(nodes), places)

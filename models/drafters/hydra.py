@@ -333,7 +333,7 @@ class _AttendedPrefix(CachedDecoder):
 
     def newest_state(self) -> Tensor:
         """Run the queued tokens; return the state [1, D] before the newest committed token."""
-        ids, features = self._take_pending()
+        ids, features = self._read_ahead(*self._take_pending())
         results = self._run_static(ids, features)
         states_1d, _ = results or self._causal_logits(features.to(self._dtype), len(ids) - 1)
         self._cache.length += len(ids)

@@ -1,4 +1,4 @@
-"""A target whose forwards of few rows are one call on a CPU, see `cpu_layers`.
+"""A target whose forwards are one call on a CPU, see `cpu_layers`.
 
 Shapes: R rows, L layers, G key-value heads, S columns of the cache, H head size, T taps, D hidden, V vocabulary.
 """
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.cpu_kernels import PackedLinear
-from draftsmith.models.cpu_layers import CpuLayers, has_static_rope, is_of_family
+from draftsmith.models.cpu_layers import CpuLayers, has_static_rope, head_size, is_of_family, num_kv_heads
 from draftsmith.models.target.features import get_text_decoder
 
 
 class CpuTarget:
-    """A causal language model whose forwards of few rows are one call; made by `of`.
+    """A causal language model whose forwards are one call; made by `of`.
 
     Args:
         layers: The target's layers, final norm and LM head.
@@ -36,6 +36,16 @@ class CpuTarget:
     def refresh(self) -> None:
         """Read the weights again if they changed; called before a sequence."""
         self._layers.refresh((self._embedding.weight.detach(), *self._angles))
+
+    @property
+    def num_layers(self) -> int:
+        """Return L."""
+        return self._layers.num_layers
+
+    def empty_keys(self) -> Tensor:
+        """Return a tensor like a layer's keys of one token, and its values: [1, G, 1, H]."""
+        config = self._layers.config
+        return self._embedding.weight.new_empty(1, num_kv_heads(config), 1, head_size(config))
 
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:
@@ -60,18 +70,20 @@ class CpuTarget:
         mask: Tensor | None = None,
         parents: Sequence[int] | None = None,
         places: Tensor | None = None,
+        first_kept: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Run R tokens at these positions; see `CpuLayers.forward`.
 
         Args:
             places: [R] cache columns of the rows, in place of `start`; these need a mask.
+            first_kept: The first row to return logits of.
 
         Returns:
-            Features [R, T * D] and logits [R, V].
+            Features [R, T * D] and logits [R - first_kept, V].
         """
-        self._layers.count_operations(len(tokens), len(tokens))
+        self._layers.count_operations(len(tokens), len(tokens) - first_kept)
         found: tuple[Tensor, Tensor] = self._layers.native.forward_tokens(
             list(tokens), list(positions), keys, values, start, places, mask,
-            None if parents is None else list(parents), list(taps),
+            None if parents is None else list(parents), list(taps), first_kept,
         )  # fmt: skip
         return found

@@ -38,6 +38,7 @@ from draftsmith.models.cpu_kernels import (
     vector_lanes,
 )
 from draftsmith.models.cpu_layers import CpuLayers
+from draftsmith.models.decoding import cached_model, decoders
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.drafters import medusa2
@@ -677,7 +678,7 @@ def test_bad_arguments_are_refused() -> None:
         ([0, 1], [0], "every token needs a position"),
     ):
         with pytest.raises(RuntimeError, match=said):
-            native.forward_tokens(tokens, positions, *cache, 8, None, None, None, [-1])
+            native.forward_tokens(tokens, positions, *cache, 8, None, None, None, [-1], 0)
     one_open = torch.full((3, 11), float("-inf"))
     one_open[1:, 0] = 0
     refused: list[tuple[dict[str, Any], str]] = [
@@ -835,7 +836,7 @@ def run_trees(session: TargetSession, prompt: list[int], rounds: Sequence[tuple[
 
 @pytest.mark.parametrize("name", SESSION_TARGETS)
 def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains, trees and single tokens with features of several layers, and a tree with too many rows for one call."""
+    """A prompt, chains, trees of up to 75 nodes and single tokens, with features of several layers."""
     in_one_call = SESSION_TARGETS[name][1]
     wide = DraftTree(list(range(3, 58)) + list(range(3, 23)), TreeShape.of((-1, *[0] * 74)))
     rounds = [*TREES, (wide, [0, 50]), *TREES]
@@ -846,7 +847,8 @@ def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.Monke
             calls = count_calls(session, monkeypatch) if packed else []
             outputs.append(run_trees(session, PROMPT, rounds))
             if packed:
-                assert calls == ([4, 5, 1, 4, 5, 1] if in_one_call else [1, 1][: len(calls)])
+                rows = [len(PROMPT)] * (not session._windows.reached(len(PROMPT))) + [4, 5, 1, 75, 4, 5, 1]
+                assert calls == (rows if in_one_call else [1, 1][: len(calls)])
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
@@ -905,12 +907,33 @@ def test_sequences_have_the_bits_of_each_alone(name: str, dtype: torch.dtype, mo
                 outputs[number] += [step.logits, step.features]
                 session.commit(path, number)
     if SESSION_TARGETS[name][1]:
-        assert len(calls) == 4
+        assert len(calls) == 4 + sum(not session._windows.reached(len(prompt)) for prompt in prompts)
     for ours, theirs in zip(itertools.chain(*outputs), itertools.chain(*alone), strict=True):
         if SESSION_TARGETS[name][1]:
             assert torch.equal(ours, theirs)
         else:  # rows batched with a sequence beyond its window run eagerly, too
             torch.testing.assert_close(ours, theirs, **(CLOSE if dtype == torch.float32 else ROUNDED))
+
+
+@EVERY_DTYPE
+def test_prompt_has_the_bits_of_its_tokens_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in one call and in several; alone, and in the pages between those of other sequences."""
+    target = session_target("llama", packed=True, dtype=dtype)
+    prompt = [(7 * place) % VOCABULARY for place in range(PAGE + 13)]
+    singles = [(root_only(token), [0]) for token in prompt[1:]]
+    with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
+        outputs = run_trees(session, prompt[:1], singles)
+    logits, features = outputs[-2], torch.cat(outputs[1::2])
+    for most_rows in (cached_model.MOST_CALL_ROWS, PAGE, 9):
+        monkeypatch.setattr(cached_model, "MOST_CALL_ROWS", most_rows)
+        for sequences in (1, 3):
+            with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES), sequences=sequences) as session:
+                calls = count_calls(session, monkeypatch)
+                session.current = sequences - 1
+                step = session.prefill(prompt)
+            assert len(calls) == -(-len(prompt) // most_rows)
+            assert torch.equal(step.logits, logits)
+            assert torch.equal(step.features, features)
 
 
 def test_compiled_session_returns_the_requested_features() -> None:
@@ -980,7 +1003,8 @@ def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple
 def test_drafts_equal_those_of_unpacked_layers(
     kind: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a short prompt, and after one with too many rows for one call."""
+    """After a short prompt, and after one that is read in two calls."""
+    monkeypatch.setattr(decoders, "MOST_CALL_ROWS", 64)
     options = {**(TINY_LATTICE if kind == "lilicorr" else {}), **options}
     target = tiny_target(num_hidden_layers=4, head_dim=32).to(dtype)
     drafter = tiny_drafter_of(kind, target, **options).to(dtype).freeze()
