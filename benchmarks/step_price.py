@@ -1,11 +1,11 @@
-"""Cost of a step of the target compared with reading its weights, and the cost of more nodes of a draft tree.
+"""Cost of a step of the target compared with reading its weights, of more nodes of a draft tree, and of prompts.
 
     python benchmarks/step_price.py smollm2-135m target.dtype=float32 --json docs/results/step/step_price_float32.json
     python benchmarks/step_price.py --shape 8b --rows 1 16 48 64 --json FILE      # random weights, on the GPU if any
 
 In one process, taking turns: torch's own operations (`torch`) and the step that an evaluation has, which is one call of
 `models/cpu_layers.h` on a CPU and a compiled forward elsewhere (`evaluation`). After each turn the weights are read
-once, which is the least that a step can cost. Medians over turns, and the fastest turn.
+once, which is the least that a step can cost. Medians over turns, and the fastest turn. Then prompts, in turns too.
 """
 
 from functools import partial
@@ -26,6 +26,7 @@ from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 
 WARM_UP_TURNS = 3
+PROMPT_TOKENS = (64, 500)
 
 
 def step_prices(
@@ -41,7 +42,14 @@ def step_prices(
             works[f"{name} {count}"] = partial(session.forward_tree, DraftTree([1] * count, bushy(count)))
     reads: list[float | None] = []
     works["read"] = lambda: reads.append(reading.seconds())
-    times_s = in_turns(works, next(iter(sessions.values())).device, turns, WARM_UP_TURNS)
+    device = next(iter(sessions.values())).device
+    times_s = in_turns(works, device, turns, WARM_UP_TURNS)
+    prompts: dict[str, Work] = {
+        f"{name} {count}": partial(session.prefill, [1] * count)
+        for count in PROMPT_TOKENS
+        for name, session in sessions.items()
+    }
+    prompts_s = in_turns(prompts, device, turns, WARM_UP_TURNS)
     assert reading.bytes is not None  # only a mixture of experts has none
     read_s = median(filter(None, reads))
     figures: dict[str, Any] = {
@@ -61,6 +69,7 @@ def step_prices(
                 str(count): {"seconds": spent, "steps": spent / single, "fastest_s": fastest[count]}
                 for count, spent in medians.items()
             },
+            "prompts": {str(count): {"seconds": median(prompts_s[f"{name} {count}"])} for count in PROMPT_TOKENS},
         }
     return figures
 
@@ -83,7 +92,7 @@ def main() -> None:
     )
     plain.set_attn_implementation(recipe.attn_implementation)
     pack_linears(target)
-    length = arguments.context + 2 * max(rows)
+    length = max(arguments.context + 2 * max(rows), *PROMPT_TOKENS)
     sessions = {
         "torch": TargetSession(plain, length),
         "evaluation": open_session(target, length, None, same_size=False),
@@ -99,9 +108,10 @@ def main() -> None:
     for name in sessions:
         side = result[name]
         costs = ", ".join(f"{count}: {each['steps']:.2f}" for count, each in side["rows"].items())
+        prompts = ", ".join(f"{count}: {1e3 * each['seconds']:.0f} ms" for count, each in side["prompts"].items())
         print(
             f"{name}: a step {1e3 * side['step_s']:.2f} ms ({side['tokens_per_s']:.1f}/s, "
-            f"{side['share_of_reading']:.0%} of it reading); rows in steps: {costs}"
+            f"{side['share_of_reading']:.0%} of it reading); rows in steps: {costs}; prompts: {prompts}"
         )
     write_figures(arguments, result)
 
