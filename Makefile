@@ -199,10 +199,7 @@ target: $(READY)
 	$(BIN)/python embedded_target/train.py --compile
 
 bench: $(READY)
-	$(BIN)/python benchmarks/training_step.py attention --lengths 512 1024 2048 --json docs/results/machinery/group_attention.json
 	$(BIN)/python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
-	$(BIN)/python benchmarks/training_step.py step --json docs/results/machinery/training_step.json
-	$(BIN)/python benchmarks/training_step.py offline --lengths 128 256 512 1024 --json docs/results/machinery/offline_features.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
 # Six minutes; SET="--budget 600", or the steps that are to run.

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import training_step
 from gpu import __main__ as runner
 from gpu import distill, facts, kinds, step_cost, training
 from gpu.page import load_figures, problems, summary
@@ -23,7 +23,6 @@ WAITS = "import time; print('started', flush=True); time.sleep(600)"
 
 @pytest.fixture
 def run_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, object]]:
-    monkeypatch.setattr(training_step, "DEVICE", training_step.DEVICE)  # `training` changes it
     monkeypatch.setitem(SHAPES, "embedded", (64, 96, 2, 4, 2, 331, "float32"))
     monkeypatch.setitem(SHAPES, "135m", (64, 96, 2, 4, 2, 331, "float32"))
 
@@ -56,6 +55,11 @@ def test_step_and_its_part_of_the_page(
     page = summary("a title", [], {name: run_step(name)})
     assert page.startswith("# a title\n")
     assert [row for row in rows if row not in page] == []
+
+
+def test_labels_of_the_training_step(run_step: Callable[[str], dict[str, Any]]) -> None:
+    """Every token of the 64 has a label at each of the 5 depths within its row."""
+    assert run_step("training")["folded"]["labelled_rows"] == sum(63 - depth for depth in range(5))
 
 
 def test_parts_that_fail_or_run_out_of_time(tmp_path: Path) -> None:
