@@ -147,7 +147,7 @@ paper: $(READY)
 	cp runs/norms/eval/result.json docs/results/drafters/norms.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
-	cd docs && "$(abspath $(BIN))/python" -m generate.papers "$(abspath runs/smollm2-table/eval/traced.json)"
+	cd docs && "$(abspath $(BIN))/python" -m generate.papers
 
 # worksteal: a worker that has nothing left to do takes half of what another one still has.
 test: lint

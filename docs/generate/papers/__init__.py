@@ -1,4 +1,4 @@
-"""Tables and pictures of the papers' page (`docs/paper.md`), made from measured results.
+"""Tables of the papers' page (`docs/paper.md`), made from measured results.
 
-Read `tables` (which figures stand in which table), `pictures`, then `page`.
+Read `tables` (which figures stand in which table), then `page`.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import jinja2
-from generate.papers.pictures import draw_rounds
 from generate.papers.tables import (
     EMBEDDED,
     SMOLLM2,
@@ -23,11 +22,10 @@ from draftsmith.eval.report.charts import draw_theory
 from draftsmith.files import write_atomically
 
 PICTURES = "pictures"  # in the page's folder
-ANSWER = "paper_answer.svg"
 MASKS = range(1, 7)
 TEMPERATURES = (0.0, 1.0)
-# Of the picture of a round, on SmolLM2.
-ROUNDS = {
+# Methods that the text compares, on SmolLM2.
+COMPARED = {
     "EAGLE, tree of 12": "smollm2-135m-eagle/eagle-tree",
     "EAGLE-ParallelSpec, tree of 12": "smollm2-135m-two_stage/two-stage-tree",
     "Medusa, shared head, tree of 12": "smollm2-135m-medusa/medusa-tree",
@@ -58,18 +56,16 @@ NGRAM_ROWS = [
 
 
 def write_page(results: Path, page: Path) -> Path:
-    """Write the page and its pictures.
+    """Write the page, and the pictures of theory and measurement.
 
     Args:
         results: The folder of result files, in the page's folder.
         page: The Markdown file.
     """
-    folder = page.parent / PICTURES
-    draw_rounds({name: _smollm2_place(results, name) for name in ROUNDS}, folder / "paper_round.svg")
     chains = [(name, place(results, file, method, temperature).row) for name, file, method, temperature in EXPECTED]
     points = [{**row["timing"], "method": name} for name, row in chains if row and "timing" in row]
     if points:
-        draw_theory(points, folder)
+        draw_theory(points, page.parent / PICTURES)
     write_atomically(page, page_text(results))
     return page
 
@@ -104,12 +100,11 @@ def page_text(results: Path) -> str:
         ngrams=ngram_alphas(results, NGRAM_ROWS),
         expected=expected_and_measured(results, EXPECTED),
         pictures=PICTURES,
-        answer=ANSWER if (results.parent / PICTURES / ANSWER).exists() else None,
         figure=figure,
         over=over,
     )
 
 
 def _smollm2_place(results: Path, name: str) -> Place:
-    """Return a row of the picture of a round, by its name in the picture."""
-    return place(results, SMOLLM2.file, ROUNDS[name], 0.0)
+    """Return the row of a compared method, by its name."""
+    return place(results, SMOLLM2.file, COMPARED[name], 0.0)
