@@ -28,7 +28,7 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        message = " ".join(str(error).split(". ")[:2]) or "memory is used up"
+        message = " ".join(str(error).split(". ")[:3]) or "memory is used up"
         traceback.clear_frames(error.__traceback__)  # which hold the target, the drafter and the batch
     gc.collect()
     if torch.cuda.is_available():

@@ -61,7 +61,7 @@ def test_false_figures_are_problems() -> None:
         "a": {"b": {"c": False, "d": True}},
         "e": 0,
     }
-    assert problems(figures) == ["eagle.parity.is_right is false", "a.b.c is false"]
+    assert problems(figures) == ["eagle.parity.is_within_tolerance is false", "a.b.c is false"]
 
 
 def test_labels_of_the_training_step(run_step: Callable[[str], dict[str, Any]]) -> None:
