@@ -55,7 +55,7 @@ help:
 	@echo "make table        every drafter on the same data, side by side at T=0 and T=1, three seeds each: runs/table/ (many hours)"
 	@echo "make ablations    the number of masks, distilled against original answers, what losses, D-PACE and EAGLE-3.1 add:"
 	@echo "                  runs/masks, runs/answers, runs/losses, runs/dpace, runs/fc_norm, runs/norms (hours)"
-	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, then docs/paper.md (days)"
+	@echo "make paper        what ParallelSpec and Leviathan report, measured here: the three tables above, into docs/results (days)"
 	@echo "make test         lint, types and the tests (minutes)"
 	@echo "make unit         the fast tests only"
 	@echo "make nightly      the long tests, which make test leaves out, and make mutants"
@@ -147,7 +147,6 @@ paper: $(READY)
 	cp runs/norms/eval/result.json docs/results/drafters/norms.json
 	cp runs/smollm2-table/eval/result.json docs/results/smollm2_table.json
 	cp runs/embedded-medusa2/eval/result.json docs/results/table_medusa2.json
-	cd docs && "$(abspath $(BIN))/python" -m generate.papers "$(abspath runs/smollm2-table/eval/traced.json)"
 
 # worksteal: a worker that has nothing left to do takes half of what another one still has.
 test: lint
@@ -199,10 +198,7 @@ target: $(READY)
 	$(BIN)/python embedded_target/train.py --compile
 
 bench: $(READY)
-	$(BIN)/python benchmarks/training_step.py attention --lengths 512 1024 2048 --json docs/results/machinery/group_attention.json
 	$(BIN)/python benchmarks/against_others.py --json docs/results/machinery/against_transformers.json
-	$(BIN)/python benchmarks/training_step.py step --json docs/results/machinery/training_step.json
-	$(BIN)/python benchmarks/training_step.py offline --lengths 128 256 512 1024 --json docs/results/machinery/offline_features.json
 	$(BIN)/python benchmarks/step_price.py quickstart --json docs/results/step/step_price_embedded.json
 
 # Six minutes; SET="--budget 600", or the steps that are to run.

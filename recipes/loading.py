@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
-MOST_ALIASED_VALUES = 10_000
+MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
 RECIPE_SUFFIXES = (".yaml", ".yml")
 SUMMARY_CHARS = 130
 ADAPTER_FILE = "adapter_config.json"  # peft's
@@ -163,48 +163,34 @@ def _read_yaml(file: Path) -> Any:
         raise UserError(f"{file} is not valid YAML: {reason(error)}") from None
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse plain values from YAML, as `yaml.safe_load` does, but refuse repeated keys and expanding aliases.
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses repeated keys, and many aliases: few of them stand for millions of values."""
 
-    Raises:
-        yaml.YAMLError: The text is not YAML, repeats a key, or has aliases with too many values or cycles.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        sizes: dict[int, int] = {}
-        if _count_values(node, sizes) > max(MOST_ALIASED_VALUES, len(sizes)):
-            raise yaml.YAMLError(f"its aliases stand for more than {MOST_ALIASED_VALUES:,} values: write them out")
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
+    num_aliases = 0
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.num_aliases += self.check_event(yaml.AliasEvent)
+        if self.num_aliases > MOST_ALIASES:
+            raise yaml.YAMLError(f"it has more than {MOST_ALIASES} aliases: write their values out")
+        return super().compose_node(parent, index)
 
-def _count_values(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Count the values of a node, with those of aliases at every use.
-
-    Args:
-        sizes: Counts of the nodes so far, by their `id`; 0 for a node that is being counted.
-    """
-    if (known := sizes.get(id(node))) is not None:
-        if known == 0:
-            raise yaml.YAMLError("it is nested too deeply: resolve its YAML aliases")
-        return known
-    sizes[id(node)], size = 0, 1
-    if isinstance(node, yaml.MappingNode):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set[str]()
-        for key, value in node.value:
+        for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in keys:
                     raise yaml.MarkedYAMLError(problem=f"the key {key.value} is repeated", problem_mark=key.start_mark)
                 keys.add(key.value)
-            size += _count_values(key, sizes) + _count_values(value, sizes)
-    elif isinstance(node, yaml.SequenceNode):
-        size += sum(_count_values(part, sizes) for part in node.value)
-    sizes[id(node)] = size
-    return size
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse plain values from YAML, as `yaml.safe_load` does, but refuse repeated keys and many aliases.
+
+    Raises:
+        yaml.YAMLError: The text is not YAML, repeats a key, or has too many aliases.
+    """
+    return yaml.load(text, _RecipeLoader)
 
 
 def _unwritable(value: Any, key: str = "") -> str | None:

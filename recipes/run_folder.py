@@ -165,6 +165,12 @@ def check_no_training_reads(data: Path) -> None:
             )
 
 
+def target_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that say which target is loaded, by recipe key."""
+    chosen = recipe.target.model_dump(include={"model", "revision", "gguf_file", "dtype"})
+    return {f"target.{key}": value for key, value in chosen.items()}
+
+
 def write_settings(file: Path, settings: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(settings, indent=2) + "\n")
 

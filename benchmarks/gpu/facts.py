@@ -1,8 +1,6 @@
-"""The machine: versions, bandwidth, matrix products, and the cost of a launch, a wait and a small copy."""
+"""The machine: bandwidth, matrix products, and the cost of a launch, a wait and a small copy."""
 
-import importlib.metadata
 import os
-import platform
 import shutil
 from functools import partial
 from typing import Any
@@ -13,15 +11,10 @@ from parts.shapes import SHAPES
 from draftsmith.models.decoding.kv_cache import to_device
 from gpu.step import Step, run_step
 
-PACKAGES = (
-    *("torch", "triton", "transformers", "tokenizers", "huggingface_hub", "accelerate", "datasets", "safetensors"),
-    *("numpy", "pyarrow", "peft", "pydantic", "pytest", "pytest-xdist"),
-)
 LAUNCHES = 1000
 
 
 def main(step: Step) -> None:
-    step.add("versions", versions())
     step.add("host", {"cores": os.cpu_count(), "compiler": shutil.which("c++") or shutil.which("g++")})
     if step.on_gpu:
         step.add("device", device_facts(step.device))
@@ -31,22 +24,12 @@ def main(step: Step) -> None:
                 step.add(key, value)
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python, CUDA and packages; None for a missing package."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
 def device_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return {
         "name": properties.name,
+        "cuda": torch.version.cuda,
         "capability": list(torch.cuda.get_device_capability(device)),
         "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,

@@ -130,6 +130,7 @@ def compared(
         if expected is not None:
             others = [turn for record in records for turn in expected[record.question_id].answers[key].turns]
             row["as_on_cpu"] = sum(one.ids == other.ids for one, other in zip(turns, others, strict=True))
+            row["is_as_on_cpu"] = row["as_on_cpu"] == row["answers"]
             row["cpu_tau"] = tau(others)
         rows[key] = row
     different = sum(row["answers"] - row["as_baseline"] for row in rows.values())

@@ -4,7 +4,6 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -53,17 +52,6 @@ def in_turns(works: Mapping[str, Work], device: torch.device, turns: int, warmup
     return times_s
 
 
-def ratios(name: str, times_s: list[float], base_s: list[float]) -> dict[str, float]:
-    """Divide turn by turn: the median, the extremes, and the ratio of the best times, which noise spoils least."""
-    by_turn = [time_s / base_time_s for time_s, base_time_s in zip(times_s, base_s, strict=True)]
-    return {
-        name: median(by_turn),
-        f"{name}_lowest": min(by_turn),
-        f"{name}_highest": max(by_turn),
-        f"{name}_of_best": min(times_s) / min(base_s),
-    }
-
-
 def peak_growth_bytes(work: Work, device: torch.device) -> int | None:
     """Return the largest growth of a call's allocated GPU memory over that before it; None on a CPU."""
     if device.type != "cuda":
@@ -74,9 +62,3 @@ def peak_growth_bytes(work: Work, device: torch.device) -> int | None:
     work()
     wait(device)
     return torch.cuda.max_memory_allocated(device) - before_bytes
-
-
-def peak_resident_bytes() -> int:
-    """Return the largest resident set of this process so far (Linux only; `ru_maxrss` would include the parent's)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

@@ -2,7 +2,6 @@
 
 data/README.md     for people, and for the Hub: with its front matter the folder can be uploaded as a dataset
 data/card.json     the same, and the ids of the contaminated conversations, for programs
-data/tokens.png    how long prompts and answers are in the rows that training reads
 """
 
 import hashlib
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
 import numpy as np
 from huggingface_hub import DatasetCardData
 
@@ -36,10 +34,7 @@ from draftsmith.provenance import versions
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MixedSourceRecipe, Recipe
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-CARD, PICTURE = "README.md", "tokens.png"
+CARD = "README.md"
 SHARD_CONVERSATIONS = 20_000  # of a published file
 SAMPLES = 5
 SHOWN_CHARS = 600
@@ -51,8 +46,6 @@ WHAT_BECAME = {  # counts of a source by reason, and their names in the card
     "unread_keys": "key not read",
 }
 UNKNOWN_SOURCE = "no longer in the sources"
-BINS = 40
-COLOURS = {"prompt": "#0072B2", "answer": "#E69F00"}  # Okabe and Ito: told apart by colour-blind readers too
 HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"))
 
 
@@ -89,7 +82,7 @@ class DataCard:
 
 
 def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weights: str | None) -> Path:
-    """Write the data card, its picture and its JSON, from the run's ledger and token dataset. Returns the card's path.
+    """Write the data card and its JSON, from the run's ledger and token dataset. Returns the card's path.
 
     Args:
         recipe: The recipe of the distillation.
@@ -150,8 +143,6 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "tokens": {"prompt": _lengths(prompt_tokens), "answer": _lengths(answer_tokens)},
     }
-    title = f"{recipe.name}: {len(view):,} conversations"
-    _draw_histograms({"prompt": prompt_tokens, "answer": answer_tokens}, folder / PICTURE, title)
     _write_card(folder, values, samples)
     return folder / CARD
 
@@ -186,7 +177,6 @@ def write_distilled_set(recipe: Recipe, folder: Path, licences: dict[str, str], 
         file = folder / SHARDS / f"{number:05d}.jsonl"
         write_atomically(file, "".join(lines))
         files[f"{SHARDS}/{file.name}"] = file_sha256(file)
-    shutil.copyfile(data / PICTURE, folder / PICTURE)
     values["hashes"]["data_files"] = files
     if base_model is not None:
         own = values["answered_by"] == values["target"]["model"]
@@ -225,7 +215,7 @@ def _write_card(folder: Path, values: dict[str, Any], samples: list[Conversation
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["fenced"], environment.filters["cell"] = _fenced, _cell
     template = environment.from_string(Path(__file__).with_name("data_card.md.j2").read_text(encoding="utf-8"))
-    more = {"what_became": WHAT_BECAME, "front_matter": front_matter, "picture": PICTURE, "samples": samples}
+    more = {"what_became": WHAT_BECAME, "front_matter": front_matter, "samples": samples}
     write_atomically(folder / CARD, template.render({"licences": licences, **values, **more}))
 
 
@@ -248,24 +238,6 @@ def _lengths(tokens: list[int]) -> dict[str, float]:
     median, high = np.quantile(tokens, [0.5, 0.95]).tolist()
     total = sum(tokens)
     return {"total": total, "mean": total / len(tokens), "median": median, "95 %": high, "longest": max(tokens)}
-
-
-def _draw_histograms(tokens: dict[str, list[int]], file: Path, title: str) -> None:
-    """Draw the tokens of the rows' prompts and of their answers, each in a panel, on a logarithmic scale."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    for axes, (name, lengths) in zip(panels, tokens.items(), strict=True):
-        edges = np.geomspace(max(1, min(lengths)) - 0.5, max(lengths) + 0.5, BINS + 1)
-        axes.hist(lengths, bins=edges.tolist(), color=COLOURS[name])
-        axes.axvline(float(np.median(lengths)), color="#444444", linewidth=1, linestyle="--", label="median")
-        axes.set_xscale("log")
-        axes.set_xlabel(f"{name} tokens of a row")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("rows")
-    panels[1].legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10, parse_math=False)
-    figure.set_layout_engine("constrained")
-    figure.savefig(file, dpi=140)
-    plt.close(figure)
 
 
 def _fenced(turn: Turn) -> str:

@@ -12,7 +12,7 @@ from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.files import file_sha256
-from draftsmith.recipes.run_folder import check_settings, write_settings
+from draftsmith.recipes.run_folder import check_settings, target_settings, write_settings
 from draftsmith.recipes.schema import Recipe
 
 
@@ -89,10 +89,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     if settings.cut_answers != "drop":  # the default is left out, as earlier versions did not have the key
         values["data.distill.cut_answers"] = settings.cut_answers
     return values | {
-        "target.model": recipe.target.model,
-        "target.revision": recipe.target.revision,
-        "target.gguf_file": recipe.target.gguf_file,
-        "target.dtype": recipe.target.dtype,
+        **target_settings(recipe),
         "the target's weights (hash)": weights,
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
         "data.distill.temperature": settings.temperature,

@@ -2,7 +2,7 @@
 
 A JSON file has one record a line, an array of them, or one after the other over several lines; plain or compressed
 (.gz, .xz, .zst). `{"data": [...]}` is read as the array that it holds. Lines are read as a stream, one record at a
-time; of records over several lines the text is in memory as a whole.
+time; records over several lines are in memory as a whole.
 
 A row of a table is a record of its columns. Cells without a value are null; turns in a CSV cell are JSON text.
 """
@@ -16,7 +16,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -34,7 +34,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 HEAD_BYTES = 1 << 20
 MOST_RECORD_BYTES = 16 << 20  # a million tokens, each letter an escape
 MOST_DIGITS = 400  # of an integer, which is a number of no use beyond that
-BLANK = re.compile(r"[ \t\r\n]*")
+NOT_BLANK = re.compile(r"[^ \t\r\n]")
 CONTAINER = re.compile(r'\{\s*"data"\s*:\s*\[(?=\s*\{)')
 TOO_DEEP, TOO_LARGE = "nested too deeply", "larger than 16 MiB"
 DECODER = json.JSONDecoder(parse_int=lambda digits: (int if len(digits) < MOST_DIGITS else float)(digits))
@@ -182,8 +182,9 @@ def read_json_records(file: Path) -> Records:
         if _is_spread_over_lines(head):
             with _open_bytes(file) as stream:
                 text = stream.read().decode("utf-8-sig")
-            if not text.lstrip().startswith("{") or _starts_with_value(text):
-                yield from _spread_records(file, text)
+            records = _spread_records(file, text)
+            if records is not None:
+                yield from ((f"{file} record {number}", record) for number, record in enumerate(records, start=1))
                 return
         with _open_bytes(file) as stream:
             yield from _line_records(file, stream)
@@ -242,53 +243,30 @@ def _is_spread_over_lines(head: bytes) -> bool:
     return False
 
 
-def _starts_with_value(text: str) -> bool:
-    """Return whether the file starts with a JSON value; otherwise it is read, and errors are reported, by line."""
-    with suppress(json.JSONDecodeError, RecursionError):
-        DECODER.raw_decode(text, _skip_blanks(text, 0))
-        return True
-    return CONTAINER.match(text, _skip_blanks(text, 0)) is not None
+def _spread_records(file: Path, text: str) -> list[Any] | None:
+    """Return the records of an array, of `{"data": [...]}`, or values one after the other.
 
+    None if the first value is a broken object: then it is a line, and later lines may be records.
 
-def _spread_records(file: Path, text: str) -> Records:
-    """Read the records of an array, of `{"data": [...]}`, or of values one after the other."""
-    at, number = _skip_blanks(text, 0), 0
-    container = CONTAINER.match(text, at)
-    in_list = container is not None or text[at] == "["
-    at = container.end() if container is not None else at + in_list
-
-    def error_at(place: int, what: str) -> UserError:
-        return UserError(f"{file} line {1 + text.count(chr(10), 0, place)} {what}")
-
-    while True:
-        at = _skip_blanks(text, at)
-        is_over = text.startswith("]", at) and number == 0 if in_list else at == len(text)
-        if is_over:
-            at += 1
-            break
-        number += 1
+    Raises:
+        UserError: Another value is no JSON.
+    """
+    values: list[Any] = []
+    is_container, end = CONTAINER.match(text.lstrip()) is not None, 0
+    while (start := NOT_BLANK.search(text, end)) is not None:
         try:
-            record, at = DECODER.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise error_at(error.pos, f"is not JSON: {error.msg}") from None
-        except RecursionError:
-            raise error_at(at, f"is {TOO_DEEP}") from None
-        yield f"{file} record {number}", record
-        if in_list:
-            at = _skip_blanks(text, at) + 1
-            if text[at - 1 : at] not in (",", "]"):
-                raise error_at(at - 1, "is not JSON: a comma or ] is missing")
-            if text[at - 1] == "]":
-                break
-    at = _skip_blanks(text, at)
-    if container is not None and not text.startswith(("}", ","), at):  # other keys of the object around the array
-        raise error_at(at, "is not JSON: a } is missing")
-    if in_list and container is None and at < len(text):
-        raise error_at(at, "is not JSON: there is text after the array")
-
-
-def _skip_blanks(text: str, at: int) -> int:
-    return BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            value, end = DECODER.raw_decode(text, start.start())
+        except (json.JSONDecodeError, RecursionError) as error:
+            if not values and start[0] == "{" and not is_container:
+                return None
+            place, what = start.start(), TOO_DEEP
+            if isinstance(error, json.JSONDecodeError):
+                place, what = error.pos, f"not JSON: {error.msg}"
+            raise UserError(f"{file} line {1 + text.count(chr(10), 0, place)} is {what}") from None
+        values.append(value)
+    if len(values) == 1 and (is_container or isinstance(values[0], list)):
+        return values[0]["data"] if is_container else values[0]
+    return values
 
 
 def is_hub_name(source: str) -> bool:

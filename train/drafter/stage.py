@@ -25,7 +25,7 @@ from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_c
 from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.loading import load_target_config
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
+from draftsmith.recipes.run_folder import RunFolder, check_settings, target_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
@@ -219,10 +219,7 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     """Return the settings that the trained weights depend on, flat, by recipe key."""
     settings: dict[str, Any] = {
         "seed": recipe.seed,
-        "target.model": recipe.target.model,
-        "target.revision": recipe.target.revision,
-        "target.gguf_file": recipe.target.gguf_file,
-        "target.dtype": recipe.target.dtype,
+        **target_settings(recipe),
         "drafter.kind": recipe.drafter.kind,
     }
     settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}

@@ -29,7 +29,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.features import required_layers
 from draftsmith.models.target.loading import weights_hash
-from draftsmith.recipes.run_folder import RunFolder, check_same_settings
+from draftsmith.recipes.run_folder import RunFolder, check_same_settings, target_settings
 from draftsmith.recipes.schema import Recipe
 
 INDEX_NAME = "index.json"
@@ -236,10 +236,7 @@ def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
     """Return the settings that the features depend on, by recipe key."""
     chosen = recipe.data.features
     settings = {
-        "target.model": recipe.target.model,
-        "target.revision": recipe.target.revision,
-        "target.gguf_file": recipe.target.gguf_file,
-        "target.dtype": recipe.target.dtype,
+        **target_settings(recipe),
         "the target's weights (hash)": weights_hash(recipe.target),
         "data.features.dtype": chosen.dtype,
         "data (its tokens)": tokens_hash,

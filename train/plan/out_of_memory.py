@@ -10,9 +10,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text
-from draftsmith.models.target.loading import target_device
 from draftsmith.models.weights import is_out_of_memory
-from draftsmith.provenance import Machine
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.plan.plan import PlanOptions, make_plan
 
@@ -30,7 +28,7 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        message = " ".join(str(error).split(". ")[:2]) or "memory is used up"
+        message = " ".join(str(error).split(". ")[:3]) or "memory is used up"
         traceback.clear_frames(error.__traceback__)  # which hold the target, the drafter and the batch
     gc.collect()
     if torch.cuda.is_available():
@@ -39,19 +37,7 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     print(f"{recipe.name}: what a training step needs, by `draftsmith plan`:", file=sys.stderr)
     for line in plan.memory:
         print(f"  {line.what:16} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
-    need = f"a step needs {bytes_text(plan.peak_bytes)}{_device_memory(recipe)}"
     raise UserError(
-        f"out of memory ({message}): {need}: {plan.ways_out}; then run the same command again, under another `name` "
-        "if it asks"
+        f"out of memory ({message}): a step needs {bytes_text(plan.peak_bytes)}: {plan.ways_out}; then run the same "
+        "command again, under another `name` if it asks"
     )
-
-
-def _device_memory(recipe: Recipe) -> str:
-    """Describe the size of the device's memory, and the part that other processes use."""
-    device = target_device(recipe.target)
-    if device.type != "cuda":
-        memory_bytes = Machine.here().memory_bytes
-        return "" if memory_bytes is None else f" of {bytes_text(memory_bytes)}"
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return f" of {bytes_text(total)}" + (f", of which others use {bytes_text(others)}" if others > total // 20 else "")

@@ -30,6 +30,7 @@ from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import PackedRows, split_rows
+from draftsmith.train.drafter.shown import span
 from draftsmith.train.drafter.trainer import collate_right_padded
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, training_arguments
 from draftsmith.train.plan.estimate import StepCost, half_dtype, step_cost, tensor_bytes, trained_parameters
@@ -388,8 +389,7 @@ def format_amount(line: Line) -> str:
     if line.unit.startswith("bytes"):
         return bytes_text(line.amount) + line.unit.removeprefix("bytes")
     if line.unit == "seconds":
-        minutes = round(line.amount / 60)
-        return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else "< 1 min"
+        return span(line.amount)
     if line.unit == "parameters":
         amount, prefix = scaled(line.amount, 1000, ("", "k", "M", "G", "T"))
         return f"{amount:.3g} {prefix.replace('G', 'B')}"

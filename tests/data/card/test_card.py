@@ -181,7 +181,6 @@ def test_hub_reads_the_card(tmp_path: Path) -> None:
     assert card.data.to_dict()["configs"] == [
         {"config_name": "default", "data_files": [{"split": "train", "path": ["shards/*.jsonl"]}]}
     ]
-    assert (tmp_path / "runs0" / "mine" / "data" / "tokens.png").read_bytes().startswith(b"\x89PNG")
     assert text.count("\n### ") == 5
     assert "````text\nSo ```it``` is\n---\n" in text  # a fence longer than any in the text
     assert " [...]\n````" in text

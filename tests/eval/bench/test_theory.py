@@ -10,6 +10,8 @@ from torch import Tensor
 from draftsmith.eval.bench.theory import (
     LinearOperations,
     OverlapMeter,
+    expected_tokens,
+    operations_factor,
     theory_row,
 )
 from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
@@ -196,3 +198,13 @@ def test_theory_by_hand() -> None:
     assert at_once["c"] == 0.5
     assert at_once["best_gamma"] == 9  # .6^10 = .006 is the first power below .01
     assert (at_once["alpha_overlap"], at_once["operations_factor"]) == (None, None)
+
+
+def test_leviathans_table_1_is_reproduced() -> None:
+    """Operations and speed of a drafter without cost (2211.17192)."""
+    printed = {
+        (0.6, 2): (1.53, 1.96), (0.7, 3): (1.58, 2.53), (0.8, 2): (1.23, 2.44), (0.8, 5): (1.63, 3.69),
+        (0.9, 2): (1.11, 2.71), (0.9, 10): (1.60, 6.86),
+    }  # fmt: skip
+    found = {each: (operations_factor(*each, 0.0), expected_tokens(*each)) for each in printed}
+    assert {each: (round(first, 2), round(second, 2)) for each, (first, second) in found.items()} == printed

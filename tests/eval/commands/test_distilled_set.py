@@ -93,7 +93,7 @@ def test_the_card(folder: Path) -> None:
     place = RunFolder(own).root / "hub_data"
     shard, card = place / "shards" / "00001.jsonl", DatasetCard.load(place / "README.md")
     assert {f.relative_to(place).as_posix() for f in place.rglob("*") if f.is_file()} == {
-        "README.md", "card.json", "tokens.png", "shards/00001.jsonl",
+        "README.md", "card.json", "shards/00001.jsonl",
     }  # fmt: skip
     values, lines = card.data.to_dict(), [json.loads(line) for line in shard.read_text().splitlines()]
     stated = values["distilled"]
@@ -174,7 +174,7 @@ def test_by_way_of_the_hub(folder: Path, hub: FakeHub) -> None:
     result = call("push", own, "--data")
     name = f"{USER}/target-distilled"
     assert f"data.distill.engine=none data.conversations.source={name}" in result.output
-    assert set(hub.files(name)) == {"README.md", "card.json", "tokens.png", "shards/00001.jsonl"}
+    assert set(hub.files(name)) == {"README.md", "card.json", "shards/00001.jsonl"}
     assert b"license:\n- unknown" in hub.files(name)["README.md"]
     assert TOKEN.encode() not in b"".join(hub.files(name).values())
     again = recipe_of(folder, "again", name)

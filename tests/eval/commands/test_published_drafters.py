@@ -77,8 +77,8 @@ def test_missing_files_on_the_hub_are_reported(run: FinishedRun, hub: FakeHub) -
         return refused(run, "eval", f"eval.methods=[{{name: x, drafter: {location}}}]", "name=refused")
 
     assert "drafter of method x, nobody/nothing cannot be loaded" in (said := refusal("nobody/nothing"))
-    assert "the Hub shows no repository nobody/nothing to this token" in said
-    assert f"{REPO} has no such revision" in refusal(f"{REPO}@v9")
+    assert "RepositoryNotFoundError for nobody/nothing: " in said
+    assert f"RevisionNotFoundError for {REPO}: " in refusal(f"{REPO}@v9")
     hub.repos[REPO].commit({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x"})
     assert "this Hub repository holds no draftsmith drafter" in refusal(REPO)
     hub.repos[REPO].commit({"data.csv": b"1"})

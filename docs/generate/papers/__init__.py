@@ -1,4 +1,0 @@
-"""Tables and pictures of the papers' page (`docs/paper.md`), made from measured results.
-
-Read `tables` (which figures stand in which table), `pictures`, then `page`.
-"""
