@@ -162,7 +162,7 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
         "source/invalid conversations", r"3 \(1 empty assistant turn, .*, 3 valid conversations; .*skip_invalid=true",
     ),
     "no JSON": (
-        {"source": [*TALK, "{not json"]}, [], "source/invalid conversations", r"1 \(1 not JSON\).*skip_invalid=true",
+        {"source": [*TALK, "{not json"]}, [], "source/invalid conversations", r"1 \(not JSON\).*skip_invalid=true",
     ),
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (
