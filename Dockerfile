@@ -4,6 +4,7 @@
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 # python3-dev: torch.compile and Triton build with the headers; git: setuptools-scm reads the version.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

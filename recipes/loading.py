@@ -70,12 +70,21 @@ def _check_adapter(key: str, model: str | None) -> None:
     Raises:
         UserError: It is one.
     """
-    if model is None or not (file := Path(model).expanduser() / ADAPTER_FILE).is_file():
-        return
+    if model is not None and (file := Path(model).expanduser() / ADAPTER_FILE).is_file():
+        raise adapter_error(key, model, file)
+
+
+def adapter_error(key: str, model: str, file: Path) -> UserError:
+    """Return the error about a model that is a LoRA adapter.
+
+    Args:
+        key: Key of the recipe that names the model.
+        file: Its `adapter_config.json`.
+    """
     base = None
     with suppress(OSError, ValueError, AttributeError):
         base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    raise UserError(
+    return UserError(
         f"key `{key}`: {model} is a LoRA adapter of {base or 'another model'} ({ADAPTER_FILE}), not a whole model: "
         "merge the two with peft's `merge_and_unload()`, save model and tokenizer into a folder, and name that folder "
         "(docs/guides/train.md has the lines)"

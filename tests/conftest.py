@@ -22,8 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         has_kernels()
 
 
-# Modules with fixtures.
-pytest_plugins = ["support.finished_run", "support.tiny_runs", "support.tiny_disk"]
+# Modules with fixtures, each before those that import it.
+pytest_plugins = ["support.tiny_runs", "support.finished_run", "support.tiny_disk"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

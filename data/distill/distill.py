@@ -62,6 +62,7 @@ LONGEST_WRITE_INTERVAL_S = 1.0
 CONVERSATIONS_PER_WRITE = 1024  # of `engine: none`
 
 CUT_AT_FIRST, MOST_CUT_FRAC = 500, 0.2  # number of first answers that are checked, and their largest share of cut ones
+MANY_CUT_FRAC = 0.05  # share of conversations that lose answers, from which on there is advice
 CUT_SHORT = "answer cut short by max_new_tokens"
 PROMPT_TOO_LONG = "prompt too long"
 EMPTY_ANSWER = "empty answer"
@@ -106,9 +107,9 @@ class DistillReport:
         there = f"{self.already_done} were there already" if self.already_done else ""
         written = f"{self.kept} conversations written to {self.folder}" if self.kept or not there else ""
         lines = [", ".join(filter(None, (written, there)))]
-        ended = {"shortened": self.shortened, "failed": self.failed}
+        ended = {"shortened": self.shortened, "left out": self.failed}
         counted = [f"{what}: {counted_reasons(counts)}" for what, counts in ended.items() if counts]
-        if any(counts[CUT_SHORT] for counts in ended.values()):
+        if self.failed[CUT_SHORT] + self.shortened[CUT_SHORT] > MANY_CUT_FRAC * (self.kept + self.failed.total()):
             counted.append("raise data.distill.max_new_tokens, or keep cut answers with data.distill.cut_answers=keep")
         if engine_failures:
             counted.append("`draftsmith distill --retry-failed` tries the engine's failures again")

@@ -106,12 +106,17 @@ class TokenReport:
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
         extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
+        counts = {
+            "shortened by whole turns": self.shortened,
+            "cut in their first answer": self.answers_cut,
+            "too long": self.too_long,
+            "refused by the chat template": self.refused,
+            "examples of thoughts alone left out": self.thoughts_alone,
+        }
+        lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return (
-            f"{self.rows} rows{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
-            f"{self.path}; of {self.conversations} conversations {self.shortened} shortened by whole turns, "
-            f"{self.answers_cut} cut in their first answer, {self.too_long} too long, {self.refused} refused by the "
-            "chat template"
-            + (f", {self.thoughts_alone} rows of thoughts alone left out" if self.thoughts_alone else "")
+            f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
+            f"{self.path}{f'; of {self.conversations} conversations {lost}' if lost else ''}"
         )
 
 

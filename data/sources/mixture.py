@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 def counted_reasons(counts: Counter[str]) -> str:
-    """Write counts by reason for reports: `3 (2 empty turn, 1 not JSON)`."""
-    details = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    """Write counts by reason for reports: `3 (2 empty turn, 1 not JSON)`, `2 (not JSON)`."""
+    details = ", ".join(f"{count} {reason}" if len(counts) > 1 else reason for reason, count in counts.most_common())
     return f"{counts.total()} ({details})" if counts else "0"
 
 

@@ -78,7 +78,8 @@ def kinds_by_engine() -> list[str]:
     def support(kind: str, to: str) -> str:
         if (kind, to) not in EXPORTERS:
             return "-"
-        return "proven" if to in ("gguf", *IN_REAL_VLLM) else "by its rules"
+        shown = "proven" if to in ("gguf", *IN_REAL_VLLM) else "by its rules"
+        return f"{shown}, with one mask" if kind == "parallel" else shown
 
     columns = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "gguf"}
     lines = [f"| kind | own loop | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]

@@ -6,6 +6,8 @@ so that `--help` and a mistyped recipe respond immediately.
 
 import os
 import shlex
+import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -668,7 +670,7 @@ def _print_next_steps(*measured: Recipe, source: Path | None = None, overrides: 
             console.print(f"Drafter   {folder}", markup=False)
     if any(recipe.target.model == "embedded" for recipe in measured):
         console.print(
-            "\nNext: draftsmith demo (a chat model that gains); docs/guides/train.md is the road for your own"
+            f"\nNext: {_program()} demo (a chat model that gains); docs/guides/train.md is the road for your own"
         )
     elif source is not None:
         from draftsmith.models.formats.exporting import EXPORTERS
@@ -676,8 +678,14 @@ def _print_next_steps(*measured: Recipe, source: Path | None = None, overrides: 
         _print_next_command("export" if (measured[0].drafter.kind, "vllm") in EXPORTERS else "tune", source, overrides)
 
 
+def _program() -> str:
+    """Return the name by which the shell finds this program, which `make` runs out of its environment's folder."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "draftsmith" and shutil.which("draftsmith") is None else "draftsmith"
+
+
 def _print_next_command(command: str, recipe: Path, overrides: list[str] | None) -> None:
-    words = ["draftsmith", command, str(recipe), *(overrides or [])]
+    words = [_program(), command, str(recipe), *(overrides or [])]
     console.print(f"Next: {masked(shlex.join(words))}", markup=False)
 
 

@@ -32,6 +32,7 @@ from draftsmith.recipes.schema import EvalRecipe, MethodConfig, Recipe, TargetRe
 NAME = "shipped"
 DRAFTED = "bold green"
 LEGEND = Text.assemble(("Bold green", DRAFTED), ": drafted and accepted. The rest is the target's own.")
+WRONG = "This model is small and often wrong. The drafter changes no answer, only how long it takes."
 SHOWN_CHARS = 48
 TURNS = 3  # how often each question is answered, without and with the drafter
 IMPOSSIBLE = "(!)"
@@ -159,6 +160,8 @@ def demonstrate(
                 measured.answer(session, prompts[0], new_tokens, end_ids)
                 progress.update()
         console.print(LEGEND)
+        if target is None:
+            console.print(WRONG, style="dim")
         for text, prompt in zip(questions, prompts, strict=True):
             plains, drafts = list[AnswerRecord](), list[AnswerRecord]()
             for _ in range(TURNS):

@@ -11,7 +11,7 @@ Shapes: S tokens of an example.
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -284,10 +284,14 @@ def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diag
     unreadable, findings = _run_check("source", read_conversations), []
     if invalid := counts.total.invalid:
         counted = f"{counted_reasons(invalid)}, {len(found)} valid conversations"
-        stops = "distillation would stop: correct the source, or set data.conversations.skip_invalid=true"
-        skipped = "invalid ones are skipped: correct the source to use them"
         severity: Severity = "warning" if chosen.skip_invalid else "defect"
-        sentence = f"{counted}; {skipped if chosen.skip_invalid else stops}"
+        what = "invalid ones are skipped: correct the source to use them"
+        if not chosen.skip_invalid:
+            try:
+                deque(load_conversations(recipe, None, expected.tokenizer), maxlen=0)
+            except UserError as error:  # with the place of the first one, and the way out
+                what = f"distillation would stop at {error}"
+        sentence = f"{counted}; {what}"
         figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
         findings.append(Finding("invalid conversations", severity, sentence, figures))
     if unreadable:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from filelock import FileLock
 from huggingface_hub import hf_hub_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,7 +77,10 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
 
     what, location = "target.gguf_file", str(file)
     tokenizer = read_pretrained(what, location, lambda: read(AutoTokenizer))
-    model = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype))
+    # From 5.19 on transformers keeps the weights packed where it has kernels for them, and warns where it has none.
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    unpacked = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
+    model = read_pretrained(what, location, lambda: read(AutoModelForCausalLM, dtype=dtype, **unpacked))
     # A new model of the same architecture, as one that is marked as quantized cannot be saved.
     config = type(model.config).from_dict(
         {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from transformers import (
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, did_you_mean, reason
 from draftsmith.models.cpu_kernels import use_grouped_sdpa
@@ -33,12 +35,14 @@ from draftsmith.models.target.text_model import (
 )
 from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
 from draftsmith.models.weights import load_weights, read_pretrained, sampled_hash
+from draftsmith.recipes.loading import ADAPTER_FILE, adapter_error
 from draftsmith.recipes.schema import TargetRecipe
 
 # Variables that transformers, SGLang and vLLM pass to a chat template themselves.
 BUILTIN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
+NO_CONFIG = "Unrecognized model"  # of transformers, for a repository without config.json
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
 
@@ -153,7 +157,8 @@ def weights_hash(recipe: TargetRecipe) -> str | None:
     """Return a hash of the weights' files in the target's folder, or the Hub's commit; loads no weights."""
     folder = Path(target_location(recipe))
     if not folder.is_dir():
-        return getattr(load_target_config(recipe), "_commit_hash", None)
+        load_target_config(recipe)
+        return _hub_commit(str(folder), recipe.revision)
     return sampled_hash([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 
@@ -164,7 +169,20 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
         UserError: The config cannot be found or read, or is not that of a decoder-only model.
     """
     location, where = target_location(recipe), _where(recipe)
-    config = _read(location, lambda: AutoConfig.from_pretrained(location, **where))
+
+    def read() -> PreTrainedConfig:
+        try:
+            config = AutoConfig.from_pretrained(location, **where)
+        except ValueError as error:
+            if NO_CONFIG in str(error):
+                _check_hub_adapter(recipe, location, recipe.revision)
+            raise
+        # An adapter may bring its base's config. The Hub is not asked again about a commit.
+        if not Path(location).is_dir() and (commit := _hub_commit(location, recipe.revision)) is not None:
+            _check_hub_adapter(recipe, location, commit)
+        return config
+
+    config = _read(location, read)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"target.model {recipe.model} is an encoder-decoder ({config.model_type}); speculative decoding here needs "
@@ -176,6 +194,24 @@ def load_target_config(recipe: TargetRecipe) -> PreTrainedConfig:
             "attend to later ones; speculative decoding here needs a causal language model such as Llama or Qwen"
         )
     return config
+
+
+def _hub_commit(location: str, revision: str | None) -> str | None:
+    """Return the commit of a Hub repository whose config was read before: its folder in the cache has that name."""
+    file = try_to_load_from_cache(location, "config.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
+def _check_hub_adapter(recipe: TargetRecipe, location: str, revision: str | None) -> None:
+    """Check that a repository of the Hub is no LoRA adapter; a folder is checked with the recipe.
+
+    Raises:
+        UserError: It is one.
+    """
+    causes = ("gated_repo", "missing_entries", "connection_errors")
+    quietly = {f"_raise_exceptions_for_{cause}": False for cause in causes}
+    if (file := cached_file(location, ADAPTER_FILE, revision=revision, **quietly)) is not None:
+        raise adapter_error("target.model", recipe.model, Path(file))
 
 
 def target_without_weights(recipe: TargetRecipe) -> PreTrainedModel:

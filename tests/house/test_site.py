@@ -30,6 +30,9 @@ def test_site_builds(tmp_path: Path) -> None:
     assert [found for text in pages.values() for found in FETCHED.findall(text)] == []
     for name in MADE:
         assert len(re.findall("<(?:tr|h2|h3)", pages[f"reference/{name}.html"])) > 10, name
+    # From the disk the search reads its index out of a script, in a frame instead of a worker.
+    assert (tmp_path / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = ")
+    assert '<script src="../styles/iframe-worker.js"' in pages["guides/train.html"]
     source = tmp_path / "source" / "eval" / "trees" / "verify.py.txt"
     assert source.read_bytes() == (ROOT / "eval" / "trees" / "verify.py").read_bytes()
 

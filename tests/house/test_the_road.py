@@ -6,6 +6,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from peft import LoraConfig, get_peft_model
 from support.chat_families import FAMILIES
 from support.places import ROOT
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from typer.testing import CliRunner
 
+from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.loading import load_recipe
 
 PAGE = ROOT / "docs" / "guides" / "train.md"
 # Small sizes, in addition to the keys set on the page; the rest is the shipped recipe's.
@@ -70,6 +75,27 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "questions.jsonl").write_text(json.dumps(question))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_lora_adapter_is_merged_by_the_lines_of_the_guide(workplace: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained("target")
+    ids = torch.arange(12)[None]
+    logits = base(ids).logits
+    adapted = get_peft_model(base, LoraConfig(init_lora_weights=False, target_modules=["q_proj", "down_proj"]))
+    adapted.save_pretrained("my-lora")
+    AutoTokenizer.from_pretrained("target").save_pretrained("my-lora")
+    with pytest.raises(UserError, match=r"my-lora is a LoRA adapter of target .*train\.md has the lines"):
+        load_recipe("quickstart", ["target.model=my-lora"])
+    lines = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert lines is not None
+    exec(textwrap.dedent(lines[1]), {})
+    recipe = load_recipe("quickstart", ["target.model=my-merged", "target.device=cpu", "target.dtype=float32"])
+    merged, _ = load_target(recipe.target)
+    wanted = adapted(ids).logits
+    error, change = (merged(ids).logits - wanted).abs().max(), (logits - wanted).abs().max()
+    assert error < 0.1 * change  # bf16 rounds the merged weights
 
 
 def launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

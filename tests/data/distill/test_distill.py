@@ -206,7 +206,12 @@ def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
     by_question = load_answered(tmp_path / "out")
     assert "alone" not in by_question
     assert [turn.role for turn in by_question["one"].turns] == ["user", "assistant"]
-    assert "1 (1 answer cut short by max_new_tokens)" in report.sentence()
+    cut = "left out: 1 (answer cut short by max_new_tokens)"
+    assert cut in report.sentence()
+    assert "; raise data.distill.max_new_tokens" in report.sentence()
+    report.kept = 99  # one in a hundred needs no advice
+    assert cut in report.sentence()
+    assert "raise" not in report.sentence()
 
 
 def test_many_cut_answers_stop_distillation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +269,7 @@ def test_prompts_too_long_for_the_target_are_failures(source: Path, tmp_path: Pa
 def test_empty_answers_are_dropped_and_only_empty_ones_are_an_error(source: Path, tmp_path: Path) -> None:
     engine = HashEngine(tiny_tokenizer(templates.CHATML))
     engine.answer = lambda prompt: " "  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(7 empty answer\)"):
+    with pytest.raises(UserError, match=r"none of the 7 conversations gave an answer.*: 7 \(empty answer\)"):
         run(make_recipe(source), tmp_path / "out", engine)
     # Failures before the first answer are not stored, so all requests are first attempts.
     again = run(make_recipe(source), tmp_path / "out", HashEngine(engine.tokenizer))
@@ -370,9 +375,7 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
     out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
     first, second = make_recipe(source), make_recipe(source, temperature=0.5)
     tokenizer = tiny_tokenizer(templates.CHATML)
-    with pytest.raises(
-        UserError, match=r"none of the 7 conversations .* 7 \(7 HTTP 400\); change the recipe and run it"
-    ):
+    with pytest.raises(UserError, match=r"none of the 7 conversations .* 7 \(HTTP 400\); change the recipe and run it"):
         run(first, out, FailingEngine(tokenizer))
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))

@@ -208,6 +208,6 @@ def test_thoughts_carry_no_loss_if_masked(tmp_path: Path) -> None:
     assert list(map(tokenizer.decode, learned)) == ["\n\nBye<|im_end|>", "\n\nHello<|im_end|>"]
     thoughts = sum(each.index(around[1]) + 1 for each in ids) + len(tokenizer.encode("<think>\none"))
     assert (report.rows, report.thoughts_alone, report.reasoning_tokens) == (2, 1, thoughts)
-    assert ", 1 rows of thoughts alone left out" in report.sentence()
+    assert "1 examples of thoughts alone left out" in report.sentence()
     with pytest.raises(UserError, match=r"no token \[THINK\], .* set data.reasoning_tokens to the tokens"):
         reasoning_ids(tokenizer, DataRecipe(reasoning="mask", reasoning_tokens=("[THINK]", "</think>")))

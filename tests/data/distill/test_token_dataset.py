@@ -104,7 +104,7 @@ def test_too_long_conversations_are_cut_or_counted(tmp_path: Path) -> None:
     length = len(tokenize_conversation(tiny_tokenizer(templates.CHATML), last).input_ids)
     report = build(tmp_path, max_length_tokens=length)
     assert (report.rows, report.shortened, report.too_long) == (2, 1, 1)
-    assert "1 shortened by whole turns, 0 cut in their first answer, 1 too long" in report.sentence()
+    assert "; of 3 conversations 1 shortened by whole turns, 1 too long" in report.sentence()
     rows = load(tmp_path)["input_ids"]
     assert rows[0] == rows[1]
 

@@ -135,7 +135,7 @@ def test_mixture_of_two_sources(tmp_path: Path) -> None:
     assert (counts.by_source["long"].read, counts.by_source["long"].kept) == (5, 5)
     prompts = counts.by_source["prompts"]
     assert (prompts.read, prompts.kept, prompts.duplicates, prompts.invalid) == (4, 2, 1, {"not JSON": 1})
-    assert prompts.sentence() == "2 of 4 records kept, invalid: 1 (1 not JSON), duplicates: 1"
+    assert prompts.sentence() == "2 of 4 records kept, invalid: 1 (not JSON), duplicates: 1"
     few = make_recipe("stdlib", mixture=entries, limit=4)
     assert [c.turns[0].content for c in load_conversations(few)] == ["a", "x", "b", "c"]
 

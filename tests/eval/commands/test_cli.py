@@ -105,6 +105,11 @@ def test_next_command_is_quoted_and_json_path_expands_home(tmp_path: Path, monke
     assert shlex.split(next_line) == ["draftsmith", "eval", str(recipe), *overrides]
     assert (home / "plans" / "rows.json").is_file()
     assert not list(here.iterdir())
+    # `make` runs the program out of its environment's folder, where the shell finds no `draftsmith`.
+    monkeypatch.setattr(sys, "argv", [".venv/bin/draftsmith"])
+    monkeypatch.setenv("PATH", str(home))
+    result = RUNNER.invoke(cli.app, ["train", str(recipe)])
+    assert shlex.split(result.stdout.splitlines()[-1]) == ["Next:", ".venv/bin/draftsmith", "eval", str(recipe)]
 
 
 def test_help_and_a_mistyped_recipe_import_no_large_library() -> None:

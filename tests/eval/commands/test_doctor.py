@@ -162,7 +162,11 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
         "source/invalid conversations", r"3 \(1 empty assistant turn, .*, 3 valid conversations; .*skip_invalid=true",
     ),
     "no JSON": (
-        {"source": [*TALK, "{not json"]}, [], "source/invalid conversations", r"1 \(1 not JSON\).*skip_invalid=true",
+        {"source": [*TALK, "{not json"]}, [], "source/invalid conversations", r"1 \(not JSON\).*skip_invalid=true",
+    ),
+    "another prompt column": (
+        {"source": [*TALK, {"q": "hi"}]}, [], "source/invalid conversations",
+        r"would stop at .*: a conversation needs .*columns\.prompt names it\), this one has `q`; fix it",
     ),
     "no such file": ({}, ["data.conversations.source=gone.jsonl"], "source/source", "gone.jsonl does not exist"),
     "too long": (

@@ -117,7 +117,9 @@ def test_terminal_table() -> None:
     assert "do not have the target's distribution" in " ".join(text.split())
     assert "commits more tokens" in text
     assert "four million parameters" not in text
-    assert "four million parameters" in render_table(SUMMARY, is_embedded=True)
+    embedded = render_table(SUMMARY, baseline=BASELINE, is_embedded=True)
+    assert "four million parameters" in embedded
+    assert ("GB/s" in text, "GB/s" in embedded) == (True, False)
     # A long name hides no figure, and a name is text, not markup.
     long = [row("a-recipe-with-a-rather-long-name/[red]its-method", "overall", tau=2.71)]
     text = render_table([*SUMMARY, *long], 80)

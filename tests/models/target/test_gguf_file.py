@@ -1,5 +1,6 @@
 """A GGUF file as the target: equal logits, converted once, cached by the hash of its content."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def interleave_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama") -> None:
-    """Write the names of llama.cpp's converter, in F32, with a byte-level vocabulary."""
+def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama", quantized: bool = False) -> None:
+    """Write the names of llama.cpp's converter, in F32 or, if `quantized`, Q8_0, with a byte-level vocabulary."""
     writer, config = gguf.GGUFWriter(str(file), architecture), model.config
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -63,7 +64,13 @@ def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str = "llama")
         if "q_proj" in name or "k_proj" in name:
             weight = interleave_halves(weight, HEADS if "q_proj" in name else KV_HEADS)
         stem, _, suffix = name.rpartition(".")
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weight.numpy())
+        kind = (
+            gguf.GGMLQuantizationType.Q8_0
+            if quantized and weight.shape[-1] % 32 == 0
+            else gguf.GGMLQuantizationType.F32
+        )
+        name = f"{names.get_name(stem)}.{suffix}"
+        writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -84,6 +91,19 @@ def test_logits_equal_those_of_the_model(recipe: TargetRecipe) -> None:
     assert target.dtype == torch.float32
     assert tokenizer.chat_template == TEMPLATE
     assert (tokenizer.eos_token, tokenizer.decode(tokenizer("Hi, you").input_ids)) == ("</s>", "Hi, you")
+
+
+def test_quantized_weights_are_unpacked_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(), quantized=True)
+    recipe = TargetRecipe(model=str(tmp_path), gguf_file="tiny.gguf", dtype="bfloat16")
+    weights = AutoModelForCausalLM.from_pretrained(converted_folder(recipe), dtype="auto").state_dict()
+    for name, weight in tiny_llama().state_dict().items():
+        step = weight.abs().max() * (1 / 127 + 1 / 256)  # of Q8_0, and of bf16
+        assert (weights[name].float() - weight).abs().max() <= step, name
+    assert caplog.messages == []
 
 
 def test_converted_folder_is_an_ordinary_checkpoint(recipe: TargetRecipe) -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config
 from draftsmith.errors import UserError
 from draftsmith.models.target import loading as target_module
 from draftsmith.models.target.features import target_features
-from draftsmith.models.target.loading import load_target, with_variables
+from draftsmith.models.target.loading import load_target, load_target_config, weights_hash, with_variables
 from draftsmith.recipes.schema import TargetRecipe
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -77,6 +77,35 @@ def test_unreachable_hub_id_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(target_module.AutoConfig, "from_pretrained", raise_unreachable)
     with pytest.raises(UserError, match=r"owner/model cannot be loaded \(we could not connect.*this machine can reach"):
         load_target(TargetRecipe(model="owner/model"))
+
+
+@pytest.mark.parametrize("files", [("adapter_config.json",), ("config.json", "adapter_config.json"), ("config.json",)])
+def test_lora_adapter_on_the_hub_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...]
+) -> None:
+    """With the config of its base too, as some trainers push it; a whole model's config is read."""
+    snapshot, revisions = tmp_path / "snapshots" / ("1" * 40), {}
+    LlamaConfig(vocab_size=20).save_pretrained(snapshot)
+    (snapshot / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
+
+    def look_up(repo: str, file: str, revision: str | None = None, **_: Any) -> str | None:
+        assert repo == "me/mine"
+        revisions[file] = revision
+        return str(snapshot / file) if file in files else None
+
+    monkeypatch.setattr(target_module, "cached_file", look_up)
+    monkeypatch.setattr("transformers.configuration_utils.cached_file", look_up)
+    monkeypatch.setattr(target_module, "try_to_load_from_cache", look_up)
+    recipe = TargetRecipe(model="me/mine", revision="v2")
+    if "adapter_config.json" in files:
+        with pytest.raises(
+            UserError, match=r"^key `target\.model`: me/mine is a LoRA adapter of Qwen/Qwen3-8B .*merge_and"
+        ):
+            load_target_config(recipe)
+    else:
+        assert load_target_config(recipe).vocab_size == 20
+        assert weights_hash(recipe) == "1" * 40
+    assert revisions == {"config.json": "v2", "adapter_config.json": "1" * 40 if "config.json" in files else "v2"}
 
 
 def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
