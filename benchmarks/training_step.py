@@ -65,8 +65,6 @@ from draftsmith.train.features.write import row_features, shard_features
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = ("folded", "dense")
-# Of `attention` and `bound`; flex has no backward on a CPU.
-DEVICE_BACKENDS = (*BACKENDS, "flex") if DEVICE.type == "cuda" else BACKENDS
 HEADS, HEAD_SIZE = 4, 64
 BATCH_SIZE, NUM_ROWS, DISK_DTYPE = 4, 32, "bfloat16"
 
@@ -106,7 +104,7 @@ def measure_attention(length: int, masks: int, turns: int) -> dict[str, Any]:
         out = group_attention(qkv[0], qkv[1], qkv[2], backend=backend)
         out.backward(torch.ones_like(out))
 
-    works = {backend: partial(forward_backward, backend) for backend in DEVICE_BACKENDS}
+    works = {backend: partial(forward_backward, backend) for backend in BACKENDS}
     times_s = in_turns(works, DEVICE, turns, warmup=1)
     milliseconds = {f"{backend}_ms": 1e3 * median(times) for backend, times in times_s.items()}
     mask_bytes = (length * (masks + 1)) ** 2
@@ -179,7 +177,7 @@ def measure_bound(shape: str, length: int, masks: int, turns: int) -> dict[str, 
     torch.manual_seed(0)
     target = random_target(shape, DEVICE)
     use_grouped_sdpa(target)
-    return {backend: step_beside_its_parts(target, backend, length, masks, turns) for backend in DEVICE_BACKENDS}
+    return {backend: step_beside_its_parts(target, backend, length, masks, turns) for backend in BACKENDS}
 
 
 def step_beside_its_parts(target: PreTrainedModel, backend: str, length: int, masks: int, turns: int) -> dict[str, Any]:

@@ -93,8 +93,7 @@ class Drafter(WithoutEmbeddings):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self._attached: Attached | None = None
-        # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
-        self.training_step, self.training_progress_frac = 0, 1.0
+        self.training_step = 0  # optimiser steps done, which the trainer keeps up to date
         # Generator of training's random draws (noise, rows to keep); by default torch's own.
         self.generator: torch.Generator | None = None
         # The target's layers that it reads, ids of `FeatureTap`; whether a first token, without a feature, has a row.
@@ -166,11 +165,6 @@ class Drafter(WithoutEmbeddings):
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
 
-    @property
-    def depth_shares(self) -> list[float]:
-        """Return each depth's share in the loss, [G], at this point of the training; after it in evaluation."""
-        return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
-
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
 
@@ -220,7 +214,7 @@ class Drafter(WithoutEmbeddings):
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
         mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
-        credit, shares_g = self.config.options.credit, as_tensor_like(self.depth_shares, hidden_nd)
+        credit, shares_g = self.config.options.credit, as_tensor_like(self.config.options.depth_shares, hidden_nd)
         parts = list[Part]()
         for head, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)

@@ -1,9 +1,6 @@
 """Weights of rows in the loss of a training step, by depth and by the drafter's success in their group.
 
-`depth_weights` gives each depth its share of the loss, a mean over the depth's own rows. With equal
-weights from the first step on, the easy part of the deep depths (their marginals) drowns the hard part of the first one
-(copying), which forms late: with `depth_ramp` training starts with depth 1 alone and lets the others in one after the
-other, as a function of progress alone.
+`depth_weights` gives each depth its share of the loss, a mean over the depth's own rows.
 
 `dpace_alpha` is D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810), which weighs every row by what it is
 worth to the drafted length of its group. With q_i the drafter's probability of the label at depth i,
@@ -34,26 +31,11 @@ from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput, HeadLoss, safe_denominator
 
 
-def depth_shares(weights: Sequence[float], ramp_frac: float = 0.0, progress_frac: float = 1.0) -> list[float]:
-    """Return each depth's share in the loss, sum 1: lambda_j s**j, normalised, s rising linearly from 0 to 1.
-
-    With lambda_j = d**j this is (d s)**j: the decay itself goes from 0 to d.
-
-    Args:
-        weights: lambda_j > 0 of each depth, from the first (j = 0).
-        ramp_frac: Share of the training in which s reaches 1; 0 for s = 1 throughout.
-        progress_frac: Share of the optimiser steps that are done.
-    """
-    s = 1.0 if progress_frac >= ramp_frac else progress_frac / ramp_frac
-    ramped = [weight * s**j for j, weight in enumerate(weights)]
-    return [weight / sum(ramped) for weight in ramped]
-
-
 def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor | None) -> Tensor:
     """Return weights [M]: the depth's share over the number of its rows, 0 where the mask is 0.
 
     Args:
-        shares_g: [G] of `depth_shares`.
+        shares_g: [G] of the options' `depth_shares`.
         depth_m: [M] from 0.
         mask_m: [M] 1 for the rows that count.
         counts_g: [G] rows of each depth in the whole batch; by default these are all.
@@ -82,7 +64,7 @@ def sum_losses(
     Args:
         groups: Groups of the step.
         parts: The labelled rows of each head.
-        shares_g: [G] of `depth_shares`.
+        shares_g: [G] of the options' `depth_shares`.
         counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
         credit: How rows are weighted by their group, if at all.
     """
