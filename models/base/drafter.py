@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead, DraftVocab, MarkovHead
-from draftsmith.models.base.weights import Auxiliary, Part, sum_losses, weigh_by_depth
+from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
+from draftsmith.models.base.weights import Auxiliary, HeadRows, sum_losses, weigh_by_depth
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
-from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss
+from draftsmith.models.loss import DrafterOutput, as_tensor_like, has_teacher, head_loss
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 from draftsmith.models.target_logits import LogitShape, logit_shape
 
@@ -39,31 +39,6 @@ class Attached:
     embedding: nn.Module
     lm_head: nn.Module
     shape: LogitShape  # scale and cap from the LM head's product to logits
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """The M labelled rows that an LM head reads, and their losses through it.
-
-    Args:
-        hidden_nd: Of all rows, as `hidden_states` gives them.
-        place_m: Places of the labelled rows among the N.
-        normed_md: The head's inputs.
-        depth_m, before_m: The depth of each row, and the place of the token before its label, see `Groups.labels`.
-        rows_m: The labels' rows of the head, see `DraftHead.rows_of`.
-        features_pd: [P, D] that the target's head reads, if there is a teacher.
-    """
-
-    groups: Groups
-    hidden_nd: Tensor
-    place_m: Tensor
-    normed_md: Tensor
-    depth_m: Tensor
-    before_m: Tensor
-    rows_m: Tensor
-    head: DraftHead
-    result: HeadLoss
-    features_pd: Tensor | None
 
 
 class WithoutEmbeddings(PreTrainedModel):
@@ -86,10 +61,6 @@ class Drafter(WithoutEmbeddings):
     # Ways of training that the kind does not support, with the reason for the user.
     unsupported: ClassVar[Mapping[Feature, str]] = {}
 
-    d2t: Tensor
-    t2d: Tensor
-    reduced_head: nn.Linear
-
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self._attached: Attached | None = None
@@ -100,6 +71,8 @@ class Drafter(WithoutEmbeddings):
         self.feature_layers = tuple(getattr(config, "feature_layers", None) or (FINAL_FEATURES,))
         self.reads_first_token: bool = config.first_token
         self.token_counts_v: Tensor | None = None  # of the data, once it is prepared
+        # Weight of the loss through LM heads, and whether the auxiliary loss reads each row's alpha.
+        self.head_weight, self.needs_acceptance = 1.0, False
         self.build(config)
         self.post_init()
         vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
@@ -145,7 +118,7 @@ class Drafter(WithoutEmbeddings):
     @property
     def needs_teacher(self) -> bool:
         """Return whether the loss compares with the target's distribution, so that it needs `teacher_features`."""
-        return has_teacher(self.config.loss)
+        return has_teacher(self.config.loss) or self.needs_acceptance
 
     def training_features(
         self,
@@ -214,28 +187,29 @@ class Drafter(WithoutEmbeddings):
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
         mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
-        credit, shares_g = self.config.options.credit, as_tensor_like(self.config.options.depth_shares, hidden_nd)
-        parts = list[Part]()
-        for head, place_m, normed_md in self.head_inputs(groups, hidden_nd):
+        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, Auxiliary | None]]()
+        shares_g = as_tensor_like(options.depth_shares, hidden_nd)
+        for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
-            rows_m = head.rows_of(label_m)  # of the head
+            tokens_m, rows_m = groups.input_ids.flatten()[before_m], vocab.rows_of(label_m)
+            mask_m = vocab.mask_of(rows_m, shares_g.dtype)
             counts_g = None if label_counts is None else label_counts[1]
-            weights_m = weigh_by_depth(shares_g, depth_m, head.mask_of(rows_m, shares_g.dtype), counts_g)
+            weights_m = weigh_by_depth(shares_g, depth_m, mask_m, counts_g)
             result = head_loss(
                 normed_md,
-                head.linear,
+                linear,
                 rows_m,
-                weights_m if credit is None else None,
-                head.loss,
-                head.teacher_of(features_pd, before_m, mass_p),
-                None if head.markov is None else head.markov.factors(groups.input_ids.flatten()[before_m]),
-                head.shape,
-                is_reduced=head.t2d is not None,
-                needs_acceptance=head.needs_acceptance,
+                weights_m if options.credit is None else None,
+                options.loss,
+                vocab.teacher(features_pd, before_m, mass_p),
+                None if self.markov_head is None else self.markov_head.factors(tokens_m),
+                vocab.shape,
+                is_reduced=vocab.is_reduced,
+                needs_acceptance=self.needs_acceptance,
             )
-            rows = HeadRows(groups, hidden_nd, place_m, normed_md, depth_m, before_m, rows_m, head, result, features_pd)
-            parts.append((place_m, rows_m, result, head.weight, weights_m, self.auxiliary_loss(rows)))
-        return sum_losses(groups, parts, shares_g, label_counts, credit)
+            rows = HeadRows(place_m, depth_m, before_m, tokens_m, rows_m, mask_m, weights_m, linear, normed_md, result)
+            heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
+        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, options.credit)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
@@ -246,12 +220,21 @@ class Drafter(WithoutEmbeddings):
         """
         raise NotImplementedError
 
-    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
         raise NotImplementedError
 
-    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary | None:
-        """Return a loss that a kind adds to the loss through an LM head; by default none."""
+    def auxiliary_loss(
+        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
+    ) -> Auxiliary | None:
+        """Return a loss that a kind adds to the loss through an LM head; by default none.
+
+        Args:
+            rows: Rows of the head.
+            groups: Groups of the batch.
+            hidden_nd: Result of `hidden_states`.
+            features_pd: [P, D] that the target's head reads, if there is a teacher.
+        """
         return None
 
     def saved_values(self, num_rows: int, num_labels: int) -> int:

@@ -23,9 +23,10 @@ Shapes: P = B*S tokens = groups, G depths, M labelled rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput, HeadLoss, safe_denominator
@@ -44,26 +45,54 @@ def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: 
     return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
 
 
+@dataclass(frozen=True)
+class HeadRows:
+    """The M labelled rows that an LM head reads, and their losses through it.
+
+    Args:
+        place_m: Places of the rows among the N.
+        depth_m, before_m: The depth of each row, and the place of the token before its label, see `Groups.labels`.
+        tokens_m: These tokens.
+        rows_m: The labels' rows of the head, see `DraftVocab.rows_of`.
+        mask_m: 1 for the rows with loss, see `DraftVocab.mask_of`.
+        weights_m: Of the rows' losses, by depth.
+        linear: The head.
+        normed_md: Its inputs.
+    """
+
+    place_m: Tensor
+    depth_m: Tensor
+    before_m: Tensor
+    tokens_m: Tensor
+    rows_m: Tensor
+    mask_m: Tensor
+    weights_m: Tensor
+    linear: nn.Linear
+    normed_md: Tensor
+    result: HeadLoss
+
+
 # An auxiliary loss: losses [M]; 1 for the rows that count [M], which are those that the loss through the head reads, or
 # None for all; bool [M] whether the label is drafted, None for whether it is the head's argmax.
 Auxiliary = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-# The rows of one head: their places among the N; their labels as rows of the head, below 0 for those that it has not;
-# the losses through the head, their weight as a whole and by depth [M]; the auxiliary loss.
-Part = tuple[Tensor, Tensor, HeadLoss, float, Tensor, Auxiliary | None]
 # D-PACE's alpha, and whether a group counts up to its first error only.
 Credit = tuple[float | None, bool]
 
 
 def sum_losses(
-    groups: Groups, parts: Sequence[Part], shares_g: Tensor, counts_2g: Tensor | None, credit: Credit | None
+    groups: Groups,
+    heads: Sequence[tuple[HeadRows, Auxiliary | None]],
+    weight: float,
+    shares_g: Tensor,
+    counts_2g: Tensor | None,
+    credit: Credit | None,
 ) -> DrafterOutput:
     """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
 
     Args:
         groups: Groups of the step.
-        parts: The labelled rows of each head.
+        heads: The rows of each LM head, and their auxiliary loss.
+        weight: Weight of the losses through heads, relative to 1 for the auxiliary losses.
         shares_g: [G] of the options' `depth_shares`.
         counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
         credit: How rows are weighted by their group, if at all.
@@ -71,20 +100,20 @@ def sum_losses(
     batch, num_depths, length = groups.labels_bgs.shape
     losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
     depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-    for place_m, rows_m, result, weight, weights_m, auxiliary in parts:
-        depth_m, _, _ = groups.labels(place_m)
-        depths.append(depth_m)
-        slots.append(groups.token_n[place_m] * num_depths + depth_m)
-        nats.append(result.cross_entropy_n.masked_fill(rows_m < 0, float("inf")))
+    for rows, auxiliary in heads:
+        result = rows.result
+        depths.append(rows.depth_m)
+        slots.append(groups.token_n[rows.place_m] * num_depths + rows.depth_m)
+        nats.append(result.cross_entropy_n.masked_fill(rows.rows_m < 0, float("inf")))
         correct.append(result.correct_n)
         losses.append(weight * result.loss)
-        terms.append((slots[-1], weight * result.losses_n, weights_m))
+        terms.append((slots[-1], weight * result.losses_n, rows.weights_m))
         if auxiliary is not None:
             losses_m, mask_m, drafted_m = auxiliary
             correct[-1] = result.correct_n if drafted_m is None else drafted_m
             counts_g = None if counts_2g is None else counts_2g[int(mask_m is not None)]
             mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
-            terms.append((slots[-1], losses_m, weigh_by_depth(shares_g, depth_m, mask_m, counts_g)))
+            terms.append((slots[-1], losses_m, weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)))
             losses.append((losses_m * terms[-1][2]).sum())
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
     if credit is not None:

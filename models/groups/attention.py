@@ -177,8 +177,8 @@ def group_attention(
     key = torch.arange(num_depths * length, device=q_bhqsd.device)
     document_s = None if documents is None else number_documents(documents, length)
     mask = group_mask(key[-query_depths * length :, None], key, length, causal, window, document_s)
-    parts = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
-    out = F.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=True)
+    q_bhtd, k_bhtd, v_bhtd = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
+    out = F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
     return out.unflatten(2, (query_depths, length))
 
 
@@ -216,13 +216,13 @@ class _FoldedGroupAttention(torch.autograd.Function):
         q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *states = ctx.saved_tensors
         query_depths, num_masks = grad_out_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = ctx.past.backward(
+            states,
             grad_out_bhqsd.flatten(1, 2),
             q_folded,
             k_bhgsd[:, :, 0],
             v_bhgsd[:, :, 0],
             out_folded,
             lse_folded,
-            states=states,
         )
         grad_q = grad_q_folded.unflatten(1, (-1, query_depths))
         if num_masks == 0:
@@ -253,13 +253,13 @@ def _from_rows(rows: Tensor, num_queries: int) -> Tensor:
 
 def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float, causal: bool) -> Tensor:
     """Compute scores [B, Hkv, S, R*M, K] of the last M masks; if causal, mask j sees masks 1..j, the rest is -inf."""
-    if not causal:
-        return (q_rows @ k_bhskd.mT).mul_(scale)
-    num_masks = k_bhskd.shape[3]
-    hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
-    hidden = hidden.triu(1 + num_masks - num_queries)
     scores = (q_rows @ k_bhskd.mT).mul_(scale)
-    return scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
+    if causal:
+        num_masks = k_bhskd.shape[3]
+        hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
+        hidden = hidden.triu(1 + num_masks - num_queries)
+        scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
+    return scores
 
 
 def _merge_own_group(
@@ -278,15 +278,10 @@ def _merge_own_group(
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
     scores = _own_scores(q_rows, k_bhskd, num_queries, scale, causal)
     merged_bhms = torch.logaddexp(lse_bhms, _from_rows(scores.logsumexp(-1), num_queries))
-    p_rows = scores.sub_(_rows_of_positions(merged_bhms, num_kv_heads)).exp_()
+    p_rows = scores.sub_(_rows(merged_bhms.unsqueeze(-1), num_kv_heads)).exp_()
     out_bhmsd.mul_((lse_bhms - merged_bhms).exp_().unsqueeze(-1))
     out_bhmsd.add_(_from_rows(p_rows @ v_bhskd, num_queries))
     lse_bhms.copy_(merged_bhms)
-
-
-def _rows_of_positions(values_bhms: Tensor, num_kv_heads: int) -> Tensor:
-    """Reshape [B, H, M, S] -> [B, Hkv, S, R*M, 1]."""
-    return values_bhms.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3).flatten(3, 4).unsqueeze(-1)
 
 
 def _own_group_backward(
@@ -306,7 +301,7 @@ def _own_group_backward(
     dtype = lse_bhms.dtype
     q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhmsd, grad_out_bhmsd, out_bhmsd))
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    lse_rows = _rows_of_positions(lse_bhms, num_kv_heads)
+    lse_rows = _rows(lse_bhms.unsqueeze(-1), num_kv_heads)
     p_rows = _own_scores(q_rows, k_bhskd, num_queries, scale, causal).sub_(lse_rows).exp_()
     # dS = P * (dP - rowsum(dO * O)), with the merged O
     grad_p_rows = grad_out_rows @ v_bhskd.mT
@@ -342,19 +337,19 @@ class _Past:
         outs, lses, states = zip(*by_document, strict=True)
         return _joined(outs), _joined(lses), [state for there in states for state in there]
 
-    def backward(self, *given: Tensor, states: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of queries, keys and values.
 
         Args:
-            given: Gradient of the output, queries, keys, values, and merged output and log-sum-exp.
             states: Of the forward.
+            given: Gradient of the output, queries, keys, values, and merged output and log-sum-exp.
         """
         if _has_flash(given[1]):
-            return self._flash_backward(*given, states=states)
+            return self._flash_backward(states, *given)
         by_document = self._by_document(*given)
         each = len(states) // len(by_document)
         grads = [
-            self._fused_backward(*parts, states=states[number * each : (number + 1) * each])
+            self._fused_backward(states[number * each : (number + 1) * each], *parts)
             for number, parts in enumerate(by_document)
         ]
         grad_q, grad_k, grad_v = map(_joined, zip(*grads, strict=True))
@@ -395,13 +390,13 @@ class _Past:
 
     def _fused_backward(
         self,
+        states: list[Tensor],
         grad_out: Tensor,
         q_bhsd: Tensor,
         k_bhsd: Tensor,
         v_bhsd: Tensor,
         out: Tensor,
         lse: Tensor,
-        states: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of `_fused_forward`; as `backward`."""
         if q_bhsd.device.type == "cpu":
@@ -467,13 +462,13 @@ class _Past:
 
     def _flash_backward(
         self,
+        states: list[Tensor],
         grad_out: Tensor,
         q_bhsd: Tensor,
         k_bhsd: Tensor,
         v_bhsd: Tensor,
         out: Tensor,
         lse: Tensor,
-        states: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of `_flash_forward`; as `backward`."""
         bounds_d, longest = self._bounds(q_bhsd)
