@@ -19,12 +19,14 @@ from pydantic import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.weights import Credit
 from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.loss import LOSSES, LossName
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
+
+# D-PACE's alpha, and whether a group counts up to its first error only.
+Credit = tuple[float | None, bool]
 
 
 def one_message(message: str) -> WrapValidator:
@@ -194,7 +196,7 @@ class DepthOptions(DrafterOptions):
         le=1,
         description="alpha of D-PACE's loss weights, which replace `depth_weights`: a depth is weighted by the "
         "drafter's probability of the labels before it, smoothed with alpha (0.5 in the paper); see "
-        "`models/base/weights.py`",
+        "`models/base/drafter.py`",
     )
     # Set by `serve --learn`: drafts after a first error are never accepted.
     while_serving: ClassVar[dict[str, Any]] = {"until_first_error": True}

@@ -41,8 +41,8 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import one_message
-from draftsmith.models.base.weights import Auxiliary, HeadRows
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.layout import Groups, previous_features

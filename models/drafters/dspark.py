@@ -26,8 +26,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import Loss
-from draftsmith.models.base.weights import Auxiliary, HeadRows
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.layout import Groups
 from draftsmith.recipes.schema import MOST_DEPTHS

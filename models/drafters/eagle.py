@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
-from draftsmith.models.base.weights import Auxiliary, HeadRows
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import smooth_l1

@@ -47,8 +47,8 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import one_message
-from draftsmith.models.base.weights import Auxiliary, HeadRows
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
 from draftsmith.models.groups.layout import Groups

@@ -7,8 +7,8 @@ import torch
 from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError
+from draftsmith.models.base.drafter import group_lengths
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.base.weights import group_lengths
 
 
 def test_shares_by_hand() -> None:
