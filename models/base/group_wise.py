@@ -145,8 +145,7 @@ class GroupWiseDrafter(Drafter):
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, config.num_layers)
-        built = build_target_layers(self.layers_config)
-        self.layers, self.norm = built.layers, built.norm
+        self.layers, self.norm = build_target_layers(self.layers_config)
 
     def attach(self, target: PreTrainedModel) -> Self:
         self._rotary = rotary_of(self.config.layers, target, self.layers_config)

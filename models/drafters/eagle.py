@@ -73,7 +73,7 @@ class EagleLayer(GroupWiseDrafter):
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, num_layers=1)
-        self.layers = build_target_layers(self.layers_config).layers
+        self.layers, _ = build_target_layers(self.layers_config)
         self.layers[0].input_layernorm, self.norm = nn.Identity(), nn.Identity()
         hidden_size = self.layers_config.hidden_size
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
