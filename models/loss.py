@@ -13,9 +13,9 @@ was drafted from q is accepted (Leviathan et al., arXiv 2211.17192, section 3.2)
 
 Where we deviate: every row has its own alpha; its authors' code (in SpecForge) takes one, the batch's mean, for both.
 
-A loss is a function of this file and its name in `LossName` and `LOSSES`. One of labels alone has a default for
-`teacher_logits`, and is then given no teacher. A recipe may also give several with a weight each
-(`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a single name is that name with weight 1.
+A loss is a function of this file and its name in `LossName` and `LOSSES`; those of `LABEL_LOSSES` have no teacher. A
+recipe may also give several with a weight each (`{ce: 0.1, tv: 1.8}`): a row's loss is then their weighted sum, and a
+single name is that name with weight 1.
 
 With a reduced draft vocabulary V', p is the teacher's distribution restricted to V' and renormalised. A row's losses to
 the teacher are weighted with m = sum_{v in V'} p_v, the teacher's mass inside V' (`mass_inside`): where the target
@@ -43,12 +43,8 @@ Shapes: N rows (labelled positions), D hidden, V the head's vocabulary, T the te
 B batch, S sequence, r rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -68,8 +64,6 @@ BLOCK_ELEMENTS = 1 << 19
 DEVICE_ROWS = 2048
 # Never hold two gradients of a head of this size or more.
 LARGE_GRADIENT_BYTES = 1 << 28
-# Device type that sets the chunk size, if other than the tensors' (in a plan).
-_made_for: ContextVar[str | None] = ContextVar("made_for", default=None)
 
 
 @dataclass
@@ -122,6 +116,7 @@ def smooth_l1(features: Tensor, teacher_features: Tensor) -> Tensor:
 
 LossName = Literal["ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 LOSSES: dict[str, Callable[..., Tensor]] = {"ce": ce, "kl": kl, "tv": tv, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
+LABEL_LOSSES = {"ce"}
 LossWeights = Mapping[str, float]
 
 
@@ -132,13 +127,7 @@ def loss_weights(loss: str | LossWeights) -> LossWeights:
 
 def has_teacher(loss: str | LossWeights) -> bool:
     """Return True if one of the losses compares with the target's distribution."""
-    return any(_compares_with_teacher(LOSSES[name]) for name in loss_weights(loss))
-
-
-@cache
-def _compares_with_teacher(row_loss: Callable[..., Tensor]) -> bool:
-    """Return True if a loss of rows needs the teacher's logits, by its signature."""
-    return signature(row_loss).parameters["teacher_logits"].default is Parameter.empty
+    return not LABEL_LOSSES.issuperset(loss_weights(loss))
 
 
 # Weights of the losses of N rows, with a reduced vocabulary less than 1: [N] those of labels, 0 where the head has not
@@ -181,7 +170,8 @@ def losses_in_place(
     """
     losses, correct, cross_entropy, *overlap = results
     is_ce = loss == {"ce": 1.0} and factors is None
-    if is_ce and wants_grad and not overlap and _is_bf16_on_a_cpu(logits) and has_kernels():
+    is_bf16_on_cpu = _is_on_cpu(logits) and logits.dtype == torch.bfloat16
+    if is_ce and wants_grad and not overlap and is_bf16_on_cpu and has_kernels():
         # In one pass over each row, which stays in the processor's first cache.
         torch.ops.draftsmith.cross_entropy(logits, labels, losses, correct)
         cross_entropy.copy_(losses)
@@ -201,13 +191,9 @@ def losses_in_place(
         _any_loss(loss, logits, labels, teacher_logits, factors, losses, wants_grad)
 
 
-def _is_bf16_on_a_cpu(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype == torch.bfloat16
-
-
 def _is_argmax(logits: Tensor, labels: Tensor) -> Tensor:
     """Return [N] bool. On a CPU the costly argmax is computed only for rows whose label has the maximum."""
-    if logits.device.type != "cpu":  # where choosing rows would wait for the device
+    if not _is_on_cpu(logits):  # where choosing rows would wait for the device
         return logits.argmax(-1) == labels
     correct = logits.gather(1, labels.unsqueeze(1)).squeeze(1) == logits.amax(-1)
     may_be = correct.nonzero().squeeze(1)
@@ -302,10 +288,6 @@ class Teacher(NamedTuple):
     shape: LogitShape | None = None  # from its product to logits; None: as the other head's
     mass_n: Tensor | None = None  # [N] probability of those tokens, which losses with a teacher count by; None for 1
 
-    def features_nd(self) -> Tensor:
-        """Return the features [N, D]."""
-        return self.features_pd.index_select(0, self.token_n)
-
 
 class HeadLoss(NamedTuple):
     """Losses of N rows through a head. Only `loss` carries a gradient; without weights only `losses_n` does."""
@@ -360,7 +342,7 @@ def head_loss(
         if teacher is None:
             raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
         teacher = teacher._replace(features_pd=teacher.features_pd.detach(), head=_linear(teacher.head or head))
-        if _device_type(hidden_nd) == "cpu":  # so that rows of the same token are neighbours
+        if _is_on_cpu(hidden_nd):  # so that rows of the same token are neighbours
             order_n = teacher.token_n.argsort()
             teacher = teacher._replace(token_n=teacher.token_n[order_n])
     else:
@@ -399,12 +381,14 @@ def mass_inside(
     One product with the whole head per token, whatever the number of depths that predict its label. On a CPU
     only for the tokens in `wanted_p` ([P] bool), and 1 for the others; elsewhere for all, as counting them would wait.
     """
-    head, is_cpu = _linear(head), _device_type(features_pd) == "cpu"
+    head = _linear(head)
     dtype = _product_dtype(head.weight)
     mass_p = torch.ones(len(features_pd), dtype=softmax_dtype(dtype), device=features_pd.device)
-    token_n = wanted_p.nonzero().squeeze(1) if is_cpu else torch.arange(len(mass_p), device=mass_p.device)
+    token_n = (
+        wanted_p.nonzero().squeeze(1) if _is_on_cpu(features_pd) else torch.arange(len(mass_p), device=mass_p.device)
+    )
     vocabulary, hidden_size = head.weight.shape
-    chunk = chunk_rows(vocabulary, hidden_size, device_type=_device_type(features_pd))
+    chunk = chunk_rows(vocabulary, hidden_size, device_type=features_pd.device.type)
     with torch.autocast(features_pd.device.type, enabled=False):
         weight_vd, bias_v = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
         ones_v = inside_v.to(mass_p.dtype)
@@ -413,16 +397,6 @@ def mass_inside(
             # A sum of probabilities may be rounded to more than 1.
             mass_p[tokens] = (logits.softmax(-1, dtype=mass_p.dtype) @ ones_v).clamp(max=1.0)
     return mass_p
-
-
-@contextmanager
-def chunks_made_for(device_type: str) -> Iterator[None]:
-    """Use the chunk size of this type of device in the context, whatever device the tensors are on."""
-    token = _made_for.set(device_type)
-    try:
-        yield
-    finally:
-        _made_for.reset(token)
 
 
 def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False, device_type: str = "cpu") -> int:
@@ -475,7 +449,7 @@ class _Rows:
         assert self.teacher is not None
         assert self._teacher_vd is not None
         token_c, place_c = self.teacher.token_n[rows], None
-        if _device_type(self.labels_n) == "cpu":
+        if _is_on_cpu(self.labels_n):
             token_c, place_c = token_c.unique_consecutive(return_inverse=True)
         logits = out_cv[: len(token_c)]
         hidden = self.teacher.features_pd.index_select(0, token_c).to(logits.dtype)
@@ -521,11 +495,11 @@ class _Rows:
         head_bias_v = None if self.bias_v is None else self.bias_v.to(self.dtype)
         weights = [weight.to(self.dtype) for _, weight in self.terms]
         vocabulary, hidden_size = weight_vd.shape
-        device_type = _device_type(hidden_nd)
-        chunk = min(chunk_rows(vocabulary, hidden_size, needs_grad[0][1], device_type), max(1, len(self.labels_n)))
+        chunk = chunk_rows(vocabulary, hidden_size, needs_grad[0][1], hidden_nd.device.type)
+        chunk = min(chunk, max(1, len(self.labels_n)))
         logits_cv = weights[0].new_empty(chunk, vocabulary)
         teacher_cv = None if self._teacher_vd is None else self._teacher_vd.new_empty(chunk, vocabulary)
-        block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if device_type == "cpu" else chunk
+        block_rows = max(1, BLOCK_ELEMENTS // vocabulary) if _is_on_cpu(hidden_nd) else chunk
         for begin in range(0, len(self.labels_n), chunk):
             rows = slice(begin, min(begin + chunk, len(self.labels_n)))
             size = rows.stop - begin
@@ -639,8 +613,8 @@ def _add_product(total_vd: Tensor, logits: Tensor, rows: Tensor) -> None:
         total_vd += logits.t() @ rows
 
 
-def _device_type(tensor: Tensor) -> str:
-    return _made_for.get() or tensor.device.type
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

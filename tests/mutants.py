@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "the weight of another depth",
-        "models/base/weights.py",
+        "models/base/drafter.py",
         "return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m",
         "return (shares_g.flip(0) / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m",
         "tests/models/drafters/test_every_drafter.py -k the_loss_and_its_gradients",

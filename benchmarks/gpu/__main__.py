@@ -58,8 +58,7 @@ def job(name: str, limit_s: float, module: str | None = None, part: str | None =
 
 FACTS = job("facts", 40, is_timed=True)
 CHECKS = [
-    job("tests_folded", 90, "cuda_tests", "not flex"),
-    job("tests_flex", 180, "cuda_tests", "flex"),
+    job("tests", 90, "cuda_tests"),
     *(job(f"kinds_{number}", 180, "kinds", f"{number}/3") for number in (1, 2, 3)),
     job("quickstart", 180),
     *(job(f"compile_{rows}", 120, "step_cost", str(rows)) for rows in (1, 8, 16, 64)),

@@ -1,4 +1,4 @@
-"""The tests that need CUDA, by the words of pytest's `-k`; their tracebacks are in the step's log."""
+"""The tests that need CUDA; their tracebacks are in the step's log."""
 
 import importlib.util
 import signal
@@ -13,23 +13,18 @@ from gpu.step import Step, run_step
 
 ROOT = Path(__file__).parents[2]
 FILES = ("tests/models/groups/test_attention.py", "tests/models/test_cuda_attention.py")
-WORKERS = 4  # flex compiles every case for seconds
 SUMMARY_S = 12  # for pytest's summary of its failures
 INTERRUPTED, NONE_SELECTED = 2, 5  # exit codes of pytest
 
 
 def main(step: Step) -> None:
-    words = step.part_name or ""
-    missing = [name for name in ("pytest", "xdist") if importlib.util.find_spec(name) is None]
-    if "pytest" in missing:
+    if importlib.util.find_spec("pytest") is None:
         step.add("not_run", "pytest is not installed")
         return
     report = step.folder / f"{step.name}.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "cuda", "-k", words]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "cuda"]
     command += ["--tb=long", f"--junitxml={report}", *FILES]
-    if words == "flex" and "xdist" not in missing:
-        command += ["-n", str(WORKERS)]
     code = run_until(command, step.left_s - SUMMARY_S)
     step.add("exit", code)
     if report.is_file():

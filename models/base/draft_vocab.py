@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups
-from draftsmith.models.loss import LossWeights, Teacher, has_teacher, loss_weights, mass_inside
+from draftsmith.models.loss import Teacher, has_teacher, mass_inside
 from draftsmith.models.target_logits import PLAIN, LogitShape
 
 ROWS_AT_ONCE = 1000
@@ -62,51 +62,6 @@ class MarkovHead(nn.Module):
     def forward(self, previous: Tensor) -> Tensor:
         """Map tokens [...] to [..., V'], in the weights' dtype."""
         return self.markov_w2(self.markov_w1(previous))
-
-
-@dataclass(frozen=True)
-class DraftHead:
-    """An LM head in training, with its vocabulary, its teacher and its loss.
-
-    Args:
-        linear: [V', D], the target's or the drafter's own.
-        loss: The losses of a row, keys of `LOSSES`, and their weights.
-        teacher: The target's LM head; `linear` itself if it is the target's.
-        teacher_columns: [V'] rows of the teacher's head for the tokens of this head; None if both have the same tokens.
-        t2d: [V] bool, whether the head has a row for a token; None if it has all.
-        markov: Markov head, which adds a bias by the previous token to the logits.
-        shape, teacher_shape: Scale and cap that turn the head's product, and the teacher's, into logits.
-        weight: Weight of the loss through this head.
-        needs_acceptance: Whether the auxiliary loss reads every row's alpha.
-    """
-
-    linear: nn.Linear
-    loss: LossWeights
-    teacher: nn.Linear
-    teacher_columns: Tensor | None
-    t2d: Tensor | None
-    markov: MarkovHead | None
-    shape: LogitShape
-    teacher_shape: LogitShape
-    weight: float = 1.0
-    needs_acceptance: bool = False
-
-    def rows_of(self, labels_m: Tensor) -> Tensor:
-        """Return rows of the head [M] for tokens [M], -100 for those that it does not have."""
-        if self.t2d is None:
-            return labels_m
-        return (self.t2d.cumsum(0) - 1).masked_fill(~self.t2d, IGNORED_LABEL)[labels_m]
-
-    def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a mask [M] of the rows with loss, given `rows_of(labels)`; without teacher, those with a label."""
-        return (rows_m >= 0).to(dtype) if not has_teacher(self.loss) else torch.ones_like(rows_m, dtype=dtype)
-
-    def teacher_of(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
-        """Return the teacher of M rows, given the tokens [M] whose features predict the labels; needs features."""
-        if features_pd is None:
-            return None
-        mass_m = None if mass_p is None else mass_p[token_m]
-        return Teacher(features_pd, token_m, self.teacher, self.teacher_columns, self.teacher_shape, mass_m)
 
 
 @dataclass(frozen=True)
@@ -203,20 +158,28 @@ class DraftVocab:
         linear = self.head(depth)
         return self.shape(linear(normed.to(linear.weight.dtype)))
 
-    def draft_head(self, depth: int = 0) -> DraftHead:
-        """Return the LM head of this depth, counted from 0, with its losses, for training."""
-        drafter, heads = self._drafter, self.own_heads
+    # ---- losses ----
+
+    def rows_of(self, labels_m: Tensor) -> Tensor:
+        """Return rows of the head [M] for tokens [M], -100 for those that it does not have."""
+        if not self.is_reduced:
+            return labels_m
+        t2d = self._drafter.t2d
+        return (t2d.cumsum(0) - 1).masked_fill(~t2d, IGNORED_LABEL)[labels_m]
+
+    def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a mask [M] of the rows with loss, given `rows_of(labels)`; without teacher, those with a label."""
+        has_label_m = rows_m >= 0
+        return (torch.ones_like(has_label_m) if has_teacher(self._drafter.config.loss) else has_label_m).to(dtype)
+
+    def teacher(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:
+        """Return the teacher of M rows, given the tokens [M] whose features predict the labels; needs features."""
+        if features_pd is None:
+            return None
         # A borrowed head is its own teacher; for an own head the teacher's logits are restricted to its columns.
-        return DraftHead(
-            linear=self.head(depth),
-            loss=loss_weights(drafter.config.loss),
-            teacher=drafter.attached.lm_head if heads else self.borrowed_head,
-            teacher_columns=self.ids if heads else None,
-            t2d=drafter.t2d if self.is_reduced else None,
-            markov=drafter.markov_head,
-            shape=self.shape,
-            teacher_shape=drafter.attached.shape,
-        )
+        attached, mass_m = self._drafter.attached, None if mass_p is None else mass_p[token_m]
+        head, columns = (attached.lm_head, self.ids) if self.own_heads else (self.borrowed_head, None)
+        return Teacher(features_pd, token_m, head, columns, attached.shape, mass_m)
 
     def teacher_mass(self, groups: Groups, features_pd: Tensor | None) -> Tensor | None:
         """Return the target's probability of the draft vocabulary after each token [P], as loss weights, if used."""

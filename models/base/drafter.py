@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelle
 (`feature_layers` times D), V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead, DraftVocab, MarkovHead
-from draftsmith.models.base.weights import Auxiliary, Part, sum_losses, weigh_by_depth
+from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
+from draftsmith.models.base.options import Credit
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
-from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss
+from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 from draftsmith.models.target_logits import LogitShape, logit_shape
 
@@ -46,24 +46,31 @@ class HeadRows:
     """The M labelled rows that an LM head reads, and their losses through it.
 
     Args:
-        hidden_nd: Of all rows, as `hidden_states` gives them.
-        place_m: Places of the labelled rows among the N.
-        normed_md: The head's inputs.
+        place_m: Places of the rows among the N.
         depth_m, before_m: The depth of each row, and the place of the token before its label, see `Groups.labels`.
-        rows_m: The labels' rows of the head, see `DraftHead.rows_of`.
-        features_pd: [P, D] that the target's head reads, if there is a teacher.
+        tokens_m: These tokens.
+        rows_m: The labels' rows of the head, see `DraftVocab.rows_of`.
+        mask_m: 1 for the rows with loss, see `DraftVocab.mask_of`.
+        weights_m: Of the rows' losses, by depth.
+        linear: The head.
+        normed_md: Its inputs.
     """
 
-    groups: Groups
-    hidden_nd: Tensor
     place_m: Tensor
-    normed_md: Tensor
     depth_m: Tensor
     before_m: Tensor
+    tokens_m: Tensor
     rows_m: Tensor
-    head: DraftHead
+    mask_m: Tensor
+    weights_m: Tensor
+    linear: nn.Linear
+    normed_md: Tensor
     result: HeadLoss
-    features_pd: Tensor | None
+
+
+# An auxiliary loss: losses [M]; 1 for the rows that count [M], which are those that the loss through the head reads, or
+# None for all; bool [M] whether the label is drafted, None for whether it is the head's argmax.
+Auxiliary = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class WithoutEmbeddings(PreTrainedModel):
@@ -86,21 +93,18 @@ class Drafter(WithoutEmbeddings):
     # Ways of training that the kind does not support, with the reason for the user.
     unsupported: ClassVar[Mapping[Feature, str]] = {}
 
-    d2t: Tensor
-    t2d: Tensor
-    reduced_head: nn.Linear
-
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         self._attached: Attached | None = None
-        # Optimiser steps done, and as a share of all of them; the trainer keeps both up to date.
-        self.training_step, self.training_progress_frac = 0, 1.0
+        self.training_step = 0  # optimiser steps done, which the trainer keeps up to date
         # Generator of training's random draws (noise, rows to keep); by default torch's own.
         self.generator: torch.Generator | None = None
         # The target's layers that it reads, ids of `FeatureTap`; whether a first token, without a feature, has a row.
         self.feature_layers = tuple(getattr(config, "feature_layers", None) or (FINAL_FEATURES,))
         self.reads_first_token: bool = config.first_token
         self.token_counts_v: Tensor | None = None  # of the data, once it is prepared
+        # Weight of the loss through LM heads, and whether the auxiliary loss reads each row's alpha.
+        self.head_weight, self.needs_acceptance = 1.0, False
         self.build(config)
         self.post_init()
         vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
@@ -146,7 +150,7 @@ class Drafter(WithoutEmbeddings):
     @property
     def needs_teacher(self) -> bool:
         """Return whether the loss compares with the target's distribution, so that it needs `teacher_features`."""
-        return has_teacher(self.config.loss)
+        return has_teacher(self.config.loss) or self.needs_acceptance
 
     def training_features(
         self,
@@ -165,11 +169,6 @@ class Drafter(WithoutEmbeddings):
         """Return the groups of a batch: its labels, and the rows that are computed for them."""
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
-
-    @property
-    def depth_shares(self) -> list[float]:
-        """Return each depth's share in the loss, [G], at this point of the training; after it in evaluation."""
-        return self.config.options.depth_shares(self.training_progress_frac if self.training else 1.0)
 
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
@@ -220,28 +219,29 @@ class Drafter(WithoutEmbeddings):
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
         mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
-        credit, shares_g = self.config.options.credit, as_tensor_like(self.depth_shares, hidden_nd)
-        parts = list[Part]()
-        for head, place_m, normed_md in self.head_inputs(groups, hidden_nd):
+        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, Auxiliary | None]]()
+        shares_g = as_tensor_like(options.depth_shares, hidden_nd)
+        for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
-            rows_m = head.rows_of(label_m)  # of the head
+            tokens_m, rows_m = groups.input_ids.flatten()[before_m], vocab.rows_of(label_m)
+            mask_m = vocab.mask_of(rows_m, shares_g.dtype)
             counts_g = None if label_counts is None else label_counts[1]
-            weights_m = weigh_by_depth(shares_g, depth_m, head.mask_of(rows_m, shares_g.dtype), counts_g)
+            weights_m = weigh_by_depth(shares_g, depth_m, mask_m, counts_g)
             result = head_loss(
                 normed_md,
-                head.linear,
+                linear,
                 rows_m,
-                weights_m if credit is None else None,
-                head.loss,
-                head.teacher_of(features_pd, before_m, mass_p),
-                None if head.markov is None else head.markov.factors(groups.input_ids.flatten()[before_m]),
-                head.shape,
-                is_reduced=head.t2d is not None,
-                needs_acceptance=head.needs_acceptance,
+                weights_m if options.credit is None else None,
+                options.loss,
+                vocab.teacher(features_pd, before_m, mass_p),
+                None if self.markov_head is None else self.markov_head.factors(tokens_m),
+                vocab.shape,
+                is_reduced=vocab.is_reduced,
+                needs_acceptance=self.needs_acceptance,
             )
-            rows = HeadRows(groups, hidden_nd, place_m, normed_md, depth_m, before_m, rows_m, head, result, features_pd)
-            parts.append((place_m, rows_m, result, head.weight, weights_m, self.auxiliary_loss(rows)))
-        return sum_losses(groups, parts, shares_g, label_counts, credit)
+            rows = HeadRows(place_m, depth_m, before_m, tokens_m, rows_m, mask_m, weights_m, linear, normed_md, result)
+            heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
+        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, options.credit)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
@@ -252,12 +252,21 @@ class Drafter(WithoutEmbeddings):
         """
         raise NotImplementedError
 
-    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
         raise NotImplementedError
 
-    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary | None:
-        """Return a loss that a kind adds to the loss through an LM head; by default none."""
+    def auxiliary_loss(
+        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
+    ) -> Auxiliary | None:
+        """Return a loss that a kind adds to the loss through an LM head; by default none.
+
+        Args:
+            rows: Rows of the head.
+            groups: Groups of the batch.
+            hidden_nd: Result of `hidden_states`.
+            features_pd: [P, D] that the target's head reads, if there is a teacher.
+        """
         return None
 
     def saved_values(self, num_rows: int, num_labels: int) -> int:
@@ -310,3 +319,138 @@ class Drafter(WithoutEmbeddings):
     def freeze(self) -> Self:
         """Switch to drafting: eval mode, no gradients."""
         return self.eval().requires_grad_(False)
+
+
+def sum_losses(
+    groups: Groups,
+    heads: Sequence[tuple[HeadRows, Auxiliary | None]],
+    weight: float,
+    shares_g: Tensor,
+    counts_2g: Tensor | None,
+    credit: Credit | None,
+) -> DrafterOutput:
+    """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
+
+    Args:
+        groups: Groups of the step.
+        heads: The rows of each LM head, and their auxiliary loss.
+        weight: Weight of the losses through heads, relative to 1 for the auxiliary losses.
+        shares_g: [G] of the options' `depth_shares`.
+        counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
+        credit: How rows are weighted by their group, if at all.
+    """
+    batch, num_depths, length = groups.labels_bgs.shape
+    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
+    depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    for rows, auxiliary in heads:
+        result = rows.result
+        depths.append(rows.depth_m)
+        slots.append(groups.token_n[rows.place_m] * num_depths + rows.depth_m)
+        nats.append(result.cross_entropy_n.masked_fill(rows.rows_m < 0, float("inf")))
+        correct.append(result.correct_n)
+        losses.append(weight * result.loss)
+        terms.append((slots[-1], weight * result.losses_n, rows.weights_m))
+        if auxiliary is not None:
+            losses_m, mask_m, drafted_m = auxiliary
+            correct[-1] = result.correct_n if drafted_m is None else drafted_m
+            counts_g = None if counts_2g is None else counts_2g[int(mask_m is not None)]
+            mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
+            terms.append((slots[-1], losses_m, weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)))
+            losses.append((losses_m * terms[-1][2]).sum())
+    depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
+    if credit is not None:
+        num_groups = None if counts_2g is None else counts_2g[0, 0]
+        dpace_q, reached_q = weigh_by_groups(credit, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups)
+        losses = []
+        for slot, losses_m, weights_m in terms:
+            weights_m = weights_m if dpace_q is None else dpace_q[slot]
+            losses.append((losses_m * (weights_m if reached_q is None else weights_m * reached_q[slot])).sum())
+    zeros_g = torch.zeros_like(shares_g)
+    correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
+    return DrafterOutput(
+        torch.stack(losses).sum(),
+        zeros_g.index_add(0, depth_m, nats_m.masked_fill(nats_m.isinf(), 0.0)),
+        zeros_g.index_add(0, depth_m, correct_m.to(zeros_g.dtype)),
+        torch.zeros_like(zeros_g, dtype=depth_m.dtype).index_add(0, depth_m, torch.ones_like(depth_m)),
+        correct_bsg.index_copy(0, slot_m, correct_m).view(batch, length, num_depths).transpose(1, 2),
+    )
+
+
+def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor | None) -> Tensor:
+    """Return weights [M]: the depth's share over the number of its rows, 0 where the mask is 0.
+
+    Args:
+        shares_g: [G] of the options' `depth_shares`.
+        depth_m: [M] from 0.
+        mask_m: [M] 1 for the rows that count.
+        counts_g: [G] rows of each depth in the whole batch; by default these are all.
+    """
+    counts_g = torch.zeros_like(shares_g).index_add(0, depth_m, mask_m) if counts_g is None else counts_g
+    return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
+
+
+def weigh_by_groups(
+    credit: Credit,
+    slot_m: Tensor,
+    nats_m: Tensor,
+    correct_m: Tensor,
+    num_groups: int,
+    num_depths: int,
+    counted_groups: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the row weights that depend on a group's earlier rows, [P * G] each; None for a rule that is switched off.
+
+    `until_first_error` leaves out the losses after the first wrong row of a group (accept-until-fail training,
+    2607.01893): a draft is accepted up to its first row whose most likely token is not the label.
+
+    Args:
+        credit: Rules that are switched on.
+        slot_m: For each labelled row the number of its group times G, plus its depth.
+        nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
+        correct_m: Whether the drafter's most likely token is the label.
+        counted_groups: [] groups with a label in the whole batch; by default these are all.
+
+    Returns:
+        D-PACE's weights, in place of those by depth; and 1 up to the first error of a group, 0 after it.
+    """
+    dpace_alpha, until_first_error = credit
+    dpace_q = reached_q = None
+    if dpace_alpha is not None:
+        if counted_groups is None:
+            counted_groups = (slot_m % num_depths == 0).sum()
+        lengths_pg = group_lengths(dpace_alpha, nats_m, slot_m, num_groups, num_depths)
+        dpace_q = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
+    if until_first_error:
+        correct_q = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
+        correct_pg = correct_q.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
+        reached_q = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1).cumprod(1).flatten()
+    return dpace_q, reached_q
+
+
+def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_groups: int, num_depths: int) -> Tensor:
+    """Return D-PACE's w [P, G] of the rows of whole groups, 0 without a row.
+
+    D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810) weighs every row by what it is worth to the drafted
+    length of its group. With q_i the drafter's probability of the label at depth i, sum_m prod_{i<=m} q_i is the length
+    that is expected to be accepted, and its gradient is that of sum_j w_j log q_j with
+
+        w_j = sum_{m>=j} prod_{i<=m} q_i    (eq. 8; q_i there is (1 - alpha) q_i + alpha, eq. 7; w_j has no gradient)
+
+    so that the loss of a group is sum_j w_j * (-log q_j) (eq. 9). The weights are not divided by their sum, which would
+    take the expected length out of it again; over groups we take a mean, as the paper's author proposes
+    (sgl-project/SpecForge, issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). Where we
+    decide: w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull request 848; also EAGLE's
+    regression), q being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row
+    that a conditional drop leaves out ends its group.
+
+    Args:
+        alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
+        cross_entropy_n: -log q(label) of each row.
+        slot_n: For each row the number of its group, from 0, times G, plus its depth. A group's depths have no gaps.
+    """
+    size = num_groups * num_depths
+    confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha
+    factors_pg = confidence_n.new_ones(size).index_copy(0, slot_n, confidence_n).view(num_groups, num_depths)
+    has_row_pg = confidence_n.new_zeros(size).index_fill(0, slot_n, 1.0).view(num_groups, num_depths)
+    reached_pg = factors_pg.cumprod(1) * has_row_pg
+    return reached_pg.flip(1).cumsum(1).flip(1) * has_row_pg

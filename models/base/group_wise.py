@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.options import Attention, DepthOptions, DrafterOptions, SlidingWindow, ascending_layers
 from draftsmith.models.cpu_layers import CpuLayers
@@ -146,8 +145,7 @@ class GroupWiseDrafter(Drafter):
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, config.num_layers)
-        built = build_target_layers(self.layers_config)
-        self.layers, self.norm = built.layers, built.norm
+        self.layers, self.norm = build_target_layers(self.layers_config)
 
     def attach(self, target: PreTrainedModel) -> Self:
         self._rotary = rotary_of(self.config.layers, target, self.layers_config)
@@ -190,8 +188,8 @@ class GroupWiseDrafter(Drafter):
         attention = GroupAttention(self.config.attention, groups, window=self.sliding_window)
         return self.run_layers(hidden, rotary, cached_attention=attention)[0]
 
-    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
-        yield self.vocab.draft_head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
+        yield self.vocab.head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
 
     def group_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return the hidden states of all depths before the final norm, [B, G, S, D]; zeros without a row."""

@@ -19,12 +19,14 @@ from pydantic import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.weights import Credit, depth_shares
 from draftsmith.models.groups.attention import Backend
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.loss import LOSSES, LossName
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
+
+# D-PACE's alpha, and whether a group counts up to its first error only.
+Credit = tuple[float | None, bool]
 
 
 def one_message(message: str) -> WrapValidator:
@@ -168,8 +170,9 @@ class DrafterOptions(Section):
         """Return G, the number of depths that are trained."""
         return 1
 
-    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
-        """Return the share of each depth in the loss, sum 1, at this fraction of the training."""
+    @property
+    def depth_shares(self) -> list[float]:
+        """Return the share of each depth in the loss, sum 1."""
         return [1.0]
 
     @property
@@ -187,20 +190,13 @@ class DepthOptions(DrafterOptions):
     """Options of kinds that train several depths, whose number they define."""
 
     depth_weights: DepthWeights = 0.8
-    depth_ramp: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the training over which the loss weights of depths 2, 3, ... rise from 0; 0: full "
-        "from the first step",
-    )
     dpace_alpha: float | None = Field(
         None,
         gt=0,
         le=1,
         description="alpha of D-PACE's loss weights, which replace `depth_weights`: a depth is weighted by the "
         "drafter's probability of the labels before it, smoothed with alpha (0.5 in the paper); see "
-        "`models/base/weights.py`",
+        "`models/base/drafter.py`",
     )
     # Set by `serve --learn`: drafts after a first error are never accepted.
     while_serving: ClassVar[dict[str, Any]] = {"until_first_error": True}
@@ -213,20 +209,15 @@ class DepthOptions(DrafterOptions):
         credit = self.dpace_alpha, self.until_first_error
         return None if credit == (None, False) else credit
 
-    def depth_shares(self, progress_frac: float = 1.0) -> list[float]:
+    @property
+    def depth_shares(self) -> list[float]:
         given = self.depth_weights
         weights = given if isinstance(given, list) else [given**j for j in range(self.num_depths)]
-        return depth_shares(weights, self.depth_ramp, progress_frac)
-
-    @model_validator(mode="after")
-    def _one_way_of_coming_in(self) -> Self:
-        if self.dpace_alpha is not None and self.depth_ramp > 0:
-            raise ValueError("`dpace_alpha` already phases in the deeper depths: leave `depth_ramp` at 0 with it")
-        return self
+        return [weight / sum(weights) for weight in weights]
 
     @model_validator(mode="after")
     def _one_weight_a_depth(self) -> Self:
-        if len(self.depth_shares()) != self.num_depths:
+        if len(self.depth_shares) != self.num_depths:
             raise ValueError(
                 f"`depth_weights` must be one positive number or {self.num_depths} of them (one for each depth), not "
                 f"{self.depth_weights}"

@@ -41,12 +41,11 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import HeadRows
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import one_message
-from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
-from draftsmith.models.groups.layout import previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.recipes.schema import MOST_DEPTHS
 
@@ -257,19 +256,20 @@ class DFlash2Drafter(CandidateDrafter):
         shape = self.layers_config.hidden_size, config.target_config.get("vocab_size", 0), config.selector_rank
         self.candidate_selector = CandidateSelector(*shape)
 
-    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
+    def auxiliary_loss(
+        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
+    ) -> Auxiliary:
         """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
-        head, linear, selector, rows_m = rows.head, rows.head.linear, self.candidate_selector, rows.rows_m
+        linear, selector, rows_m = rows.linear, self.candidate_selector, rows.rows_m
         known_m = rows_m >= 0
         logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
             rows.normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
         )
-        logits_mk = head.shape(logits_mk)  # scale and cap keep the order of logits
-        tokens_m = rows.groups.input_ids.flatten()[rows.before_m]
-        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), tokens_m)
+        logits_mk = self.vocab.shape(logits_mk)  # scale and cap keep the order of logits
+        scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), rows.tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
-        return self.config.selector_weight * losses_m, head.mask_of(rows_m, losses_m.dtype), correct_m
+        return self.config.selector_weight * losses_m, rows.mask_m, correct_m
 
     def saved_values(self, num_rows: int, num_labels: int) -> int:
         of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank

@@ -20,19 +20,14 @@ the others would have.
 Shapes: N labelled rows, G depths, D hidden, r rank of the Markov head.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
-from draftsmith.models.base.drafter import HeadRows
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import Loss
-from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.layout import Groups
 from draftsmith.recipes.schema import MOST_DEPTHS
@@ -93,27 +88,20 @@ class DSparkDrafter(DFlashDrafter):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
         if config.confidence_weight:
+            self.needs_acceptance = True
             self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)
 
-    @property
-    def needs_teacher(self) -> bool:
-        return super().needs_teacher or self.config.confidence_weight > 0
-
-    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
-        for head, place_m, normed_md in super().head_inputs(groups, hidden_nd):
-            yield replace(head, needs_acceptance=self.config.confidence_weight > 0), place_m, normed_md
-
-    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary | None:
+    def auxiliary_loss(
+        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
+    ) -> Auxiliary | None:
         """Return the confidence head's loss of the rows that the loss through the LM head reads."""
-        head, result = rows.head, rows.result
-        if result.acceptance_n is None or head.markov is None:
+        acceptance_m, markov = rows.result.acceptance_n, self.markov_head
+        if acceptance_m is None or markov is None:
             return None
-        tokens_m = rows.groups.input_ids.flatten()[rows.before_m]
-        sure_m = self.confidence_head(rows.normed_md, head.markov.markov_w1(tokens_m))
+        sure_m = self.confidence_head(rows.normed_md, markov.markov_w1(rows.tokens_m))
         # Rounding may leave a sum of probabilities above 1.
-        losses_m = F.binary_cross_entropy_with_logits(sure_m, result.acceptance_n.clamp(max=1), reduction="none")
-        mask_m = head.mask_of(rows.rows_m, losses_m.dtype)
-        return self.config.confidence_weight * losses_m, mask_m, None
+        losses_m = F.binary_cross_entropy_with_logits(sure_m, acceptance_m.clamp(max=1), reduction="none")
+        return self.config.confidence_weight * losses_m, rows.mask_m, None
 
 
 DRAFTER = DSparkDrafter

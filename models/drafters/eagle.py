@@ -23,20 +23,15 @@ differ from that code:
 Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the layer, V' drafted tokens, G depths.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
-from draftsmith.models.base.drafter import HeadRows
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
-from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.groups.layers import build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import smooth_l1
@@ -78,10 +73,11 @@ class EagleLayer(GroupWiseDrafter):
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, num_layers=1)
-        self.layers = build_target_layers(self.layers_config).layers
+        self.layers, _ = build_target_layers(self.layers_config)
         self.layers[0].input_layernorm, self.norm = nn.Identity(), nn.Identity()
         hidden_size = self.layers_config.hidden_size
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
+        self.head_weight = config.class_weight
 
     @property
     def needs_teacher(self) -> bool:
@@ -102,15 +98,13 @@ class EagleLayer(GroupWiseDrafter):
         width_bs1 = (2.0 * NOISE_LENGTH * self.config.feature_noise / lengths_bs).unsqueeze(-1)
         return noise.sub_(0.5).mul_(width_bs1).add_(features)
 
-    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
-        for head, place_m, normed_md in super().head_inputs(groups, hidden_nd):
-            yield replace(head, weight=self.config.class_weight), place_m, normed_md
-
-    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
+    def auxiliary_loss(
+        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
+    ) -> Auxiliary:
         """Return the regression to the target's features, of all labelled rows."""
-        if rows.features_pd is None:
+        if features_pd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        return smooth_l1(rows.normed_md, rows.features_pd.index_select(0, rows.before_m)), None, None
+        return smooth_l1(rows.normed_md, features_pd.index_select(0, rows.before_m)), None, None
 
     # ---- shared by training and decoding ----
 

@@ -156,10 +156,11 @@ class Eagle3Shape(GroupWiseDrafter):
     def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
         """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
         self.layers_config = layers_config(config.layers_of, num_layers)
-        built, hidden_size = build_target_layers(self.layers_config), self.layers_config.hidden_size
+        (first, *others), norm = build_target_layers(self.layers_config)
+        hidden_size = self.layers_config.hidden_size
         spread = getattr(self.layers_config, "initializer_range", 0.02)
-        first = Eagle3Layer(built.layers[0], spread, config.norm_before_residual)
-        self.layers, self.norm = nn.ModuleList([first, *built.layers[1:]]), built.norm
+        self.layers = nn.ModuleList([Eagle3Layer(first, spread, config.norm_before_residual), *others])
+        self.norm = norm
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
         self.fc_norm = self.input_norm = None
         if config.fc_norm:

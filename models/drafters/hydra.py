@@ -94,8 +94,7 @@ class PrefixAttention(nn.Module):
         super().__init__()
         self._kind, self.layers_config = config.layers, layers_config(config.layers_of, num_layers=1)
         self.sliding_window: int | None = config.sliding_window
-        built = build_target_layers(self.layers_config)
-        self.layer, self.norm = built.layers[0], built.norm
+        (self.layer,), self.norm = build_target_layers(self.layers_config)
         self._rotary: Rotate | None = None
 
     @property

@@ -47,9 +47,8 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import HeadRows
+from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import one_message
-from draftsmith.models.base.weights import Auxiliary
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
 from draftsmith.models.groups.layout import Groups
@@ -274,18 +273,20 @@ class LiLiCorrDrafter(CandidateDrafter):
 
     # ---- training ----
 
-    def auxiliary_loss(self, rows: HeadRows) -> Auxiliary:
+    def auxiliary_loss(
+        self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
+    ) -> Auxiliary:
         """Return the lattice's loss of the rows of the loss through the LM head, and whether its choice is right."""
-        config, head, groups, rows_m = self.config, rows.head, rows.groups, rows.rows_m
-        normed_agd, context_ad, slot_m = self._blocks(groups, rows.hidden_nd, rows.place_m, rows.depth_m)
+        config, linear, shape = self.config, rows.linear, self.vocab.shape
+        normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, rows.place_m, rows.depth_m)
         log_q_rk, columns_rk = _TopLogProbabilities.apply(
-            normed_agd.flatten(0, 1), head.linear.weight, head.linear.bias, config.lattice_top_k, head.shape
+            normed_agd.flatten(0, 1), linear.weight, linear.bias, config.lattice_top_k, shape
         )
         columns_agk, log_q_agk = (rk.unflatten(0, normed_agd.shape[:2]) for rk in (columns_rk, log_q_rk))
         scored = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
         columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in scored]
-        scores_mk = self.scores_after(of_labels, groups.input_ids.flatten()[rows.before_m])
-        is_label_mk = columns_mk == rows_m[:, None]
+        scores_mk = self.scores_after(of_labels, rows.tokens_m)
+        is_label_mk = columns_mk == rows.rows_m[:, None]
         is_inside_m, rank_m = is_label_mk.any(-1), is_label_mk.int().argmax(-1)
         correct_m = is_inside_m & (scores_mk.argmax(-1) == rank_m)
         is_inside_r = is_inside_m.new_zeros(len(columns_rk)).index_copy(0, slot_m, is_inside_m)
@@ -295,12 +296,11 @@ class LiLiCorrDrafter(CandidateDrafter):
             others_mk = scores_mk.scatter(1, rank_m[:, None], float("-inf"))
             ahead_m = scores_mk.gather(1, rank_m[:, None]).squeeze(1) - others_mk.amax(1)
             losses_m = losses_m + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_m)
-        if config.lattice_penalty_weight and rows.features_pd is not None:
-            logits_mk = _logits_at(rows.features_pd.index_select(0, rows.before_m), head.teacher, columns_mk)
-            logits_mk = head.teacher_shape(logits_mk)
+        if config.lattice_penalty_weight and features_pd is not None:
+            logits_mk = shape(_logits_at(features_pd.index_select(0, rows.before_m), linear, columns_mk))
             gaps_mk = F.relu(logits_mk.gather(1, rank_m[:, None]) - logits_mk)
             losses_m = losses_m + config.lattice_penalty_weight * (scores_mk.softmax(-1) * gaps_mk).sum(-1)
-        return losses_m * counts_m, head.mask_of(rows_m, losses_m.dtype), correct_m
+        return losses_m * counts_m, rows.mask_m, correct_m
 
     def _blocks(
         self, groups: Groups, hidden_nd: Tensor, place_m: Tensor, depth_m: Tensor

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.draft_vocab import DraftHead
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.options import DepthOptions, Loss
 from draftsmith.models.compiling import BACKEND, StaticCall
@@ -84,9 +83,9 @@ class HeadsDrafter(Drafter):
         """Return the states that heads read, h_{t-1} of all groups [P, D]."""
         return previous_features(features, groups.position_ids).flatten(0, 1)
 
-    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[DraftHead, Tensor, Tensor]]:
+    def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         for j, place_m in enumerate(groups.labelled_by_depth):
-            yield self.vocab.draft_head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
+            yield self.vocab.head(j), place_m, self.head_hidden(j, groups, hidden_nd, groups.token_n[place_m])
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
         """Return the LM head's input [M, D] of head index j, for the groups of these newest tokens [M]."""

@@ -62,7 +62,7 @@ class PassEmbeddingsDrafter(GroupWiseDrafter):
         """Borrow the target's layers too, as copies that share its weights and attend as groups do."""
         super().attach(target)
         with torch.device("meta"):
-            layers = build_target_layers(self.layers_config).layers
+            layers, _ = build_target_layers(self.layers_config)
         for layer, source in zip(layers, target.base_model.layers, strict=True):
             _share_weights(layer, source)
         # In eval mode for good: the target that is drafted for has no dropout. Past torch, which would make them parts

@@ -35,7 +35,7 @@ from draftsmith.models.formats.layout import (
     only,
     renamed,
 )
-from draftsmith.models.groups.layers import as_config
+from draftsmith.models.groups.layers import layers_config
 
 FILE = "drafter.gguf"
 # Of the weights; a norm, and what has a row that is no multiple of a block, stays in fp32.
@@ -270,7 +270,7 @@ def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
     kind = (layers_of.get("rope_parameters") or {}).get("rope_type", "default")
     if kind == "default":
         return None
-    config = as_config(layers_of)
+    config = layers_config(layers_of, num_layers=1)
     scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     head_size = 2 * len(scaled)
     plain = config.rope_parameters["rope_theta"] ** (-torch.arange(0, head_size, 2).float() / head_size)

@@ -18,21 +18,19 @@ window.
 Queries may be those of the last depths only, where the depths are computed one after the other because each reads
 the output of the one before it (EAGLE-3's training-time test, arXiv 2503.01840): the keys are of all depths so far.
 
-Three backends compute the same thing:
+Two backends compute the same thing:
 
-* `dense`: materialises the boolean mask. The reference that every test compares with; quadratic memory.
+* `dense`: materialises the boolean mask. The reference that every test compares with, for devices without the kernels
+  of `folded`; quadratic memory.
 * `folded`: (a) folds the depths into the head axis, as grouped-query heads over the depth-0 keys, and calls the flash
   kernel once; (b) is an M x K product per position; the two merge by their log-sum-exp. The backward of (a) is the
   flash backward called with the *merged* output and log-sum-exp (as in ring attention, arXiv 2310.01889), because
   dS = P * (dP - rowsum(dO * O)) only needs P normalised by the merged sum. Exact; memory linear in S. In half
   precision (b) is computed in fp32 both ways, under autocast too.
-* `flex`: FlexAttention with a block mask, CUDA only (torch has no FlexAttention backward on CPU).
 
-A window needs one call of (a) per depth: on a CPU over chunks as long as the window, each with the chunk before it, so
-that memory and time are linear in S; on CUDA by the flash kernel's own window.
-
-Packed documents on a CUDA device are one call of the variable-length flash kernel, however many they are. Where that
-does not run (on a CPU, in fp32, before sm80) there is one call for each document.
+On a CUDA device (a) is one call of the variable-length flash kernel, however many documents there are, or with a window
+one call per depth. Where that does not run (on a CPU, in fp32, before sm80) there is one call for each document; a
+window then needs a CPU, and memory for the mask of its longest document.
 
 Shapes: B batch, H query heads, Hkv key/value heads (H = Hkv * R), G depths, Q <= G depths with queries, K = G-1
 masks, M = min(Q, K) masks with queries, S positions, Dh head size; T positions of packed documents, B = 1.
@@ -49,10 +47,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.compiling import allow_many_shapes
 from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
-Backend = Literal["folded", "dense", "flex"]
+Backend = Literal["folded", "dense"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 aten = torch.ops.aten
@@ -154,7 +151,7 @@ def group_attention(
         q_bhqsd: [B, H, Q, S, Dh] of the last Q depths, already rotated.
         k_bhgsd: [B, Hkv, G, S, Dh], already rotated; Hkv divides H.
         v_bhgsd: [B, Hkv, G, S, Dh].
-        backend: `folded`, `dense` or `flex`.
+        backend: `folded` or `dense`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Documents that the S positions consist of, if several, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
@@ -176,54 +173,13 @@ def group_attention(
         return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal, window)
     if backend not in BACKENDS:
         raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
-    device, query_depths, num_depths, length = q_bhqsd.device, q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
-    q_bhtd, k_bhtd, v_bhtd = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
-    if backend == "dense":
-        key = torch.arange(num_depths * length, device=device)
-        document_s = None if documents is None else number_documents(documents, length)
-        mask = group_mask(key[-query_depths * length :, None], key, length, causal, window, document_s)
-        out = F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
-    elif device.type != "cuda":
-        raise UserError(
-            f"attention backend `flex` needs a CUDA device, not {device.type} (FlexAttention has no backward there): "
-            "use drafter.options.attention=folded"
-        )
-    else:
-        block_mask = _flex_block_mask(query_depths, num_depths, length, device, causal, documents, window)
-        out = _compiled_flex("flex_attention")(
-            q_bhtd, k_bhtd, v_bhtd, block_mask=block_mask, scale=scale, enable_gqa=q_bhtd.shape[1] != k_bhtd.shape[1]
-        )
-    return out.unflatten(2, (query_depths, length))
-
-
-@functools.cache
-def _compiled_flex(function: Literal["flex_attention", "create_block_mask"]) -> Any:
-    """Compile a function of FlexAttention: eagerly, its mask of five depths of 32k tokens would take 25 GiB."""
-    from torch.nn.attention import flex_attention
-
-    allow_many_shapes()
-    return torch.compile(getattr(flex_attention, function))
-
-
-@functools.lru_cache(maxsize=16)
-def _flex_block_mask(
-    query_depths: int,
-    num_depths: int,
-    length: int,
-    device: torch.device,
-    causal: bool,
-    documents: Documents | None,
-    window: int | None,
-) -> Any:
-    """Return flex attention's mask of groups for the queries of the last `query_depths` depths."""
-    first_query = (num_depths - query_depths) * length
+    query_depths, num_depths, length = q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
+    key = torch.arange(num_depths * length, device=q_bhqsd.device)
     document_s = None if documents is None else number_documents(documents, length)
-
-    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return group_mask(query + first_query, key, length, causal, window, document_s)
-
-    create_block_mask = _compiled_flex("create_block_mask")
-    return create_block_mask(mask_mod, None, None, query_depths * length, num_depths * length, device=device)
+    mask = group_mask(key[-query_depths * length :, None], key, length, causal, window, document_s)
+    q_bhtd, k_bhtd, v_bhtd = (part.flatten(2, 3) for part in (q_bhqsd, k_bhgsd, v_bhgsd))
+    out = F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, mask, scale=scale, enable_gqa=True)
+    return out.unflatten(2, (query_depths, length))
 
 
 class _FoldedGroupAttention(torch.autograd.Function):
@@ -244,29 +200,29 @@ class _FoldedGroupAttention(torch.autograd.Function):
         # The depths of one query head are neighbours on the head axis: grouped-query heads of one key head.
         q_folded = q_bhqsd.flatten(1, 2)
         past = _Past(query_depths, num_masks, scale, documents, window)
-        out_folded, lse_folded, saved = past.forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0])
+        out_folded, lse_folded, states = past.forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0])
         if num_masks > 0:
             masks = slice(-min(query_depths, num_masks), None)
             q, out, lse = (part.unflatten(1, (-1, query_depths)) for part in (q_folded, out_folded, lse_folded))
             with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
                 _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale, causal)
-        ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved)
+        ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *states)
         ctx.scale, ctx.past, ctx.causal = scale, past, causal
         return out_folded.unflatten(1, (-1, query_depths))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out_bhqsd,) = grad_outputs
-        q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *saved = ctx.saved_tensors
+        q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *states = ctx.saved_tensors
         query_depths, num_masks = grad_out_bhqsd.shape[2], k_bhgsd.shape[2] - 1
         grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = ctx.past.backward(
+            states,
             grad_out_bhqsd.flatten(1, 2),
             q_folded,
             k_bhgsd[:, :, 0],
             v_bhgsd[:, :, 0],
             out_folded,
             lse_folded,
-            saved,
         )
         grad_q = grad_q_folded.unflatten(1, (-1, query_depths))
         if num_masks == 0:
@@ -297,13 +253,13 @@ def _from_rows(rows: Tensor, num_queries: int) -> Tensor:
 
 def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float, causal: bool) -> Tensor:
     """Compute scores [B, Hkv, S, R*M, K] of the last M masks; if causal, mask j sees masks 1..j, the rest is -inf."""
-    if not causal:
-        return (q_rows @ k_bhskd.mT).mul_(scale)
-    num_masks = k_bhskd.shape[3]
-    hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
-    hidden = hidden.triu(1 + num_masks - num_queries)
     scores = (q_rows @ k_bhskd.mT).mul_(scale)
-    return scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
+    if causal:
+        num_masks = k_bhskd.shape[3]
+        hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
+        hidden = hidden.triu(1 + num_masks - num_queries)
+        scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
+    return scores
 
 
 def _merge_own_group(
@@ -322,15 +278,10 @@ def _merge_own_group(
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
     scores = _own_scores(q_rows, k_bhskd, num_queries, scale, causal)
     merged_bhms = torch.logaddexp(lse_bhms, _from_rows(scores.logsumexp(-1), num_queries))
-    p_rows = scores.sub_(_rows_of_positions(merged_bhms, num_kv_heads)).exp_()
+    p_rows = scores.sub_(_rows(merged_bhms.unsqueeze(-1), num_kv_heads)).exp_()
     out_bhmsd.mul_((lse_bhms - merged_bhms).exp_().unsqueeze(-1))
     out_bhmsd.add_(_from_rows(p_rows @ v_bhskd, num_queries))
     lse_bhms.copy_(merged_bhms)
-
-
-def _rows_of_positions(values_bhms: Tensor, num_kv_heads: int) -> Tensor:
-    """Reshape [B, H, M, S] -> [B, Hkv, S, R*M, 1]."""
-    return values_bhms.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3).flatten(3, 4).unsqueeze(-1)
 
 
 def _own_group_backward(
@@ -350,7 +301,7 @@ def _own_group_backward(
     dtype = lse_bhms.dtype
     q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhmsd, grad_out_bhmsd, out_bhmsd))
     k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    lse_rows = _rows_of_positions(lse_bhms, num_kv_heads)
+    lse_rows = _rows(lse_bhms.unsqueeze(-1), num_kv_heads)
     p_rows = _own_scores(q_rows, k_bhskd, num_queries, scale, causal).sub_(lse_rows).exp_()
     # dS = P * (dP - rowsum(dO * O)), with the merged O
     grad_p_rows = grad_out_rows @ v_bhskd.mT
@@ -375,124 +326,223 @@ class _Past:
     window: int | None
 
     def forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return output, log-sum-exp [B, H*Q, S] in fp32 (fp64 for fp64), and other tensors for the backward."""
-        if self.window is None:
-            return _causal_forward(q_bhsd, k_bhsd, v_bhsd, self.scale, self.documents)
-        by_depth = [
-            _causal_forward(q.contiguous(), k_bhsd, v_bhsd, self.scale, self.documents, tokens)
-            for q, tokens in zip(self._of_depths(q_bhsd), self._windows, strict=True)
-        ]
-        outs, lses, saved = zip(*by_depth, strict=True)
-        return self._folded(outs), self._folded(lses), [tensor for there in saved for tensor in there]
+        """Return output, log-sum-exp [B, H*Q, S] in fp32 (fp64 for fp64), and the kernels' random states.
 
-    def backward(
+        Raises:
+            UserError: The device has no kernel for this dtype or a window.
+        """
+        if _has_flash(q_bhsd):
+            return self._flash_forward(q_bhsd, k_bhsd, v_bhsd)
+        by_document = [self._fused_forward(*parts) for parts in self._by_document(q_bhsd, k_bhsd, v_bhsd)]
+        outs, lses, states = zip(*by_document, strict=True)
+        return _joined(outs), _joined(lses), [state for there in states for state in there]
+
+    def backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients of queries, keys and values.
+
+        Args:
+            states: Of the forward.
+            given: Gradient of the output, queries, keys, values, and merged output and log-sum-exp.
+        """
+        if _has_flash(given[1]):
+            return self._flash_backward(states, *given)
+        by_document = self._by_document(*given)
+        each = len(states) // len(by_document)
+        grads = [
+            self._fused_backward(states[number * each : (number + 1) * each], *parts)
+            for number, parts in enumerate(by_document)
+        ]
+        grad_q, grad_k, grad_v = map(_joined, zip(*grads, strict=True))
+        return grad_q, grad_k, grad_v
+
+    def _by_document(self, *parts: Tensor) -> list[Any]:
+        """Return the parts' slices of each document that is not empty; without documents the parts."""
+        if self.documents is None:
+            return [parts]
+        slices = zip(*(part.split(_lengths(self.documents[0]), dim=2) for part in parts), strict=True)
+        return [there for there in slices if there[0].shape[2] > 0]
+
+    # ---- by the device's fused kernel, one sequence in each row of the batch ----
+
+    def _fused_forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Attend causally in each row; returns as `forward`."""
+        device, dtype = q_bhsd.device.type, q_bhsd.dtype
+        if device == "cpu":
+            mask = self._mask(q_bhsd)
+            q = q_bhsd if mask is None else self._depth_after_depth(q_bhsd)
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k_bhsd, v_bhsd, 0.0, mask is None, attn_mask=mask, scale=self.scale
+            )
+            return out.reshape(q_bhsd.shape), lse.reshape(q_bhsd.shape[:3]), []
+        if device != "cuda" or dtype == torch.float64 or self.window is not None:
+            problem = "runs on CPU and CUDA up to fp32"
+            if device == "cuda" and dtype != torch.float64:
+                problem = "has a window on CUDA in half precision on Ampere and later"
+            raise UserError(
+                f"attention backend `folded` {problem}, not on {device} in {dtype}: use drafter.options.attention=dense"
+            )
+        k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
+        parts = (part.to(_efficient_dtype(q_bhsd)) for part in (q_bhsd, k_bhsd, v_bhsd))
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+            *parts, None, True, 0.0, True, scale=self.scale
+        )
+        return out.to(dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
+
+    def _fused_backward(
         self,
+        states: list[Tensor],
         grad_out: Tensor,
         q_bhsd: Tensor,
         k_bhsd: Tensor,
         v_bhsd: Tensor,
         out: Tensor,
         lse: Tensor,
-        saved: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of queries, keys and values, given the merged output and log-sum-exp."""
+        """Return the gradients of `_fused_forward`; as `backward`."""
+        if q_bhsd.device.type == "cpu":
+            mask, q = self._mask(q_bhsd), q_bhsd
+            if mask is not None:
+                grad_out, q, out, lse = map(self._depth_after_depth, (grad_out, q, out, lse))
+            grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, q, k_bhsd, v_bhsd, out, lse, 0.0, mask is None, attn_mask=mask, scale=self.scale
+            )
+            return grad_q.reshape(q_bhsd.shape), grad_k, grad_v
+        num_kv_heads = k_bhsd.shape[1]
+        k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
+        # The kernel reads its log-sum-exp in blocks of 32 rows.
+        padded_lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
+        dtype = _efficient_dtype(q_bhsd)
+        grad_out, q, k, v, out = (part.to(dtype) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out))
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, None, out, padded_lse, *states, 0.0, [True] * 3 + [False], True, scale=self.scale
+        )
+        grad_q, grad_k, grad_v = (grad.to(q_bhsd.dtype) for grad in grads[:3])
+        grad_k, grad_v = (part.unflatten(1, (num_kv_heads, -1)).sum(2) for part in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v
+
+    def _depth_after_depth(self, folded: Tensor) -> Tensor:
+        """Unfold heads [B, H*Q, S, ...] to sequences of all depths, [B, H, Q*S, ...]."""
+        return folded.unflatten(1, (-1, self.query_depths)).flatten(2, 3)
+
+    def _mask(self, q_bhsd: Tensor) -> Tensor | None:
+        """Return 0 where the real tokens are inside a row's window and -inf elsewhere [Q*S, S]; None: no window."""
         if self.window is None:
-            return _causal_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, self.scale, self.documents)
-        grads_q, grads_k, grads_v = [], [], []
-        each = len(saved) // self.query_depths
-        parts = zip(*(self._of_depths(part) for part in (grad_out, q_bhsd, out, lse)), self._windows, strict=True)
-        for number, (grad, q, o, sums, tokens) in enumerate(parts):
-            rest = saved[number * each : (number + 1) * each]
-            grad, q, o, sums = (part.contiguous() for part in (grad, q, o, sums))
-            grads = _causal_backward(grad, q, k_bhsd, v_bhsd, o, sums, rest, self.scale, self.documents, tokens)
-            grads_q.append(grads[0])
-            grads_k.append(grads[1])
-            grads_v.append(grads[2])
+            return None
+        length = q_bhsd.shape[2]
+        place = torch.arange((1 + self.num_masks) * length)
+        is_seen = group_mask(place[-self.query_depths * length :, None], place[:length], length, window=self.window)
+        return torch.zeros(is_seen.shape, dtype=q_bhsd.dtype).masked_fill_(~is_seen, float("-inf"))
+
+    # ---- by the variable-length flash kernel, which groups query heads itself ----
+
+    def _flash_forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Attend causally in each document, or each row of the batch; returns as `forward`."""
+        bounds_d, longest = self._bounds(q_bhsd)
+        k_thd, v_thd = map(_as_tokens, (k_bhsd, v_bhsd))
+        outs, lses, states = list[Tensor](), list[Tensor](), list[Tensor]()
+        for q, window in zip(self._by_window(q_bhsd), self._windows, strict=True):
+            out_thd, lse_ht, *random_states, _ = aten._flash_attention_forward(
+                _as_tokens(q),
+                k_thd,
+                v_thd,
+                bounds_d,
+                bounds_d,
+                longest,
+                longest,
+                0.0,
+                True,
+                False,
+                scale=self.scale,
+                **window,
+            )
+            outs.append(out_thd.view(len(q), -1, *out_thd.shape[1:]).transpose(1, 2))
+            lses.append(lse_ht.view(len(lse_ht), len(q), -1).transpose(0, 1))
+            states += random_states
+        return self._folded(outs), self._folded(lses), states
+
+    def _flash_backward(
+        self,
+        states: list[Tensor],
+        grad_out: Tensor,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of `_flash_forward`; as `backward`."""
+        bounds_d, longest = self._bounds(q_bhsd)
+        k_thd, v_thd = map(_as_tokens, (k_bhsd, v_bhsd))
+        grads = list[list[Tensor]]()
+        by_window = map(self._by_window, (grad_out, q_bhsd, out, lse))
+        for number, (grad, q, o, sums, window) in enumerate(zip(*by_window, self._windows, strict=True)):
+            grad_thd, q_thd, out_thd = map(_as_tokens, (grad, q, o))
+            lse_ht = sums.transpose(0, 1).flatten(1, 2).contiguous()  # the kernel ignores strides
+            grads_thd = aten._flash_attention_backward(
+                grad_thd,
+                q_thd,
+                k_thd,
+                v_thd,
+                out_thd,
+                lse_ht,
+                bounds_d,
+                bounds_d,
+                longest,
+                longest,
+                0.0,
+                True,
+                *states[2 * number : 2 * number + 2],
+                scale=self.scale,
+                **window,
+            )
+            grads.append([part.unflatten(0, (len(q), -1)).transpose(1, 2) for part in grads_thd])
+        grads_q, grads_k, grads_v = zip(*grads, strict=True)
+        if self.window is None:
+            return grads_q[0], grads_k[0], grads_v[0]
         return self._folded(grads_q), torch.stack(grads_k).sum(0), torch.stack(grads_v).sum(0)
 
+    def _bounds(self, q_bhsd: Tensor) -> Documents:
+        """Return the documents, which are the rows of the batch if there are none."""
+        if self.documents is not None:
+            return self.documents
+        batch, length = len(q_bhsd), q_bhsd.shape[2]
+        return torch.arange(batch + 1, device=q_bhsd.device, dtype=torch.int32) * length, length
+
     @property
-    def _windows(self) -> list[int]:
-        """Return, for each depth that has queries, how many real tokens they see, back from the group's newest."""
-        assert self.window is not None
+    def _windows(self) -> list[dict[str, int]]:
+        """Return the kernel's arguments for each call: one, or with a window one for each depth that has queries.
+
+        A depth's window ends at its group's newest token; the kernel's does not count a query's own key.
+        """
+        if self.window is None:
+            return [{}]
         first = 1 + self.num_masks - self.query_depths
-        return [self.window - depth for depth in range(first, first + self.query_depths)]
+        sizes = [self.window - depth for depth in range(first, first + self.query_depths)]
+        return [{"window_size_left": size - 1, "window_size_right": 0} for size in sizes]
 
-    def _of_depths(self, folded: Tensor) -> tuple[Tensor, ...]:
-        """Split heads [B, H*Q, ...] into the Q depths, [B, H, ...] each."""
-        return folded.unflatten(1, (-1, self.query_depths)).unbind(2)
+    def _by_window(self, folded: Tensor) -> tuple[Tensor, ...]:
+        """Split heads [B, H*Q, ...] into the parts of `_windows`: with a window the depths, [B, H, ...] each."""
+        return (folded,) if self.window is None else folded.unflatten(1, (-1, self.query_depths)).unbind(2)
 
-    @staticmethod
-    def _folded(by_depth: Sequence[Tensor]) -> Tensor:
-        """Fold tensors of the depths, [B, H, ...] each, into the heads [B, H*Q, ...]."""
-        return torch.stack(list(by_depth), dim=2).flatten(1, 2)
-
-
-def _causal_forward(
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    scale: float,
-    documents: Documents | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Attend causally, grouped queries, within each document if there are several, to the last `window` keys or all.
-
-    Returns:
-        Output [B, H, S, Dh], log-sum-exp [B, H, S] in fp32 (fp64 for fp64), and other tensors for the backward.
-
-    Raises:
-        UserError: No kernel supports this device or dtype.
-    """
-    if documents is None:
-        return _forward(q_bhsd, k_bhsd, v_bhsd, scale, window)
-    if _has_flash(q_bhsd):
-        return _packed_forward(q_bhsd, k_bhsd, v_bhsd, scale, documents, window)
-    outs, lses, saved = [], [], []
-    for q, k, v in _by_document(documents, q_bhsd, k_bhsd, v_bhsd):
-        out, lse, saved_there = _forward(q, k, v, scale, window)
-        outs.append(out)
-        lses.append(lse)
-        saved += saved_there
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2), saved
+    def _folded(self, parts: Sequence[Tensor]) -> Tensor:
+        """Undo `_by_window`."""
+        return parts[0] if self.window is None else torch.stack(list(parts), dim=2).flatten(1, 2)
 
 
-def _causal_backward(
-    grad_out: Tensor,
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: list[Tensor],
-    scale: float,
-    documents: Documents | None = None,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of queries, keys and values, given the merged output and log-sum-exp."""
-    if documents is None:
-        return _backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, window)
-    if _has_flash(q_bhsd):
-        return _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, documents, window)
-    parts = _by_document(documents, grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse)
-    each = len(saved) // len(parts)
-    grads = [
-        _backward(grad, q, k, v, o, sums, saved[number * each : (number + 1) * each], scale, window)
-        for number, (grad, q, k, v, o, sums) in enumerate(parts)
-    ]
-    grad_q, grad_k, grad_v = (torch.cat(part, dim=2) for part in zip(*grads, strict=True))
-    return grad_q, grad_k, grad_v
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join documents along S."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+
+
+def _as_tokens(part_bhsd: Tensor) -> Tensor:
+    """Join the sequences, [B, H, S, Dh] -> [B*S, H, Dh]."""
+    return part_bhsd.transpose(1, 2).flatten(0, 1)
 
 
 @functools.lru_cache(maxsize=16)
 def _lengths(bounds_d: Tensor) -> list[int]:
     """Return the tokens of each document. Waits for the device, once for all layers."""
     return bounds_d.diff().tolist()
-
-
-def _by_document(documents: Documents, *parts: Tensor) -> list[Any]:
-    """Return the parts' slices of each document that is not empty."""
-    slices = zip(*(part.split(_lengths(documents[0]), dim=2) for part in parts), strict=True)
-    return [there for there in slices if there[0].shape[2] > 0]
 
 
 def _has_flash(q_bhsd: Tensor) -> bool:
@@ -510,234 +560,5 @@ def _is_ampere(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# ---- one sequence in each row of the batch ----
-
-
-def _forward(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run causal attention of each row of the batch, with the device's fused kernel.
-
-    Returns:
-        The output, the logsumexp of the scores, and what `_backward` needs besides: the kernel's random state.
-
-    Raises:
-        UserError: The device has no kernel for this dtype or a window.
-    """
-    if q_bhsd.device.type == "cpu":
-        if window is not None:
-            return *_chunked_forward(q_bhsd, k_bhsd, v_bhsd, scale, window), []
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale)
-        return out, lse, []
-    if q_bhsd.device.type != "cuda" or q_bhsd.dtype == torch.float64:
-        raise UserError(
-            f"attention backend `folded` runs on CPU and CUDA up to fp32, not on {q_bhsd.device.type} in "
-            f"{q_bhsd.dtype}: use drafter.options.attention=dense"
-        )
-    if window is not None and not _has_flash(q_bhsd):
-        raise UserError(
-            f"attention backend `folded` has no window on {q_bhsd.device.type} in {q_bhsd.dtype}, only in half "
-            "precision on Ampere and later: use drafter.options.attention=flex"
-        )
-    if window is not None:
-        q, k, v = (_one_after_the_other(part) for part in (q_bhsd, k_bhsd, v_bhsd))
-        out, lse, saved = _packed_forward(q, k, v, scale, _as_documents(q_bhsd), window)
-        return _row_by_row(out, len(q_bhsd)), _row_by_row(lse, len(q_bhsd)), saved
-    k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
-    if _has_flash(q_bhsd):
-        out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-            q_bhsd, k_bhsd, v_bhsd, 0.0, True, scale=scale
-        )
-        return out, lse, [seed, offset]
-    dtype = _efficient_dtype(q_bhsd)
-    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
-        q_bhsd.to(dtype), k_bhsd.to(dtype), v_bhsd.to(dtype), None, True, 0.0, True, scale=scale
-    )
-    return out.to(q_bhsd.dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
-
-
-def _backward(
-    grad_out: Tensor,
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: list[Tensor],
-    scale: float,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, given `_forward`'s results `out`, `lse` and `saved`."""
-    if q_bhsd.device.type == "cpu":
-        if window is not None:
-            return _chunked_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, scale, window)
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, 0.0, True, scale=scale
-        )
-    if window is not None:
-        rows = _as_documents(q_bhsd)
-        grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = map(
-            _one_after_the_other, (grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse)
-        )
-        grads = _packed_backward(grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, saved, scale, rows, window)
-        grad_q, grad_k, grad_v = (_row_by_row(grad, len(rows[0]) - 1) for grad in grads)
-        return grad_q, grad_k, grad_v
-    num_kv_heads, length = k_bhsd.shape[1], q_bhsd.shape[2]
-    k_bhsd, v_bhsd = (_repeat_heads(part, q_bhsd.shape[1]) for part in (k_bhsd, v_bhsd))
-    if _has_flash(q_bhsd):
-        lse = lse.contiguous()  # the kernel ignores strides
-        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
-            grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse, None, None, length, length, 0.0, True, *saved, scale=scale
-        )
-    else:
-        # The kernel reads its log-sum-exp in blocks of 32 rows.
-        padded_lse = F.pad(lse, (0, -length % 32), value=float("inf"))
-        dtype = _efficient_dtype(q_bhsd)
-        grad_out, q, k, v, out = (part.to(dtype) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out))
-        grads = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, k, v, None, out, padded_lse, *saved, 0.0, [True] * 3 + [False], True, scale=scale
-        )
-        grad_q, grad_k, grad_v = (grad.to(q_bhsd.dtype) for grad in grads[:3])
-    grad_k, grad_v = (part.unflatten(1, (num_kv_heads, -1)).sum(2) for part in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v
-
-
 def _repeat_heads(part_bhsd: Tensor, num_heads: int) -> Tensor:
     return part_bhsd.repeat_interleave(num_heads // part_bhsd.shape[1], dim=1)
-
-
-# ---- a window, on a CPU: chunks of its length, each of which sees itself and the one before it ----
-
-
-def _chunked_forward(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    """Run attention with a window on a CPU: each chunk of `window` queries sees itself and the chunk before."""
-    q, k, v = _chunks(q_bhsd, window), *(_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *(part.flatten(0, 1) for part in (q, k, v)), 0.0, False, attn_mask=_chunk_mask(q, window), scale=scale
-    )
-    length = q_bhsd.shape[2]
-    return _whole(out.unflatten(0, q.shape[:2]), length), _whole(lse.unflatten(0, q.shape[:2]), length)
-
-
-def _chunked_backward(
-    grad_out: Tensor,
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of `_chunked_forward`."""
-    length = q_bhsd.shape[2]
-    grad, q, o, sums = (_chunks(part, window) for part in (grad_out, q_bhsd, out, lse))
-    k, v = (_with_chunk_before(_chunks(part, window)) for part in (k_bhsd, v_bhsd))
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(part.flatten(0, 1) for part in (grad, q, k, v, o)),
-        sums.flatten(0, 1).contiguous(),
-        0.0,
-        False,
-        attn_mask=_chunk_mask(q, window),
-        scale=scale,
-    )
-    grad_q, grad_k, grad_v = (part.unflatten(0, q.shape[:2]) for part in grads)
-    return _whole(grad_q, length), _whole(_as_own(grad_k), length), _whole(_as_own(grad_v), length)
-
-
-def _chunks(part: Tensor, size: int) -> Tensor:
-    """Split [B, H, S, ...] into chunks [B, n, H, size, ...], with zeros after the end."""
-    padding = (0, 0) * (part.dim() - 3) + (0, -part.shape[2] % size)
-    return F.pad(part, padding).unflatten(2, (-1, size)).movedim(2, 1)
-
-
-def _whole(chunks: Tensor, length: int) -> Tensor:
-    """Undo `_chunks`."""
-    return chunks.movedim(1, 2).flatten(2, 3)[:, :, :length]
-
-
-def _with_chunk_before(chunks: Tensor) -> Tensor:
-    """Prepend to each chunk the one before: [B, n, H, C, Dh] -> [B, n, H, 2C, Dh], zeros before the first."""
-    before = torch.cat([torch.zeros_like(chunks[:, :1]), chunks[:, :-1]], dim=1)
-    return torch.cat([before, chunks], dim=3)
-
-
-def _as_own(grads: Tensor) -> Tensor:
-    """Sum gradients [B, n, H, 2C, Dh] of `_with_chunk_before` into those of chunks [B, n, H, C, Dh]."""
-    before, own = grads.chunk(2, dim=3)
-    own = own.clone()
-    own[:, :-1] += before[:, 1:]
-    return own
-
-
-def _chunk_mask(q_bnhcd: Tensor, window: int) -> Tensor:
-    """Build a mask [B*n, 1, C, 2C]: 0 where a query sees a key of its chunk or the one before, -inf elsewhere."""
-    batch, count = q_bnhcd.shape[:2]
-    query, key = (torch.arange(size, device=q_bnhcd.device) for size in (window, 2 * window))
-    key = key - window
-    hidden = (key > query[:, None]) | (key <= query[:, None] - window)
-    mask = torch.zeros(count, 1, *hidden.shape, dtype=q_bnhcd.dtype, device=q_bnhcd.device)
-    mask.masked_fill_(hidden, float("-inf"))
-    mask[0, ..., :window] = float("-inf")
-    return mask.repeat(batch, 1, 1, 1)
-
-
-# ---- documents one after the other, by the variable-length kernel, which groups query heads itself ----
-
-
-def _packed_forward(
-    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, scale: float, documents: Documents, window: int | None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run flash attention over documents that lie one after the other in one row; returns as `_forward`."""
-    bounds, longest = documents
-    q_thd, k_thd, v_thd = (part[0].transpose(0, 1) for part in (q_bhsd, k_bhsd, v_bhsd))
-    out_thd, lse_ht, rng_state, unused, _ = aten._flash_attention_forward(
-        q_thd, k_thd, v_thd, bounds, bounds, longest, longest, 0.0, True, False, **_options_of_flash(scale, window)
-    )
-    return out_thd.transpose(0, 1).unsqueeze(0), lse_ht.unsqueeze(0), [rng_state, unused]
-
-
-def _packed_backward(
-    grad_out: Tensor,
-    q_bhsd: Tensor,
-    k_bhsd: Tensor,
-    v_bhsd: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: list[Tensor],
-    scale: float,
-    documents: Documents,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of `_packed_forward`."""
-    bounds, longest = documents
-    parts_thd = [part[0].transpose(0, 1) for part in (grad_out, q_bhsd, k_bhsd, v_bhsd, out)]
-    grads_thd = aten._flash_attention_backward(
-        *parts_thd, lse[0], bounds, bounds, longest, longest, 0.0, True, *saved, **_options_of_flash(scale, window)
-    )
-    grad_q, grad_k, grad_v = (grad.transpose(0, 1).unsqueeze(0) for grad in grads_thd)
-    return grad_q, grad_k, grad_v
-
-
-def _options_of_flash(scale: float, window: int | None) -> dict[str, Any]:
-    """Return the flash kernel's named arguments; its window does not count a query's own key."""
-    return {"scale": scale} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
-
-
-def _as_documents(q_bhsd: Tensor) -> Documents:
-    """Return the rows of a batch as documents, since only that kernel takes a window."""
-    batch, length = len(q_bhsd), q_bhsd.shape[2]
-    bounds_d = torch.arange(batch + 1, device=q_bhsd.device, dtype=torch.int32) * length
-    return bounds_d, length
-
-
-def _one_after_the_other(part: Tensor) -> Tensor:
-    """Join the sequences, [B, H, S, ...] -> [1, H, B*S, ...]."""
-    return part.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-def _row_by_row(part: Tensor, batch: int) -> Tensor:
-    """Split the sequences, [1, H, B*S, ...] -> [B, H, S, ...]."""
-    return part[0].unflatten(1, (batch, -1)).transpose(0, 1)

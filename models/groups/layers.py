@@ -9,7 +9,6 @@ Shapes: N packed query rows, Dh head size.
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +25,6 @@ ATTENTION_NAME = "draftsmith_group"
 DEFAULT_POSITIONS = 4096  # of drafters whose target counts none, as ALiBi's
 # Architectures whose layer takes (hidden_states, position_embeddings=(cos, sin), **kwargs): each has a test.
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "olmo2")
-
-
-@dataclass
-class TargetLayers:
-    """Decoder layers and the final norm.
-
-    A plain object, so that torch does not register its modules as a part of a drafter.
-    """
-
-    layers: nn.ModuleList
-    norm: nn.Module
 
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -67,16 +55,6 @@ def layers_config(layers_of: Mapping[str, Any], num_layers: int) -> PreTrainedCo
     config = AutoConfig.for_model(model_type, **values)
     config._attn_implementation = ATTENTION_NAME
     return config
-
-
-def as_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Build transformers' config object from config values, by their `model_type`.
-
-    Raises:
-        ValueError: transformers knows no such type.
-    """
-    known = {key: value for key, value in values.items() if key not in ("model_type", "architectures")}
-    return AutoConfig.for_model(values["model_type"], **copy.deepcopy(known))
 
 
 def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,22 +90,18 @@ def of_kind(kind: str, target_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def build_target_layers(config: PreTrainedConfig) -> TargetLayers:
-    """Make new layers from `layers_config`, initialised as transformers initialises that architecture."""
+def build_target_layers(config: PreTrainedConfig) -> tuple[nn.ModuleList, nn.Module]:
+    """Make new layers and a final norm from `layers_config`, initialised as transformers does for that architecture."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, attend)
     skeleton = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.get_default_dtype())
-    return TargetLayers(skeleton.layers, skeleton.norm)
+    return skeleton.layers, skeleton.norm
 
 
 def rotary_of(kind: str, target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
-    """Build the RoPE function of layers of this kind, for `target` the target's own; see `rotary`."""
-    return rotary(OTHER_KINDS.get(kind) or type(target.base_model.rotary_emb), config, target.device)
+    """Build the RoPE function of layers of this kind, for `target` the target's own.
 
-
-def rotary(module_class: Any, config: PreTrainedConfig, device: torch.device) -> Rotate:
-    """Build the RoPE function from hidden states and positions [1, N] to cos and sin [1, N, Dh], in their dtype.
-
-    A function and not a module of the drafter, since RoPE has no weights; each drafter builds its own, as some kinds of
-    RoPE remember the longest position.
+    It maps hidden states and positions [1, N] to cos and sin [1, N, Dh], in their dtype. It is no module of the
+    drafter, since RoPE has no weights; each drafter builds its own, as some kinds remember the longest position.
     """
-    return module_class(config=config).to(device).forward
+    module_class = OTHER_KINDS.get(kind) or type(target.base_model.rotary_emb)
+    return module_class(config=config).to(target.device).forward

@@ -18,7 +18,6 @@ from draftsmith.models.loss import (
     LossWeights,
     Teacher,
     chunk_rows,
-    chunks_made_for,
     has_teacher,
     head_loss,
     losses_in_place,
@@ -180,7 +179,7 @@ class Setting:
 
         self.hidden_nd = normal(N, D).requires_grad_()
         self.teacher: Teacher | None = Teacher(normal(5, D), torch.tensor([3, 0, 3, 1, 0, 3, 2]))
-        self.teacher_nd = self.teacher.features_nd()
+        self.teacher_nd = self.teacher.features_pd[self.teacher.token_n]
         self.head, self.teacher_head = nn.Linear(D, V).double(), nn.Linear(D, T if reduced else V).double()
         with torch.no_grad():
             for parameter in (*self.head.parameters(), *self.teacher_head.parameters()):
@@ -323,6 +322,7 @@ def test_new_loss_of_labels_needs_only_a_function_and_a_name(
 ) -> None:
     """It counts if the label is in the draft vocabulary, and needs no teacher."""
     monkeypatch.setitem(LOSSES, "focal", focal)
+    monkeypatch.setattr(through_head, "LABEL_LOSSES", LABEL_NAMES)
     assert has_teacher(loss) == ("kl" in loss)
     setting = Setting()
     factors = torch.tensor([1.0, 0, 1, 1, 0, 1, 1]).double(), torch.linspace(0.1, 1, N).double()
@@ -345,8 +345,8 @@ def test_mass_inside_the_draft_vocabulary(monkeypatch: pytest.MonkeyPatch) -> No
     for chunk in (1, 100):
         monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * 3)
         torch.testing.assert_close(mass_inside(features_pd, head, inside_v, wanted_p), torch.tensor(expected))
-    with chunks_made_for("cuda"):
-        assert mass_inside(features_pd, head, inside_v, wanted_p)[1] < 1
+    monkeypatch.setattr(through_head, "_is_on_cpu", lambda tensor: False)
+    assert mass_inside(features_pd, head, inside_v, wanted_p)[1] < 1
     assert (mass_inside(features_pd.bfloat16(), head.bfloat16(), inside_v | True, wanted_p) <= 1).all()
 
 
@@ -388,20 +388,20 @@ def test_fp16_without_rows_or_weights(weight: float) -> None:
         assert (grad == 0).all()
 
 
-@pytest.mark.parametrize(("device_type", "teacher_rows"), [("cpu", 3 + 2), ("cuda", 12)])
+@pytest.mark.parametrize(("is_on_cpu", "teacher_rows"), [(True, 3 + 2), (False, 12)])
 def test_rows_of_one_token_share_its_teacher(
-    device_type: str, teacher_rows: int, monkeypatch: pytest.MonkeyPatch
+    is_on_cpu: bool, teacher_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three depths of four tokens in chunks of eight rows: all of two tokens and two of the third, then the others.
 
     On other devices a chunk does not wait for its number of tokens.
     """
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 8 * V)
-    monkeypatch.setattr(through_head, "DEVICE_ROWS", 8)
+    monkeypatch.setattr(through_head, "_is_on_cpu", lambda tensor: is_on_cpu)
     head, teacher_head = nn.Linear(D, V, bias=False).requires_grad_(False), nn.Linear(D, V, bias=False)
     token_n = torch.arange(4).repeat(3)
     teacher = Teacher(torch.randn(4, D), token_n, teacher_head)
-    with chunks_made_for(device_type), FlopCounterMode(display=False) as flops, torch.no_grad():
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
         head_loss(torch.randn(12, D), head, token_n % V, torch.ones(12), "kl", teacher)
     assert flops.get_total_flops() == 2 * D * V * (12 + teacher_rows)
 

@@ -109,7 +109,7 @@ def test_teacher_has_the_targets_distribution(kind: str, options: dict[str, Any]
         p[..., drafter.vocab.ids] = inside / mass[..., None]
     labels_bgs = depth_labels(ids, batch["loss_mask"], drafter.config.num_depths)
     expected = torch.zeros((), dtype=torch.float64)
-    for depth, share in enumerate(drafter.config.options.depth_shares()):
+    for depth, share in enumerate(drafter.config.options.depth_shares):
         place_b, place_s = (labels_bgs[:, depth] >= 0).nonzero(as_tuple=True)
         first = 0 if drafter.reads_first_token else 1
         place_b, place_s = place_b[place_s >= first], place_s[place_s >= first]

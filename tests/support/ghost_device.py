@@ -270,22 +270,6 @@ def _with_defaults(given: Any, *defaults: Any) -> tuple[Any, ...]:
     return *given, *defaults[len(given) :]
 
 
-def _flash(args: Any, options: Any) -> Any:
-    GhostDevice.note("kernel", "flash")
-    q, k, v, dropout, causal = (*map(_held, args[:3]), *_with_defaults(args[3:5], 0.0, False))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=options.get("scale"))
-    seed, offset = (GhostTensor(torch.empty(shape, dtype=torch.uint64)) for shape in (2, ()))
-    return GhostTensor(out), GhostTensor(lse), None, None, q.shape[2], k.shape[2], seed, offset, seed
-
-
-def _flash_backward(args: Any, options: Any) -> Any:
-    GhostDevice.note("kernel", "flash backward")
-    if not _held(args[5]).is_contiguous():
-        raise RuntimeError("the kernel reads its log-sum-exp row after row")
-    tensors = [_held(part).contiguous() for part in args[:5]]
-    return _cpu_backward(tensors, _held(args[5]), args[10], args[11], options)
-
-
 def _packed_flash(args: Any, options: Any) -> Any:
     """Run attention of concatenated documents, [T, H, Dh]; the host passes the length of the longest."""
     GhostDevice.note("kernel", "packed flash")
@@ -372,8 +356,6 @@ def _cpu_backward(
 
 
 _KERNELS = {
-    aten._scaled_dot_product_flash_attention: _flash,
-    aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._flash_attention_forward: _packed_flash,
     aten._flash_attention_backward: _packed_flash_backward,
     aten._scaled_dot_product_efficient_attention: _efficient,

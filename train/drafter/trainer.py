@@ -317,7 +317,6 @@ class DrafterTrainer(Trainer):
     def _target_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D]: of the target, or from disk."""
         self._drafter.training_step = self.state.global_step
-        self._drafter.training_progress_frac = self.state.global_step / max(1, self.state.max_steps)
         ids, half = inputs["input_ids"], self._autocast_target and self.args.bf16
         with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
             if "features" in inputs:
@@ -406,16 +405,8 @@ class DrafterTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             self._sync_counts()
-            logs = {**logs, **self.progress.take_log(), **self._scheduled()}
+            logs = {**logs, **self.progress.take_log()}
         super().log(logs, start_time)
-
-    def _scheduled(self) -> dict[str, float]:
-        """Return the depths' shares in the last step's loss, if they change during training."""
-        of_progress = self._drafter.config.options.depth_shares
-        if of_progress(0.0) == of_progress(1.0):
-            return {}
-        shares = of_progress(self._drafter.training_progress_frac)
-        return {f"share_depth{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint has what the launch's own way of saving writes; what training ends with is one whole file.

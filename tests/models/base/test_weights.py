@@ -7,41 +7,15 @@ import torch
 from support.tiny_models import tiny_target
 
 from draftsmith.errors import UserError
+from draftsmith.models.base.drafter import group_lengths
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.base.weights import depth_shares, group_lengths
 
 
-@pytest.mark.parametrize(
-    ("progress_frac", "expected"),
-    [
-        (0.0, [1.0, 0.0, 0.0]),
-        (0.1, [16 / 21, 4 / 21, 1 / 21]),  # half of the ramp: 1, 0.5 * 0.5, 0.25 * 0.25
-        (0.2, [4 / 7, 2 / 7, 1 / 7]),
-        (1.0, [4 / 7, 2 / 7, 1 / 7]),
-    ],
-)
-def test_ramp_by_hand(progress_frac: float, expected: list[float]) -> None:
-    """lambda = 0.5**j over the first fifth of the training."""
-    assert depth_shares([1.0, 0.5, 0.25], 0.2, progress_frac) == pytest.approx(expected, abs=1e-15)
-
-
-def test_weights_without_a_ramp_do_not_depend_on_progress() -> None:
-    assert depth_shares([3.0, 1.0], 0.0, 0.0) == depth_shares([3.0, 1.0], 0.0, 0.7) == [0.75, 0.25]
-    assert depth_shares([3.0, 1.0], 0.5, 0.25) == pytest.approx([6 / 7, 1 / 7])
-
-
-def test_ramp_applies_in_training_and_not_in_evaluation() -> None:
-    options = {"depth_weights": 0.8, "depth_ramp": 0.5, "num_masks": 1}
-    drafter = load_drafter_class("parallel").from_target(tiny_target(), options).train()
-    drafter.training_progress_frac = 0.25
-    assert drafter.depth_shares == pytest.approx([1 / 1.4, 0.4 / 1.4])
-    assert drafter.eval().depth_shares == pytest.approx([1 / 1.8, 0.8 / 1.8])
-
-
-def test_invalid_ramp_is_reported() -> None:
-    target = tiny_target(num_hidden_layers=4)
-    with pytest.raises(UserError, match=r"key `drafter\.options\.depth_ramp`: .*less than or equal to 1, not 2"):
-        load_drafter_class("parallel").from_target(target, {"depth_ramp": 2})
+def test_shares_by_hand() -> None:
+    """One number d is d**0, d**1, ...; the shares add up to 1."""
+    for weights, expected in ((0.5, [4 / 7, 2 / 7, 1 / 7]), ([3.0, 1.0, 4.0], [3 / 8, 1 / 8, 1 / 2])):
+        drafter = load_drafter_class("parallel").from_target(tiny_target(), {"depth_weights": weights, "num_masks": 2})
+        assert drafter.config.options.depth_shares == pytest.approx(expected, abs=1e-15)
 
 
 # ---- D-PACE: q = 0.5, 0.25, 0.5 smoothed with alpha = 0.5 are 0.75, 0.625, 0.75; their products 0.75, 0.46875,
@@ -67,9 +41,7 @@ def test_dpace_at_its_extremes() -> None:
         assert group_lengths(alpha, nats_n, torch.arange(3), 1, 3)[0].tolist() == expected
 
 
-def test_dpace_has_no_ramp() -> None:
-    with pytest.raises(UserError, match="`dpace_alpha` already phases in the deeper depths: leave `depth_ramp` at 0"):
-        load_drafter_class("parallel").from_target(tiny_target(), {"dpace_alpha": 0.5, "depth_ramp": 0.3})
+def test_invalid_alpha_is_reported() -> None:
     with pytest.raises(UserError, match="dpace_alpha`: input should be greater than 0, not 0"):
         load_drafter_class("medusa").from_target(tiny_target(), {"dpace_alpha": 0})
 

@@ -79,14 +79,14 @@ def test_borrowed_head_has_rows_of_the_targets(bias: bool, tmp_path: Path) -> No
     assert not any("head" in name for name in saved)
     for found in (drafter, load_drafter(tmp_path, target)):
         assert isinstance(found, GroupWiseDrafter)
-        head = found.vocab.draft_head().linear
+        head = found.vocab.head()
         assert type(head) is nn.Linear  # packing linear layers finds it
         assert any(module is head for module in found.modules())
         assert torch.equal(head.weight, target.lm_head.weight[[5, 7, 9]])
         assert not head.weight.requires_grad
         hidden = torch.randn(4, 32)
         torch.testing.assert_close(head(hidden), target.lm_head(hidden)[:, [5, 7, 9]])
-        assert found.double().vocab.draft_head().linear.weight.dtype == torch.float64
+        assert found.double().vocab.head().weight.dtype == torch.float64
 
 
 def test_train_stage_builds_the_draft_vocabulary_from_its_data(

@@ -319,7 +319,7 @@ def lattice_losses(
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss label by label from the logits of all groups: no chunks, no active rows, weights as defined."""
     config, ids, features = drafter.config, batch["input_ids"], batch["features"]
-    logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, drafter.depth_shares
+    logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, config.options.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
     kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
@@ -393,7 +393,7 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     target, drafter = target.double(), drafter.double()
     drafter.training_step = 0  # Medusa-2's heads only
     if kind == "dspark":
-        drafter.config.confidence_weight = 0.0
+        drafter.needs_acceptance = False  # no loss of the confidence head
     batch = random_batch(target, drafter=drafter)
 
     def gradients(loss: Tensor) -> dict[str, Tensor]:

@@ -8,12 +8,8 @@ from support.ghost_device import ghost_device
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.groups.attention import (
-    _flex_block_mask,
-    _FoldedGroupAttention,
-    group_attention,
-)
-from draftsmith.models.groups.layout import group_mask, number_documents
+from draftsmith.models.groups.attention import _FoldedGroupAttention, group_attention
+from draftsmith.models.groups.layout import group_mask
 
 # batch, query heads, key heads, depths, positions, head size
 SHAPES = [(1, 4, 4, 5, 9, 16), (2, 4, 2, 5, 17, 8), (2, 6, 2, 3, 40, 64), (1, 2, 1, 1, 6, 8), (1, 2, 2, 2, 1, 8)]
@@ -189,17 +185,15 @@ def test_large_scores_stay_finite() -> None:
 
 def test_invalid_backends_are_reported() -> None:
     qkv = random_qkv((1, 2, 2, 3, 8, 8), torch.float32)
-    with pytest.raises(UserError, match="unknown attention backend `fold`: use one of folded, dense, flex"):
+    with pytest.raises(UserError, match="unknown attention backend `fold`: use one of folded, dense"):
         group_attention(*qkv, backend="fold")
-    with pytest.raises(UserError, match=r"`flex` needs a CUDA device.*attention=folded"):
-        group_attention(*qkv, backend="flex")
 
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "kernel", "window"),
     [
-        (torch.bfloat16, (9, 0), "flash", None),
-        (torch.float16, (8, 0), "flash", None),
+        (torch.bfloat16, (9, 0), "packed flash", None),
+        (torch.float16, (8, 0), "packed flash", None),
         (torch.float16, (7, 5), "efficient float16", None),
         (torch.bfloat16, (7, 5), "efficient float32", None),
         (torch.float32, (7, 5), "efficient float32", None),
@@ -230,30 +224,8 @@ def test_folded_uses_the_kernel_of_the_device(
 def test_folded_has_no_window_before_ampere() -> None:
     with ghost_device((7, 5)), torch.no_grad():
         qkv = [part.detach().to("cuda:0") for part in random_qkv(SHAPES[1], torch.float16)]
-        with pytest.raises(UserError, match=r"no window on cuda in torch.float16.*attention=flex"):
+        with pytest.raises(UserError, match=r"window .*not on cuda in torch.float16.*attention=dense"):
             group_attention(*qkv, window=6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("bounds", "window"), [(None, None), ([0, 130, 200, 390], None), (None, 100)])
-def test_flex_attention_blocks_equal_the_dense_mask(bounds: list[int] | None, window: int | None) -> None:
-    """The compiled function classifies blocks as empty, partial or full like the dense mask."""
-    num_depths, query_depths, length, block = 3, 2, 390, 128
-    documents = None if bounds is None else (torch.tensor(bounds, dtype=torch.int32), 200)
-    made = _flex_block_mask(query_depths, num_depths, length, torch.device("cpu"), True, documents, window)
-    mask = full_mask(num_depths, length, window=window)
-    if documents is not None:
-        document_t = number_documents(documents, length).repeat(num_depths)
-        mask &= document_t[:, None] == document_t[None]
-    mask = mask[-query_depths * length :]
-    for row in range(made.kv_num_blocks.shape[-1]):
-        parts = [each.float().mean().item() for each in mask[row * block : (row + 1) * block].split(block, dim=1)]
-        partly = made.kv_indices[0, 0, row, : made.kv_num_blocks[0, 0, row]].tolist()
-        wholly = made.full_kv_indices[0, 0, row, : made.full_kv_num_blocks[0, 0, row]].tolist()
-        is_inside = [(row + 1) * block <= mask.shape[0] and (n + 1) * block <= mask.shape[1] for n in range(len(parts))]
-        expected = [n for n, share in enumerate(parts) if share == 1 and is_inside[n]]
-        assert sorted(wholly) == expected
-        assert sorted(partly) == [n for n, share in enumerate(parts) if share and n not in expected]
 
 
 class _Kept:
@@ -264,13 +236,11 @@ class _Kept:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("backend", ["folded", "flex"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 5, 70, 64), (1, 4, 4, 5, 256, 128)])
 @pytest.mark.parametrize("query_depths", [5, 1])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (False, 20)])
-def test_cuda_backends_equal_dense(
-    backend: str,
+def test_folded_equals_dense_on_cuda(
     dtype: torch.dtype,
     tolerance: float,
     shape: tuple[int, ...],
@@ -278,10 +248,10 @@ def test_cuda_backends_equal_dense(
     causal: bool,
     window: int | None,
 ) -> None:
-    if window and backend == "folded" and dtype == torch.float32:
+    if window and dtype == torch.float32:
         pytest.skip("`folded` has a window in half precision alone")
     results = []
-    for name in (backend, "dense"):
+    for name in ("folded", "dense"):
         q, k, v = (part.detach().cuda().requires_grad_() for part in random_qkv(shape, dtype))
         out = group_attention(q[:, :, -query_depths:], k, v, backend=name, causal=causal, window=window)
         out.square().sum().backward()

@@ -167,15 +167,3 @@ def recipe_drafter(values: dict[str, Any]) -> Any:
 def test_evaluation_without_rows(target_folder: Path) -> None:
     with pytest.raises(UserError, match=r"`train\.eval_strategy`: epoch needs rows .* data\.eval_rows_frac=0\.02"):
         train_drafter(make_recipe(target_folder, "nothing", eval_strategy="epoch"))
-
-
-def test_ramp_follows_the_steps(target_folder: Path) -> None:
-    """Step 4 of 6, the last before its log, has 3 / 6 done: s = 0.625."""
-    recipe = make_recipe(target_folder, "ramp")
-    options = {"num_masks": 2, "depth_weights": 0.5, "depth_ramp": 0.8}
-    recipe = recipe.model_copy(update={"drafter": recipe_drafter({"kind": "parallel", "options": options})})
-    train_drafter(recipe)
-    shares = [entry["share_depth1"] for entry in history_of(recipe) if "share_depth1" in entry]
-    s = 0.5 / 0.8
-    assert shares[1] == pytest.approx(1 / (1 + 0.5 * s + 0.25 * s**2), abs=1e-4)
-    assert shares[0] > shares[1] > shares[2] == pytest.approx(4 / 7, abs=1e-4)

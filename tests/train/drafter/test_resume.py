@@ -30,7 +30,7 @@ from draftsmith.train.drafter.stage import train_drafter
 STEPS = 7
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"draft_vocab_size": 12, "markov_rank": 5, "depth_weights": 0.5, "depth_ramp": 0.8},
+    {"draft_vocab_size": 12, "markov_rank": 5, "depth_weights": 0.5},
 )
 
 

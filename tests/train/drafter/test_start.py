@@ -172,13 +172,13 @@ def test_draft_vocabulary_of_trained_rows_is_kept(tmp_path: Path) -> None:
     tokens, start = start_drafter(borrowed, build("eagle", old))
     assert tokens == anew[:8]
     assert borrowed.vocab.coverage == build("eagle_parallel", anew, 8).vocab.coverage
-    assert torch.equal(borrowed.vocab.draft_head().linear.weight, target.lm_head.weight[anew[:8]])
+    assert torch.equal(borrowed.vocab.head().weight, target.lm_head.weight[anew[:8]])
     assert start_sentence(start).endswith("; its draft vocabulary is chosen from this run's answers")
     # Or these and then the old ones, lower ids first.
     borrowed = build("eagle_parallel", anew[:5], 8)
     tokens, start = start_drafter(borrowed, build("eagle", old), extended=True)
     assert tokens == [20, 21, 22, *anew[:5]]
-    assert torch.equal(borrowed.vocab.draft_head().linear.weight, target.lm_head.weight[tokens])
+    assert torch.equal(borrowed.vocab.head().weight, target.lm_head.weight[tokens])
     assert start_sentence(start).endswith("is chosen from this run's answers, and then as the trained drafter's")
     assert borrowed.vocab.coverage.coverage == 1.0
     # A Markov head has rows for its tokens if the source has trained them.

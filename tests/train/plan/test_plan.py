@@ -462,7 +462,7 @@ def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
 
 
 def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
-    options = ["drafter.options.attention=flex", "--memory-gib=1", "--processes=2", f"--json={tmp_path}/p.json"]
+    options = ["drafter.options.attention=dense", "--memory-gib=1", "--processes=2", f"--json={tmp_path}/p.json"]
     result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
