@@ -209,7 +209,7 @@ def evaluate_command(
 
 @app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Write the tables, pictures and report again from the records of `eval`."""
+    """Write the tables and report again from the records of `eval`."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.evaluate import report_again
 

@@ -1,4 +1,4 @@
-"""The evaluation stage: load target and drafter, answer every question, write tables, pictures and report."""
+"""The evaluation stage: load target and drafter, answer every question, write tables and report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import trace_answers
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.console import PlainConsole
-from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import EMBEDDED, print_table
 from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
@@ -173,7 +172,7 @@ def _store(file: Path, values: Any, indent: int | None = 2) -> None:
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
-    """Write tables, pictures and report from the records, and print the table. Returns the summary.
+    """Write tables and report from the records, and print the table. Returns the summary.
 
     Args:
         show: Print the table.
@@ -184,7 +183,6 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     write_answers(records, folder.eval / "answers", recipe.name)
     _store(folder.eval / "summary.json", summary)
     _store(folder.eval / "timing.json", timing)
-    pictures = draw_charts(summary, folder.eval, recipe.name)
     first_run = (record.answers.values() for record in records if record.run == 0)
     proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
@@ -209,7 +207,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "data_card": read_json(card, DataCard, DISTIL_AGAIN) if card.is_file() else None,
         **asdict(measured.notes),
     }
-    write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
+    write_report(folder.root, facts)
     artifacts.update_card(recipe)
     if show:
         print_table(summary, PlainConsole(soft_wrap=False), baseline, timing, recipe.target.model == EMBEDDED)

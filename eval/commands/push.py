@@ -173,7 +173,7 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     """Collect the files to upload in the card's folder. Returns them by their names in the repository.
 
     Args:
-        card: Card whose `pictures` and `exports` are filled in here.
+        card: Card whose `exports` are filled in here.
         dtype: Dtype of the weights; None: unchanged.
 
     Raises:
@@ -191,9 +191,6 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
         _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
-        for file in sorted(run.eval.glob("*.png")):
-            _add(file, folder / "eval" / file.name)
-            card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
     for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):

@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.charts import series_name
 from draftsmith.eval.report.summary import (
     OVERALL,
     Row,
@@ -363,6 +362,13 @@ def tasks_and_questions(row: Row) -> str:
         return f"{len(counts)} tasks ({number} question{'s' * (number > 1)} each: {', '.join(counts)})"
     listed = ", ".join(f"{task} {count}" for task, count in counts.items())
     return f"{len(counts)} tasks (questions: {listed})"
+
+
+def series_name(row: Row, summary: list[Row]) -> str:
+    """Return the method's name, with its temperature if there are several, and a mark if not lossless."""
+    several = len({other["temperature"] for other in summary}) > 1
+    name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
+    return name if row["lossless"] else f"{name} ({NOT_LOSSLESS})"
 
 
 def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:

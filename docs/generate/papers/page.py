@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import jinja2
-from generate.papers.pictures import draw_rounds
+from generate.papers.pictures import draw_rounds, draw_theory
 from generate.papers.tables import (
     EMBEDDED,
     SMOLLM2,
@@ -19,7 +19,6 @@ from generate.papers.tables import (
     ratio,
 )
 
-from draftsmith.eval.report.charts import draw_theory
 from draftsmith.files import write_atomically
 
 PICTURES = "pictures"  # in the page's folder

@@ -1,13 +1,14 @@
 """ParallelSpec's figures as measured.
 
 Figure 1: how long a round takes, what of it is drafting, and how many tokens it commits. Figure 5: an answer whose
-tokens show who made them, a block for each method.
+tokens show who made them, a block for each method. Also Leviathan's figures 2, 3 and 4 with measured points.
 """
 
 from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -16,11 +17,17 @@ import matplotlib.pyplot as plt
 from generate.papers.tables import Place
 
 from draftsmith.eval.bench.traced import TracedAnswer
-from draftsmith.eval.report.charts import COLOURS
+from draftsmith.eval.report.page.curves import ALPHAS, THEORY, TheoryPanel
 from draftsmith.files import write_atomically
 
 COLUMNS, CHARACTER, LINE, MARGIN, FONT_SIZE = 92, 7.8, 20, 14, 13  # all but the first in SVG units
 DRAFTED, TEXT, FAINT, PAPER = "#b7e3c0", "#1f2328", "#59636e", "#ffffff"
+# Palette of Okabe and Ito, which colour-blind readers can distinguish too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+THEORY_FILES = {"theory_tokens": THEORY[:1], "theory_gamma": THEORY[1:2], "theory_speedup": THEORY[2:]}
+HIGHEST = {"gamma": 30.0, "operations_measured": 7.0}  # of a figure's axis, by the key of its points
+MARKERS = "osD^vP*X<>"
+SHADES = ("#222222", "#999999", "#8B0000")  # of the first ten methods, the next, ...
 PHASES = {
     "t_draft_s": "drafting",
     "t_verify_forward_s": "the target's forward over the draft",
@@ -132,3 +139,41 @@ def _text(column: int, row: int, text: str, colour: str) -> str:
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" textLength="{len(text) * CHARACTER:.1f}" '
         f'xml:space="preserve">{escape(text)}</text>'
     )
+
+
+def draw_theory(timing: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write Leviathan's figures with measured points, as `theory_tokens.png`, `theory_gamma.png`, `theory_speedup.png`.
+
+    Args:
+        timing: Rows of `summarize_timing`.
+    """
+    files = []
+    for name, panels in THEORY_FILES.items():
+        figure, (every,) = plt.subplots(1, len(panels), figsize=(6.4 if len(panels) == 1 else 11.0, 4.6), squeeze=False)
+        for axes, panel in zip(every, panels, strict=True):
+            _draw_panel(axes, panel, timing)
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        figure.set_layout_engine("constrained")
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=140)
+        plt.close(figure)
+    return files
+
+
+def _draw_panel(axes: Any, panel: TheoryPanel, rows: list[dict[str, Any]]) -> None:
+    """Draw the curves, and one marker per method whose figure was measured."""
+    for colour, value in zip(COLOURS, panel.values, strict=False):
+        axes.plot(ALPHAS, panel.over_alphas(value), color=colour, linewidth=1.2, label=f"{panel.parameter} = {value:g}")
+    for number, row in enumerate(rows):
+        if row[panel.key] is not None:
+            marker, shade = MARKERS[number % len(MARKERS)], SHADES[number // len(MARKERS) % len(SHADES)]
+            name = f"{row['method']} T={row['temperature']:g}"
+            axes.plot([row["alpha"]], [row[panel.key]], marker, color=shade, markersize=7, label=name, zorder=3)
+    if panel.key in HIGHEST:
+        axes.set_ylim(0, HIGHEST[panel.key])
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("alpha")
+    axes.set_title(panel.title, fontsize=10)
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)

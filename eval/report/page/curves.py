@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftsmith.eval.bench.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.charts import ALPHAS, THEORY
 from draftsmith.eval.report.summary import Row, drafted_rows, headline
 from draftsmith.eval.report.text import drafter_name, without_places
 from draftsmith.models.base.registry import Training
@@ -25,6 +25,10 @@ LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the line
 LABEL_HEIGHT = 12  # of a line's name
 MOST_POINTS = 200  # of a line; more cannot be distinguished
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+ALPHAS = tuple(step / 100 for step in range(100))
+GAMMAS = (1, 3, 5, 7, 10)
+COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+LONGEST_GAMMA = 100
 MOST_GAMMA = 30.0  # of the chart of best gammas
 MOST_TIMES = 8.0  # of the other charts of theory
 
@@ -136,8 +140,50 @@ def _spread(heights: list[float]) -> list[float]:
     return [round(height, 1) for height in moved]
 
 
+@dataclass(frozen=True)
+class TheoryPanel:
+    """One of Leviathan's figures: a curve over alpha for each value of a parameter, and measured points.
+
+    parameter: `gamma` or `c`. curve: function of alpha and the parameter. key: key of the timing row that gives a
+    point's height.
+    """
+
+    title: str
+    parameter: str
+    values: tuple[float, ...]
+    curve: Callable[[float, Any], float]
+    key: str
+
+    def over_alphas(self, value: Any) -> list[float]:
+        """Return the curve of one value, at `ALPHAS`."""
+        return [self.curve(alpha, value) for alpha in ALPHAS]
+
+
+THEORY = (
+    TheoryPanel("Figure 2: expected tokens per round", "gamma", GAMMAS, expected_tokens, "tau"),
+    TheoryPanel("Figure 3: best γ", "c", COSTS, lambda alpha, c: best_gamma(alpha, c, at_most=LONGEST_GAMMA), "gamma"),
+    TheoryPanel(
+        "Figure 4: speedup at c = 0",
+        "gamma",
+        GAMMAS,
+        lambda alpha, gamma: walltime_factor(alpha, gamma, 0.0),
+        "speedup_decoding",
+    ),
+    TheoryPanel(
+        "Figure 4: operations at c = 0",
+        "gamma",
+        GAMMAS,
+        lambda alpha, gamma: operations_factor(alpha, gamma, 0.0),
+        "operations_measured",
+    ),
+)
+
+
 def theory_charts(timing: list[Row]) -> list[LineChart]:
-    """Build Leviathan's figures 2, 3 and both halves of 4, as in `draw_theory`, with measured values as dots."""
+    """Build Leviathan's figures 2, 3 and both halves of 4 (arXiv 2211.17192), with measured values as dots.
+
+    Dots have their own c and gamma; their distance below a curve of figure 4 is the cost of drafting and verifying.
+    """
     rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     charts = []
     for panel in THEORY:
@@ -153,7 +199,7 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
             for row in rows
             if row[panel.key] is not None
         }
-        charts.append(line_chart(panel.heading, "α", series, Scale(0.0, 1.0), y_scale, dots))
+        charts.append(line_chart(panel.title, "α", series, Scale(0.0, 1.0), y_scale, dots))
     return charts
 
 

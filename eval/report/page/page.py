@@ -1,11 +1,10 @@
-"""Both forms of the report, from the same values: `report.md` with separate pictures, and `report.html`, one file.
+"""Both forms of the report, from the same values: `report.md`, and `report.html`, a single file.
 
 Each section of the page is a template; a section is left out if the run has no values for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,7 @@ SECTIONS = {
 }
 
 
-def write_report(
-    root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
-) -> list[Path]:
+def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
     """Write `report.md` and `report.html` into the run's folder.
 
     Args:
@@ -57,18 +54,15 @@ def write_report(
             there is one, `served` (measurements in engines, `eval/serving/load_test.py`) and `baseline` (rows of
             `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs of `trained`
             drafters by name, `data_card`, `inputs_sha256`.
-        pictures: PNG files below `root` that `report.md` shows.
-        theory_pictures: PNG files below `root` for the section on theory.
 
     Returns:
         The two files.
     """
     values = report_values(root, facts)
-    shown = [[(file.stem, file.relative_to(root).as_posix()) for file in each] for each in (pictures, theory_pictures)]
     markdown = _environment().get_template("report.md.j2")
     html = _environment(autoescape=True).get_template("page.html.j2")
     forms = {
-        "report.md": markdown.render(values, pictures=shown[0], theory_pictures=shown[1]),
+        "report.md": markdown.render(values),
         "report.html": html.render(values),
     }
     for name, content in forms.items():

@@ -72,7 +72,7 @@ addEventListener("message", (event) => document.getElementById("found").textCont
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(tmp_path_factory.mktemp("page"), all_facts(METHODS, (0.0, 1.0)), [])[1]
+    return write_report(tmp_path_factory.mktemp("page"), all_facts(METHODS, (0.0, 1.0)))[1]
 
 
 def browse(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

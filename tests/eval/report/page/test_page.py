@@ -48,7 +48,7 @@ class Elements(HTMLParser):
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Build a page with every section, for 24 methods at two temperatures."""
     folder = tmp_path_factory.mktemp("page")
-    return write_report(folder, all_facts(METHODS, (0.0, 1.0)), [])[1].read_text(encoding="utf-8")
+    return write_report(folder, all_facts(METHODS, (0.0, 1.0)))[1].read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> Non
         for answer in record.answers.values():
             for turn in answer.turns:
                 turn.phases_s = []
-    shown = write_report(tmp_path, values, [])[1].read_text(encoding="utf-8")
+    shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     ids = [attributes["id"] for _, attributes, _ in Elements(shown).found if "id" in attributes]
     assert ids == [name for name in SECTIONS if name not in ("answers", "training", "data")]
     assert "The first rounds of one answer" not in shown
@@ -110,7 +110,7 @@ def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
     values["proof"] = {
         "holds": True, "greedy": [], "distribution": [], "significance": 0.001, "enumeration_error": 1e-16,
     }  # fmt: skip
-    shown = write_report(tmp_path, values, [])[1].read_text(encoding="utf-8")
+    shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     assert not Elements(shown).open
     assert "<td>123.4</td>" in shown
     assert "a &lt;note&gt;" in shown

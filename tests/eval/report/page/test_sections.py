@@ -7,7 +7,15 @@ from support.report_facts import TIMING, records_of, row
 
 from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
 from draftsmith.eval.report.page.curves import (
+    ALPHAS,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    THEORY,
+    WIDTH,
+    TheoryPanel,
     compared_drafters,
+    theory_charts,
     training_curves,
 )
 from draftsmith.eval.report.page.methods import (
@@ -163,6 +171,37 @@ HISTORY = [
     {"step": 30, "eval_loss": 1.7, "eval_accuracy_depth1": 0.35, "eval_tau_depth1": 1.3},
     {"train_runtime": 5.0},
 ]
+
+
+def test_curves_by_hand_and_from_table_1() -> None:
+    """Figure 2 is 1 + a + ... + a^gamma.
+
+    At alpha .5, c .1 the speedups are 1, 1.364, 1.458, 1.442 for gamma 0 to 3; nothing pays if alpha <= c. Table 1 has
+    for (alpha .8, gamma 5) 3.69x and operations 1.63; at alpha 0 all gamma + 1 operations are wasted.
+    """
+    tokens, gammas, speedups, operations = THEORY
+
+    def at(panel: TheoryPanel, value: float, alpha: float) -> float:
+        return panel.over_alphas(value)[ALPHAS.index(alpha)]
+
+    assert at(tokens, 3, 0.5) == pytest.approx(1.875)
+    assert at(tokens, 7, 0.9) == pytest.approx((1 - 0.9**8) / 0.1)
+    assert [at(gammas, 0.1, alpha) for alpha in (0.05, 0.1, 0.5)] == [0, 0, 2]
+    assert gammas.over_alphas(0.1) == sorted(gammas.over_alphas(0.1))
+    assert at(speedups, 5, 0.8) == pytest.approx(3.69, abs=0.005)
+    assert at(operations, 5, 0.8) == pytest.approx(1.63, abs=0.005)
+    assert (at(speedups, 3, 0.0), at(operations, 3, 0.0)) == (1, 4)
+
+
+def test_measured_values_are_dots_on_theorys_curves() -> None:
+    """The tree's alpha is 0.71 of the width; a figure that was not measured has no dot."""
+    row = TIMING[0] | {"operations_measured": None}
+    dots = [chart.dots for chart in theory_charts([row, row | {"method": "autoregressive"}])]
+    assert [len(each) for each in dots] == [1, 1, 1, 0]
+    for ((name, x, y),) in dots[:3]:
+        assert name == "tree at T = 0"
+        assert x == pytest.approx(LEFT + row["alpha"] * (WIDTH - LEFT - RIGHT), abs=0.1)
+        assert 0 < y < HEIGHT
 
 
 def test_held_out_figures_belong_to_the_saved_weights() -> None:
