@@ -109,10 +109,7 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
 def records_of(
     methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,), questions: int = 8
 ) -> list[QuestionRecord]:
-    """Build two questions of each of four categories, of three tasks; `methods` has seconds, the baseline takes 2 s.
-
-    Rounds have phases: 20 ms of drafting, 50 of the target's forward, 5 and 5; the baseline's step takes 60.
-    """
+    """Build two questions of each of four categories, of three tasks; `methods` has seconds, the baseline takes 2 s."""
     records = []
     for number in range(questions):
         record = made_up(0, 1.0, 2.0)
@@ -120,12 +117,10 @@ def records_of(
         chain, plain = record.answers["chain@0"], record.answers["autoregressive@0"]
         record.answers = {}
         for temperature in temperatures:
-            turns = [replace(turn, phases_s=[[0.0, 0.06, 0.0, 0.0]] * 9) for turn in plain.turns]
-            record.answers[f"autoregressive@{temperature:g}"] = replace(plain, temperature=temperature, turns=turns)
+            record.answers[f"autoregressive@{temperature:g}"] = replace(plain, temperature=temperature)
             for name, seconds in methods.items():
                 taken = seconds * (1 + 0.1 * (number % 3))
-                phases = [[0.02, 0.05, 0.005, 0.005]] * 3
-                turns = [replace(turn, wall_time_s=taken, phases_s=phases) for turn in chain.turns]
+                turns = [replace(turn, wall_time_s=taken) for turn in chain.turns]
                 answer = replace(chain, method=name, temperature=temperature, turns=turns)
                 record.answers[f"{name}@{temperature:g}"] = answer
         records.append(record)

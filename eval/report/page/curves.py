@@ -15,10 +15,8 @@ from typing import Any
 
 from draftsmith.eval.bench.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.summary import Row, drafted_rows, headline
-from draftsmith.eval.report.text import drafter_name, without_places
+from draftsmith.eval.report.summary import Row
 from draftsmith.models.base.registry import Training
-from draftsmith.recipes.schema import DRAFTER_KIND
 
 WIDTH, HEIGHT = 340, 220
 LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the lines' names
@@ -221,54 +219,6 @@ class TrainingCurves:
     training: Training
     charts: list[LineChart]
     held_out: HeldOut | None
-
-
-@dataclass(frozen=True)
-class ComparedDrafter:
-    """One drafter of an ablation.
-
-    differs: its settings that differ between the drafters. row: the summary's row of its fastest method.
-    """
-
-    name: str
-    training: Training
-    held_out: HeldOut | None
-    differs: str
-    row: Row
-
-
-def compared_drafters(
-    trained: dict[str, Training], recipe: dict[str, Any], summary: list[Row]
-) -> list[ComparedDrafter]:
-    """Compare drafters by their differing settings and their results, the fastest first. Empty for a single drafter.
-
-    Args:
-        trained: Training logs by the drafter's name.
-        recipe: The recipe, whose methods name their drafters.
-        summary: Rows of `summarize`; the lowest temperature is compared.
-    """
-    overall = drafted_rows(summary)
-    lowest = min((row["temperature"] for row in overall), default=0.0)
-    speeds = {row["method"]: row for row in overall if row["temperature"] == lowest}
-    best: dict[str, Row] = {}
-    for method in recipe["eval"]["methods"]:
-        name = recipe["name"] if method["drafter"] is None else drafter_name(method["drafter"])
-        row = speeds.get(method["name"])
-        if method["kind"] == DRAFTER_KIND and name in trained and row is not None:
-            best[name] = max(best.get(name, row), row, key=lambda each: headline(each)["speedup_mean"])
-    if len(best) < 2:
-        return []
-    every = [trained[name].settings for name in best]
-    # Hashes of data and weights, whose keys have brackets, mean nothing to a reader.
-    keys = dict.fromkeys(key for each in every for key in each if "(" not in key)
-    differing = [key for key in keys if any(each.get(key) != every[0].get(key) for each in every)]
-    drafters = []
-    for name, row in best.items():
-        settings = trained[name].settings
-        values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in differing if settings.get(key) is not None)
-        differs = without_places(", ".join(values))
-        drafters.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
-    return sorted(drafters, key=lambda each: -headline(each.row)["speedup_mean"])
 
 
 def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:

@@ -142,12 +142,10 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "depths": methods.acceptance_depths(timing),
         "phases": methods.PHASES,
         "rounds": methods.mean_rounds(timing),
-        "timeline": methods.timeline(records),
         "answers": by_question(facts.get("traced") or []),
         "predictions": methods.predictions(timing),
         "theory_charts": curves.theory_charts(timing),
         "training": curves.training_curves(trained),
-        "compared": curves.compared_drafters(trained, recipe, summary),
         "data_card": facts.get("data_card"),
         "method_settings": method_settings(recipe),
         # SHA-256 of the inputs, by their names instead of their paths.

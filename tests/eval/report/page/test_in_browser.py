@@ -44,7 +44,7 @@ const low = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW
 let seen = 0;
 while (texts.nextNode()) {
   const element = texts.currentNode.parentElement;
-  if (!texts.currentNode.data.trim() || element.closest("script, title, .inside")) continue;
+  if (!texts.currentNode.data.trim() || element.closest("script, title")) continue;
   const style = getComputedStyle(element);
   const ink = rgb(element.closest("svg") ? style.fill : style.color);
   const [dark, light] = [luminance(ink), luminance(ground(element))].sort((a, b) => a - b);

@@ -65,16 +65,11 @@ def test_every_section_exists_and_is_linked(elements: Elements) -> None:
 
 
 def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> None:
-    """It has no clock readings, traces, training logs or data card."""
+    """It has no traces, training logs or data card."""
     values = all_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
-    for record in values["records"]:
-        for answer in record.answers.values():
-            for turn in answer.turns:
-                turn.phases_s = []
     shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     ids = [attributes["id"] for _, attributes, _ in Elements(shown).found if "id" in attributes]
     assert ids == [name for name in SECTIONS if name not in ("answers", "training", "data")]
-    assert "The first rounds of one answer" not in shown
 
 
 def test_first_screen_answers_four_questions(page: str, elements: Elements) -> None:

@@ -14,7 +14,6 @@ from draftsmith.eval.report.page.curves import (
     THEORY,
     WIDTH,
     TheoryPanel,
-    compared_drafters,
     theory_charts,
     training_curves,
 )
@@ -24,12 +23,10 @@ from draftsmith.eval.report.page.methods import (
     length_tables,
     mean_rounds,
     method_tables,
-    timeline,
     tint,
 )
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
 from draftsmith.models.base.registry import Training
-from draftsmith.recipes.schema import Recipe
 
 # ---- methods next to each other ----
 
@@ -108,30 +105,12 @@ def test_mean_round() -> None:
     assert [lane.method for lane in found.rows] == ["tree", "worse"]
     lane = found.rows[0]
     assert (lane.seconds, lane.tokens, found.target_s) == (pytest.approx(0.005823), 2.5, 0.004)
-    parts = lane.rounds[0].parts
+    parts = lane.parts
     assert [part.phase for part in parts] == ["draft", "forward", "choose", "commit"]
     assert [part.width for part in parts] == [
         pytest.approx(100 * each / 5.823 / 1.02, abs=0.02) for each in (1, 4.5, 0.2, 0.123)
     ]
     assert parts[-1].start + parts[-1].width == pytest.approx(100 / 1.02, abs=0.02)
-
-
-def test_timeline() -> None:
-    """The time axis ends with the chain's three rounds of 80 ms: 240 ms, in which the baseline has four steps."""
-    found = timeline(records_of({"chain": 1.0}, (0.0, 1.0)))
-    assert found is not None
-    assert (found.temperature, found.scale.high) == (0.0, pytest.approx(240.0))
-    baseline, chain = found.rows
-    assert (baseline.method, baseline.tokens, len(baseline.rounds)) == ("autoregressive", 4, 4)
-    assert (chain.method, chain.tokens) == ("chain", 9)
-    assert [round_.tokens for round_ in chain.rounds] == [3, 3, 3]
-    assert [(part.phase, part.start, part.width) for part in chain.rounds[0].parts] == [
-        ("draft", 0.0, pytest.approx(8.33)),
-        ("forward", pytest.approx(8.33), pytest.approx(20.84)),
-        ("choose", pytest.approx(29.17), pytest.approx(2.08)),
-        ("commit", pytest.approx(31.25), pytest.approx(2.08)),
-    ]
-    assert chain.rounds[1].parts[0].start == pytest.approx(100 / 3, abs=0.01)
 
 
 #     root
@@ -211,27 +190,3 @@ def test_held_out_figures_belong_to_the_saved_weights() -> None:
         assert (found.held_out.step, found.held_out.tau) == (step, [tau])
     (found,) = training_curves({"run": Training(steps=30, history=HISTORY[:2])})
     assert found.held_out is None
-
-
-def test_compared_drafters() -> None:
-    """Each has its fastest method at the lowest temperature, and the settings in which they differ."""
-    methods = [
-        {"name": "a-1", "drafter": "/home/x/a/drafter"},
-        {"name": "a-2", "drafter": "/home/x/a/drafter"},
-        {"name": "own"},
-        {"name": "lookup", "kind": "prompt_lookup"},
-    ]
-    recipe = Recipe.model_validate({"name": "demo", "eval": {"methods": methods}}).model_dump()
-    summary = [
-        row("a-1", "overall", speedup_mean=1.2), row("a-2", "overall", speedup_mean=1.4),
-        row("a-1", "overall", 1.0, speedup_mean=9.0), row("own", "overall", speedup_mean=1.6),
-        row("lookup", "overall", speedup_mean=2.0),
-    ]  # fmt: skip
-    trained = {
-        "a": Training(steps=10, history=HISTORY, settings={"drafter.options.num_masks": 4, "seed": 1, "data (x)": "1"}),
-        "demo": Training(steps=20, history=[], settings={"drafter.options.num_masks": 8, "seed": 1, "data (x)": "2"}),
-    }
-    own, a = compared_drafters(trained, recipe, summary)
-    assert (own.name, own.row["method"], own.differs, own.held_out) == ("demo", "own", "num_masks 8", None)
-    assert (a.name, a.row["method"], a.row["speedup_mean"], a.differs) == ("a", "a-2", 1.4, "num_masks 4")
-    assert compared_drafters({"a": trained["a"]}, recipe, summary) == []
