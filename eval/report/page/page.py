@@ -12,13 +12,11 @@ import jinja2
 from markupsafe import Markup, escape
 
 from draftsmith.eval.bench.traced import by_question
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import report, text
 from draftsmith.eval.report.page import curves, methods
 from draftsmith.eval.report.summary import (
     MEAN_OF_TASKS,
     OVERALL,
-    Row,
     headline,
     parts_of_tasks,
     seed_spread,
@@ -126,12 +124,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "why": report.WHY,
         "embedded_meaning": report.EMBEDDED_MEANING if recipe["target"]["model"] == report.EMBEDDED else None,
         "terms": report.TERMS,
-        "theory": [row for row in timing if row["method"] != AUTOREGRESSIVE],
         "next_steps": report.next_steps(summary, timing, recipe),
-        # For `report.md`.
-        "by_category": _by_category(summary, categories),
-        "by_part": _by_category(summary, parts),
-        # For the page.
         "methods": methods.method_tables(summary, records),
         "categories": columns,
         "tables": methods.category_tables(summary, columns),
@@ -164,12 +157,6 @@ def _code(sentence: str) -> Markup:
     """Convert text between backquotes to HTML code elements, and escape the rest."""
     parts = str(escape(sentence)).split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
-
-
-def _by_category(summary: list[Row], categories: list[str]) -> dict[str, list[tuple[str, Row]]]:
-    """List every method's name and row, by category."""
-    named = [(name, row) for name, rows in report.rows_by_method(summary).items() for row in rows]
-    return {category: [pair for pair in named if pair[1]["category"] == category] for category in categories}
 
 
 def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:

@@ -56,13 +56,8 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     assert "2.50 tokens per round. A round of tree commits 2.50 tokens and takes as long as 1.38 steps" in text
     for said in (
         "| tree | 0 | 2.50 | 2.31 to 2.74 | 2.61 | 1.50 | 2.01 | - | 0.100 | 1.73 | - | 1234 | yes |",
-        r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn | tree",
+        r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn |",
         "### Within mt_bench",
-        "| tree | 0 | 4.00 | 1.00 | 4.50 | 0.200 | 0.123 | 0.25 | 1.90 | 1.80 | 0.95 |",
-        "| tree | 0 | 4 | 0.71 | 0.69 | - | 0.062 | - | 2.40 | 2.50 | - | 1.25 | 5 |",
-        "| tree | 0 | 4 | 0.71 | 0.062 | 1.92 | 1.80 |",
-        "| small | 0 | 96.2% | 7.1% | 0.13 |",
-        "| tokens of answer before the round: | T | 16 to 31 |\n|---|---|---|\n| small | 0 | 2.25 (5) |\n",
         "draftsmith run runs/demo/recipe.yaml",
         "1 question(s), 2 later turn(s)",
         r'new tokens a turn (ended by "\n\n", "Q:" too), ',
@@ -79,7 +74,12 @@ def test_report_in_markdown(tmp_path: Path) -> None:
         assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
     page = html.read_text()
     assert "&lt;d&gt;" in page
-    assert "<td>96.2%</td><td>7.1%</td><td>0.13</td>" in page
+    for cells in (
+        "96.2% 7.1% 0.13",
+        "4.00 1.00 4.50 0.200 0.123 0.25 1.90 1.80 0.95",
+        "4 0.71 0.69 - 0.062 - 2.40 2.50 1.92 1.80 - 1.25 5",
+    ):
+        assert "".join(f"<td>{cell}</td>" for cell in cells.split()) in page
     assert "fast <small>not lossless</small>" in page
     assert SLOWNESS.replace("'", "&#39;") in page.split("<nav")[0]
 
