@@ -8,11 +8,11 @@ import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from draftsmith.errors import UserError, did_you_mean, masked
+from draftsmith.errors import UserError, masked
 from draftsmith.eval.commands.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
@@ -27,7 +27,6 @@ from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folde
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
-LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
 ]
@@ -140,8 +139,9 @@ def evaluate_command(
         ),
     ] = None,
     engine_options: Annotated[
-        str, typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'.")
-    ] = NO_OPTIONS,
+        str | None,
+        typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'."),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
@@ -183,10 +183,13 @@ def evaluate_command(
 ) -> None:
     """Measure how much faster the drafter makes the target, and write report.html."""
     loaded = load_recipe(recipe, overrides)
-    chosen = (engine_options, server, plain_server, server_model, api_key_env, correct_cpu_sampling)
-    llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
+    of_engine: dict[str, Any] = {
+        "concurrency": concurrency, "engine_options": engine_options, "server": server, "plain_server": plain_server,
+        "server_model": server_model, "api_key_env": api_key_env, "correct_cpu_sampling": correct_cpu_sampling,
+        "llama_server": llama_server, "target_gguf": target_gguf, "dtype": dtype, "draft_tokens": draft_tokens,
+    }  # fmt: skip
     if engine is None:
-        if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(llamacpp_options):
+        if any(of_engine.values()):
             raise UserError("an option for an engine needs --engine: add `--engine vllm`, `sglang` or `llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
@@ -197,13 +200,10 @@ def evaluate_command(
             f"option --processes {processes} works without --engine only: set the engine's parallelism with "
             "--engine-options"
         )
-    if engine not in LEVELS:
-        advice = did_you_mean(engine, list(LEVELS), "use vllm, sglang or llamacpp")
-        raise UserError(f"option --engine: {engine!r} is unknown: {advice}")
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
+    options = ServingOptions(engine, **of_engine)
     heading("measure", f"{loaded.name} in {engine}")
-    options = ServingOptions(concurrency or LEVELS[engine], *chosen, engine, *llamacpp_options)
     tell(asdict(evaluate_in_engine(loaded, options)))
 
 

@@ -23,7 +23,7 @@ from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.errors import UserError, masked
+from draftsmith.errors import UserError, did_you_mean, masked
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings
 from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
 from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
@@ -59,6 +59,12 @@ from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Re
 from draftsmith.results import write_result
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
+# Options of a server that is started here, and the engine that has them; and those of a given server.
+OF_STARTED = {"correct_cpu_sampling": "vllm", "engine_options": "vllm"} | dict.fromkeys(
+    ("llama_server", "target_gguf", "dtype", "draft_tokens"), "llamacpp"
+)
+OF_GIVEN = ("plain_server", "server_model", "api_key_env")
+CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}
 ENGINE_FORMAT = "vllm"
 ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
@@ -71,7 +77,7 @@ UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Options of a measurement in an engine.
+    """Options of a measurement in an engine; None, empty or False: not given.
 
     engine: vllm, llamacpp, or sglang, which is not started.
     concurrency: numbers of concurrent questions, one measurement each, as `1,4,16`.
@@ -82,46 +88,37 @@ class ServingOptions:
     as `1,2,5`, with one llama-server for each number.
 
     Raises:
-        UserError: The options contradict one another, or a number is invalid.
+        UserError: The engine is unknown, the options contradict one another, or a number is invalid.
     """
 
-    concurrency: str = "1,4,16,64"
-    engine_options: str = "{}"
+    engine: str = "vllm"
+    concurrency: str | None = None
+    engine_options: str | None = None
     server: str | None = None
     plain_server: str | None = None
     server_model: str | None = None
     api_key_env: str | None = None
     correct_cpu_sampling: bool = False
-    engine: str = "vllm"
     llama_server: Path | None = None
     target_gguf: Path | None = None
     dtype: str | None = None
     draft_tokens: str | None = None
 
     def __post_init__(self) -> None:
-        llamacpp_options: dict[str, Any] = {
-            "--llama-server": self.llama_server, "--target-gguf": self.target_gguf, "--dtype": self.dtype,
-            "--draft-tokens": self.draft_tokens,
-        }  # fmt: skip
-        vllm_options: dict[str, Any] = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
-        started_server_options = {**vllm_options, **llamacpp_options}
-        own_options: dict[str, Any] = {"vllm": vllm_options, "llamacpp": llamacpp_options}.get(self.engine, {})
-        for name, value in started_server_options.items():
-            if value and name not in own_options:
-                raise UserError(f"option {name} does not apply to --engine {self.engine}: leave it out")
-        for name, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens or "1"}.items():
-            if not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
-                raise UserError(f"option {name}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
-        given_server_options = {
-            "--plain-server": self.plain_server,
-            "--server-model": self.server_model,
-            "--api-key-env": self.api_key_env,
-        }
-        for name, value in (given_server_options if self.server is None else started_server_options).items():
-            if value and self.server is None:
-                raise UserError(f"option {name} needs --server, the URL of a running server that drafts: add that")
-            if value:
-                raise UserError(f"option {name} is for a server that is started here: leave out {name} or --server")
+        if self.engine not in ENGINES:
+            advice = did_you_mean(self.engine, list(ENGINES), "use vllm, sglang or llamacpp")
+            raise UserError(f"option --engine: {self.engine!r} is unknown: {advice}")
+        for name in filter(self.__getattribute__, (*OF_STARTED, *OF_GIVEN)):
+            option = f"--{name.replace('_', '-')}"
+            if OF_STARTED.get(name, self.engine) != self.engine:
+                raise UserError(f"option {option} does not apply to --engine {self.engine}: leave it out")
+            if name in OF_GIVEN and self.server is None:
+                raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add that")
+            if name in OF_STARTED and self.server is not None:
+                raise UserError(f"option {option} is for a server that is started here: leave out {option} or --server")
+        for option, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens}.items():
+            if text and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
+                raise UserError(f"option {option}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
         if self.engine == "sglang" and self.server is None:
             raise UserError(
                 "--engine sglang needs --server, the URL of a running server: start one with the command that "
@@ -135,7 +132,7 @@ class ServingOptions:
     @property
     def concurrencies(self) -> list[int]:
         """Return the numbers of concurrent questions, ascending."""
-        return _parse_numbers(self.concurrency)
+        return _parse_numbers(self.concurrency or CONCURRENCY[self.engine])
 
 
 def _parse_numbers(text: str) -> list[int]:
@@ -213,7 +210,7 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
 def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
     """Export the drafter. Returns contexts that start the server without and the one with the drafter."""
     recipe, options = setting.recipe, setting.options
-    engine_options = read_engine_options(options.engine_options)
+    engine_options = read_engine_options(options.engine_options or "{}")
     drafter = exporting.trained_drafter(recipe)
     exporting.check_expressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
@@ -535,12 +532,9 @@ def rows_of_records(
         counts = DraftCounts.of_rounds(accepted, drafted) if arm == DRAFTING else DraftCounts()
         lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
         taus = [statistics.fmean(each) for each in lengths if each and arm == DRAFTING]
-        num_questions = len({record.question_id for record, _ in answers})
         wall_time_s = sum(turn.wall_time_s for turn in turns)
         tau = statistics.fmean(taus) if taus else None
-        row = LoadTestRow.of_answers(
-            arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=num_questions
-        )
+        row = LoadTestRow.of_answers(arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau)
         # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.
         rows += [replace(row, tau=None)] if answers else []
     return rows

@@ -61,8 +61,7 @@ class TurnAnswer(TimedAnswer):
 class LoadTestRow:
     """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
 
-    failures: number of failed answers by reason. questions: number of our decoder's records with the same prompts; None
-    for an engine.
+    failures: number of failed answers by reason.
     """
 
     arm: str
@@ -79,7 +78,6 @@ class LoadTestRow:
     speedup: float | None = None
     failures: dict[str, int] = field(default_factory=dict)
     first_token_p90_s: float | None = None
-    questions: int | None = None
     answers: int = 0
     turns_left_out: int = 0
     tokens: int = 0
