@@ -103,6 +103,12 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
         "device": "",
         "drafter_kinds": ["parallel"],
         "command": "draftsmith run runs/demo/recipe.yaml",
+        "baseline": [],
+        "records": [],
+        "served": [],
+        "trained": {},
+        "inputs_sha256": {},
+        **dict.fromkeys(("target_change", "proof", "traced", "data_card")),
     }
 
 

@@ -48,10 +48,9 @@ def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter changes the target, `proof` if
-            there is one, `served` (measurements in engines, `eval/serving/load_test.py`) and `baseline` (rows of
-            `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs of `trained`
-            drafters by name, `data_card`, `inputs_sha256`.
+            `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
+            `eval/serving/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
+            by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `traced` answers, `data_card`.
 
     Returns:
         The two files.
@@ -86,7 +85,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
 def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts together with all values that the templates of report.md and report.html need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
-    records, trained, proof = facts.get("records") or [], facts.get("trained") or {}, facts.get("proof")
+    records, trained, proof = facts["records"], facts["trained"], facts["proof"]
     overall = [row for row in summary if row["category"] == OVERALL]
     verdicts = report.verdicts(summary, timing)
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_tasks(summary)
@@ -104,13 +103,7 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "target_name": text.target_name(recipe["target"]),
         "questions_name": text.question_names(recipe["eval"]["questions"]),
         "command": text.without_places(facts["command"], root),
-        "target_change": facts.get("target_change"),
         "proof": report.proof_sentence(proof),
-        "tau_definition": report.TAU_DEFINITION,
-        "speedup_definition": report.SPEEDUP_DEFINITION,
-        "tasks_meaning": report.TASKS_MEANING,
-        "joined_meaning": report.JOINED_MEANING,
-        "lengths_meaning": report.LENGTHS_MEANING,
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],
         "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
         "overall": overall,
@@ -118,12 +111,8 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lengths": methods.length_tables(summary),
         # Rows of methods with a reduced draft vocabulary.
         "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
-        "served": facts.get("served", []),
-        "baseline_sentences": report.baseline_sentences(facts.get("baseline", [])),
-        "baseline_meaning": report.BASELINE_MEANING,
-        "why": report.WHY,
+        "baseline_sentences": report.baseline_sentences(facts["baseline"]),
         "embedded_meaning": report.EMBEDDED_MEANING if recipe["target"]["model"] == report.EMBEDDED else None,
-        "terms": report.TERMS,
         "next_steps": report.next_steps(summary, timing, recipe),
         "methods": methods.method_tables(summary, records),
         "categories": columns,
@@ -131,18 +120,18 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "parts": parts,
         "joined": list(dict.fromkeys(row["task"] for row in summary if row["category"] in parts)),
         "part_tables": methods.category_tables(summary, parts) if parts else [],
-        "levels": methods.LEVELS,
         "depths": methods.acceptance_depths(timing),
-        "phases": methods.PHASES,
         "rounds": methods.mean_rounds(timing),
-        "answers": by_question(facts.get("traced") or []),
+        "answers": by_question(facts["traced"] or []),
         "predictions": methods.predictions(timing),
         "theory_charts": curves.theory_charts(timing),
         "training": curves.training_curves(trained),
-        "data_card": facts.get("data_card"),
         "method_settings": method_settings(recipe),
         # SHA-256 of the inputs, by their names instead of their paths.
-        "hashes": {text.drafter_name(name): value for name, value in facts.get("inputs_sha256", {}).items()},
+        "hashes": {text.drafter_name(name): value for name, value in facts["inputs_sha256"].items()},
+        # Modules whose constants the templates read.
+        "report": report,
+        "page": methods,
         "plot": curves,
     }
     holds = {"categories": "tables", "phases": "rounds", "predicted": "predictions", "data": "data_card"}
