@@ -128,11 +128,6 @@ class Trace:
         self._ids: list[int] = []
         self._texts: dict[tuple[int, ...], str] = {(): ""}
 
-    @property
-    def ids(self) -> list[int]:
-        """Return the token ids of the answer so far; empty before the first round."""
-        return list(self._ids)
-
     def added(self, before: list[int], token: int) -> str:
         """Return the text that a token adds after `before`; empty for all but the last token of a character."""
         earlier, now = self._text((*before,)), self._text((*before, token))
