@@ -220,9 +220,9 @@ ATTACKS: list[tuple[Any, int, str]] = [
     ({**ASKED, "tools": [{"type": "function"}]}, 400, "tools: not supported here"),
     ({**ASKED, "tool_choice": "required"}, 400, "tool_choice: not supported here"),
     ({**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format: not supported here"),
-    (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', 400, "messages.0.content holds half a surrogate"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\udfff"]}', 400, "stop.0 holds half a surrogate"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400, "holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', 400, "a text holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\udfff"]}', 400, "a text holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400, "a text holds half a surrogate"),
     (b'{"messages": ' + b"[" * 2000 + b"]" * 2000 + b"}", 400, ""),
     (
         {"messages": [{"role": "assistant", "content": "x"}]},
