@@ -26,7 +26,6 @@ from draftsmith.eval.bench.measured_methods import (
 )
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import trace_answers
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.console import PlainConsole
@@ -79,7 +78,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         load_engine_measurements(recipe),
         artifacts.recorded_divergences(recipe),
     )
-    traced, untimed = artifacts.recorded_traced(recipe), artifacts.recorded_untimed(recipe)
+    traced = artifacts.recorded_traced(recipe)
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
@@ -95,9 +94,6 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
         _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
-        if choices.untimed_questions and untimed is None:
-            figures = measure_untimed(bench, methods, choices.untimed_questions)
-            _store(folder.eval / artifacts.UNTIMED, {"questions": choices.untimed_questions, "arms": figures})
         if traced is None:
             answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
             _store(folder.eval / artifacts.TRACED, {"answers": list(map(asdict, answers))}, indent=None)

@@ -72,14 +72,9 @@ TIMING = [
         "sequential": True,
         "gamma": 4,
         "alpha": 0.71,
-        "alpha_overlap": 0.69,
-        "alpha_drafter": None,
         "c": 0.0625,
-        "c_operations": None,
         "tau_predicted_iid": 2.4,
         "speedup_predicted_iid": 1.92,
-        "operations_factor": None,
-        "operations_measured": 1.25,
         "best_gamma": 5,
     }
 ]

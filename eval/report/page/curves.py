@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.eval.bench.theory import best_gamma, expected_tokens, operations_factor, walltime_factor
+from draftsmith.eval.bench.theory import best_gamma, expected_tokens, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import Row
 from draftsmith.models.base.registry import Training
@@ -167,18 +167,11 @@ THEORY = (
         lambda alpha, gamma: walltime_factor(alpha, gamma, 0.0),
         "speedup_decoding",
     ),
-    TheoryPanel(
-        "Figure 4: operations at c = 0",
-        "gamma",
-        GAMMAS,
-        lambda alpha, gamma: operations_factor(alpha, gamma, 0.0),
-        "operations_measured",
-    ),
 )
 
 
 def theory_charts(timing: list[Row]) -> list[LineChart]:
-    """Build Leviathan's figures 2, 3 and both halves of 4 (arXiv 2211.17192), with measured values as dots.
+    """Build Leviathan's figures 2, 3 and the speedups of 4 (arXiv 2211.17192), with measured values as dots.
 
     Dots have their own c and gamma; their distance below a curve of figure 4 is the cost of drafting and verifying.
     """

@@ -53,7 +53,7 @@ NOTHING_WRONG = {("provenance.json", "distill")}  # with an unknown stage
         ("provenance.json", "distill"), ("provenance.json", "report"), ("drafter/config.json", "prove"),
         ("drafter/settings.json", "train"), ("drafter/training.json", "eval"), ("drafter/training.json", "train"),
         ("eval/settings.json", "eval"), ("eval/settings.json", "report"), ("eval/notes.json", "report"),
-        ("eval/untimed.json", "eval"), ("eval/proof.json", "eval"), ("features/index.json", "features"),
+        ("eval/proof.json", "eval"), ("features/index.json", "features"),
         ("eval/traced.json", "eval"), ("eval/traced.json", "report"),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.report_facts import TIMING, records_of, row
 
+from draftsmith.eval.bench.theory import operations_factor
 from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
 from draftsmith.eval.report.page.curves import (
     ALPHAS,
@@ -158,7 +159,7 @@ def test_curves_by_hand_and_from_table_1() -> None:
     At alpha .5, c .1 the speedups are 1, 1.364, 1.458, 1.442 for gamma 0 to 3; nothing pays if alpha <= c. Table 1 has
     for (alpha .8, gamma 5) 3.69x and operations 1.63; at alpha 0 all gamma + 1 operations are wasted.
     """
-    tokens, gammas, speedups, operations = THEORY
+    tokens, gammas, speedups = THEORY
 
     def at(panel: TheoryPanel, value: float, alpha: float) -> float:
         return panel.over_alphas(value)[ALPHAS.index(alpha)]
@@ -168,16 +169,16 @@ def test_curves_by_hand_and_from_table_1() -> None:
     assert [at(gammas, 0.1, alpha) for alpha in (0.05, 0.1, 0.5)] == [0, 0, 2]
     assert gammas.over_alphas(0.1) == sorted(gammas.over_alphas(0.1))
     assert at(speedups, 5, 0.8) == pytest.approx(3.69, abs=0.005)
-    assert at(operations, 5, 0.8) == pytest.approx(1.63, abs=0.005)
-    assert (at(speedups, 3, 0.0), at(operations, 3, 0.0)) == (1, 4)
+    assert operations_factor(0.8, 5, 0.0) == pytest.approx(1.63, abs=0.005)
+    assert (at(speedups, 3, 0.0), operations_factor(0.0, 3, 0.0)) == (1, 4)
 
 
 def test_measured_values_are_dots_on_theorys_curves() -> None:
     """The tree's alpha is 0.71 of the width; a figure that was not measured has no dot."""
-    row = TIMING[0] | {"operations_measured": None}
+    row = TIMING[0] | {"speedup_decoding": None}
     dots = [chart.dots for chart in theory_charts([row, row | {"method": "autoregressive"}])]
-    assert [len(each) for each in dots] == [1, 1, 1, 0]
-    for ((name, x, y),) in dots[:3]:
+    assert [len(each) for each in dots] == [1, 1, 0]
+    for ((name, x, y),) in dots[:2]:
         assert name == "tree at T = 0"
         assert x == pytest.approx(LEFT + row["alpha"] * (WIDTH - LEFT - RIGHT), abs=0.1)
         assert 0 < y < HEIGHT
