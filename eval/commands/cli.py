@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from draftsmith.errors import UserError, masked
+from draftsmith.errors import UserError, masked, read_api_key
 from draftsmith.eval.commands.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
@@ -312,13 +312,12 @@ def serve(
         raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
         from draftsmith.eval.report.text import target_name
-        from draftsmith.eval.serving.protection import read_api_key
         from draftsmith.eval.serving.server import run as run_server
         from draftsmith.eval.serving.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _get_chat_recipe(recipe, overrides, drafter)
-    api_key = None if api_key_env is None else read_api_key(api_key_env)
+    api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))
     if learn:
         from draftsmith.eval.commands.learning import Learned, start_learning, watched

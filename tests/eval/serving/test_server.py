@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, read_api_key
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.serving import protection, server, worker
 from draftsmith.eval.serving.api import application
-from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, read_api_key
+from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard
 from draftsmith.eval.serving.requests import ChatRequest
 from draftsmith.eval.serving.server import Listening
 from draftsmith.eval.serving.worker import AnswerPieces, CompletedAnswer, Job, Piece, RequestCancelled, Worker
@@ -402,7 +402,7 @@ def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
-    [("sk-proj-1", "", "not shown: it looks like the key itself"), ("NO_KEY", "", "no environment variable NO_KEY"),
+    [("sk-proj-1", "", "not shown: it looks like the secret itself"), ("NO_KEY", "", "no environment variable NO_KEY"),
      ("KEY", "é-secret", "KEY holds line breaks or other characters"), ("KEY", "a\nb-secret", "KEY holds line breaks")],
 )  # fmt: skip
 def test_key_that_no_client_can_send_is_refused(
@@ -410,11 +410,11 @@ def test_key_that_no_client_can_send_is_refused(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=sentence) as told:
-        read_api_key(variable)
+        read_api_key(variable, "option --api-key-env")
     assert "sk-" not in str(told.value)
     assert "secret" not in str(told.value)
     monkeypatch.setenv("KEY", "secret\n")
-    assert read_api_key("KEY") == "secret"
+    assert read_api_key("KEY", "option --api-key-env") == "secret"
 
 
 def test_trusted_hosts_and_api_key_reach_the_server(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
