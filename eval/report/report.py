@@ -22,7 +22,6 @@ from draftsmith.eval.report.summary import (
     seed_spread,
 )
 from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity, number, only_ties
-from draftsmith.recipes.schema import DRAFTER_KIND
 
 EMBEDDED = "embedded"  # target.model of the model that ships
 
@@ -159,15 +158,6 @@ def round_costs(timing: Row | None) -> tuple[float, float] | None:
     if timing is None:
         return None
     return timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
-
-
-def fastest_trained(verdict: SpeedVerdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
-    """Return the row of the fastest method with a trained drafter, if the verdict is about a method without one."""
-    trained = {method["name"] for method in recipe["eval"]["methods"] if method["kind"] == DRAFTER_KIND}
-    if verdict.row["method"] in trained:
-        return None
-    rows = [row for row in drafted_rows(summary) if row["method"] in trained]
-    return best_row([row for row in rows if row["temperature"] == verdict.row["temperature"]])
 
 
 @dataclass(frozen=True)

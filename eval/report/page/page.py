@@ -97,7 +97,6 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     values = {
         **facts,
         "verdicts": verdicts,
-        "trained_row": report.fastest_trained(verdicts[0], summary, recipe) if verdicts else None,
         "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),

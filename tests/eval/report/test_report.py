@@ -15,7 +15,6 @@ from draftsmith.eval.report.report import (
     SLOWER,
     UNCLEAR,
     baseline_sentences,
-    fastest_trained,
     lossless,
     next_steps,
     print_table,
@@ -156,19 +155,6 @@ def test_verdict_explains_tau_and_round_costs() -> None:
         "A round of tree commits 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 "
         "to check the draft."
     )
-
-
-def test_fastest_trained_drafter_is_named_if_another_method_won() -> None:
-    methods = [{"name": "tree"}, {"name": "chain"}, {"name": "lookup", "kind": "prompt_lookup"}]
-    recipe = Recipe.model_validate({"name": "demo", "eval": {"methods": methods}}).model_dump()
-    (verdict,) = verdicts(SUMMARY, TIMING)
-    assert fastest_trained(verdict, SUMMARY, recipe) is None
-    rows = [*SUMMARY, row("lookup", "overall", speedup_mean=2.5), row("chain", "overall", 1.0, speedup_mean=9.0)]
-    found = fastest_trained(verdicts(rows, TIMING)[0], rows, recipe)
-    assert found is not None
-    assert (found["method"], found["temperature"], found["speedup_mean"]) == ("tree", 0.0, 2.01)
-    only = [row("lookup", "overall")]
-    assert fastest_trained(verdicts(only, [])[0], only, recipe) is None
 
 
 def test_lossless_verdict() -> None:
