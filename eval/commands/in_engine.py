@@ -33,7 +33,7 @@ from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, SglangEndpoint, TimedAnswer
+from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, SglangEndpoint
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.serving.load_test import (
     DEFINITIONS,
@@ -43,6 +43,7 @@ from draftsmith.eval.serving.load_test import (
     ArmResult,
     EngineMeasurement,
     LoadTestRow,
+    TurnAnswer,
     measurement_file,
     send_questions,
     with_speedups,
@@ -525,16 +526,20 @@ def rows_of_records(
         return []
     rows = []
     for arm, answers in arms.items():
-        turns = [turn for _, answer in answers for turn in answer.turns]
-        timed = [TimedAnswer(turn.ids, turn.first_token_s, turn.wall_time_s - turn.first_token_s) for turn in turns]
-        accepted = [length for turn in turns for length in turn.draft_lengths]
-        drafted = [depth for turn in turns for depth in turn.draft_depths]
-        counts = DraftCounts.of_rounds(accepted, drafted) if arm == DRAFTING else DraftCounts()
-        lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
-        taus = [statistics.fmean(each) for each in lengths if each and arm == DRAFTING]
-        wall_time_s = sum(turn.wall_time_s for turn in turns)
-        tau = statistics.fmean(taus) if taus else None
-        row = LoadTestRow.of_answers(arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau)
+        result = ArmResult(arm, temperature, 1)
+        for record, answer in answers:
+            for number, turn in enumerate(answer.turns):
+                times_s = turn.first_token_s, turn.wall_time_s - turn.first_token_s
+                result.answers.append(TurnAnswer(turn.ids, *times_s, record.question_id, number, []))
+                result.wall_time_s += turn.wall_time_s
+        taus: list[float] = []
+        if arm == DRAFTING:
+            turns = [turn for _, answer in answers for turn in answer.turns]
+            accepted = [length for turn in turns for length in turn.draft_lengths]
+            result.counts = DraftCounts.of_rounds(accepted, [depth for turn in turns for depth in turn.draft_depths])
+            lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
+            taus = [statistics.fmean(each) for each in lengths if each]
         # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.
-        rows += [replace(row, tau=None)] if answers else []
+        row = replace(result.row(), tau=None, tau_by_question=statistics.fmean(taus) if taus else None)
+        rows += [row] if answers else []
     return rows

@@ -18,7 +18,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,41 +85,6 @@ class LoadTestRow:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-
-    @staticmethod
-    def of_answers(
-        arm: str,
-        temperature: float,
-        concurrency: int,
-        answers: Sequence[TimedAnswer],
-        wall_time_s: float,
-        counts: DraftCounts,
-        **more: Any,
-    ) -> LoadTestRow:
-        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
-        tokens = sum(len(answer.ids) for answer in answers)
-        first = [answer.first_token_s for answer in answers]
-        rest = [answer.rest_s / (len(answer.ids) - 1) for answer in answers if len(answer.ids) > 1]
-        return LoadTestRow(
-            arm=arm,
-            temperature=temperature,
-            concurrency=concurrency,
-            tokens_per_s=tokens / wall_time_s if wall_time_s > 0 else None,
-            first_token_s=statistics.median(first) if first else None,
-            first_token_p90_s=float(np.percentile(first, 90)) if first else None,
-            time_per_output_token_s=statistics.median(rest) if rest else None,
-            tau=counts.tau,
-            tau_committed=(tokens - len(answers)) / counts.drafts if counts.drafts else None,
-            acceptance_by_depth=counts.acceptance_by_depth,
-            acceptance_conditional=counts.acceptance_conditional,
-            answers=len(answers),
-            tokens=tokens,
-            wall_time_s=wall_time_s,
-            drafts=counts.drafts,
-            drafted_tokens=counts.drafted_tokens,
-            accepted_tokens=counts.accepted_tokens,
-            **more,
-        )
 
     @property
     def cells(self) -> dict[str, str]:
@@ -227,18 +192,32 @@ class ArmResult:
         return sum(len(answer.ids) for answer in self.answers)
 
     def row(self) -> LoadTestRow:
-        """Compute the figures."""
+        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
+        counts, tokens = self.counts, self.tokens
         taus = [counted.tau for counted in self.by_question if counted.tau is not None]
-        return LoadTestRow.of_answers(
-            self.arm,
-            self.temperature,
-            self.concurrency,
-            self.answers,
-            self.wall_time_s,
-            self.counts,
+        first = [answer.first_token_s for answer in self.answers]
+        rest = [answer.rest_s / (len(answer.ids) - 1) for answer in self.answers if len(answer.ids) > 1]
+        return LoadTestRow(
+            arm=self.arm,
+            temperature=self.temperature,
+            concurrency=self.concurrency,
+            tokens_per_s=tokens / self.wall_time_s if self.wall_time_s > 0 else None,
+            first_token_s=statistics.median(first) if first else None,
+            first_token_p90_s=float(np.percentile(first, 90)) if first else None,
+            time_per_output_token_s=statistics.median(rest) if rest else None,
+            tau=counts.tau,
             tau_by_question=statistics.fmean(taus) if taus else None,
+            tau_committed=(tokens - len(self.answers)) / counts.drafts if counts.drafts else None,
+            acceptance_by_depth=counts.acceptance_by_depth,
+            acceptance_conditional=counts.acceptance_conditional,
             failures=dict(self.failures),
+            answers=len(self.answers),
             turns_left_out=self.turns_left_out,
+            tokens=tokens,
+            wall_time_s=self.wall_time_s,
+            drafts=counts.drafts,
+            drafted_tokens=counts.drafted_tokens,
+            accepted_tokens=counts.accepted_tokens,
         )
 
 
