@@ -54,8 +54,8 @@ def test_leviathans_table_1_is_reproduced() -> None:
 
 def test_answer_marks_draft_and_target_tokens(tmp_path: Path) -> None:
     rounds = [
-        TracedRound(["", " is", "\n", "its"], [-1, 0, 1, 2], [0, 1, 2, 3], " & own"),
-        TracedRound(["", "x"], [-1, 0], [0], " end" + "." * 100),
+        TracedRound(3, [" is", "\n", "its"], [], " & own"),
+        TracedRound(1, [], ["x"], " end" + "." * 100),
     ]
     answer = TracedAnswer("a/tree@0", "parallel", 1, "qa", "What?", "This", rounds)
     assert pieces(answer) == [("This", False), (" is\nits", True), (" & own", False), (" end" + "." * 100, False)]

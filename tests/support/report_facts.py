@@ -133,8 +133,8 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
     records = records_of(methods, temperatures)
     summary = [row | {"target_change": None} for row in summarize(records)]
     rounds = [
-        TracedRound(["", " quick", " brown", " slow"], [-1, 0, 1, 0], [0, 1], " red"),
-        TracedRound(["", " fox\n", " <dog>"], [-1, 0, 1], [0, 1, 2], " jumps"),
+        TracedRound(3, [" quick"], [" brown"], " red"),
+        TracedRound(2, [" fox\n", " <dog>"], [], " jumps"),
     ]
     traced = [TracedAnswer("chain@0", "parallel", 1, "math", "Say something & stop.", "The", rounds)]
     history = [
