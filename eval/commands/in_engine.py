@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,14 @@ from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
 from draftsmith.errors import UserError, did_you_mean, masked
-from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings
-from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
-from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
+from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, session_length_tokens
+from draftsmith.eval.commands.artifacts import NOTES, GreedyProof
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, SglangEndpoint
+from draftsmith.eval.serving.endpoint import Endpoint, LlamaEndpoint, SglangEndpoint
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.serving.load_test import (
     DEFINITIONS,
@@ -42,8 +39,6 @@ from draftsmith.eval.serving.load_test import (
     PLAIN,
     ArmResult,
     EngineMeasurement,
-    LoadTestRow,
-    TurnAnswer,
     measurement_file,
     send_questions,
     with_speedups,
@@ -52,11 +47,10 @@ from draftsmith.files import write_atomically
 from draftsmith.models.decoding.cached_attention import cache_shape
 from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.run_folder import RunFolder, with_run_lock
-from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Recipe
+from draftsmith.recipes.run_folder import with_run_lock
+from draftsmith.recipes.schema import Recipe
 from draftsmith.results import write_result
 
 OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
@@ -173,17 +167,14 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
         opened = start(setting, notes) if options.server is None else _connect_servers(setting, notes, stack)
         measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
     rows = with_speedups([result.row() for result in measured])
-    depth = max((len(row.acceptance_by_depth) for row in rows), default=0)
-    prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
-    own, reasons = own_decoder_rows(recipe, prompts, depth)
-    notes += reasons + _count_sentences(measured)
+    notes += _count_sentences(measured)
     if len(opened) > 2:
         fastest = max(
             (row for row in rows if row.concurrency == rows[0].concurrency), key=lambda row: row.tokens_per_s or 0
         )
         notes.append(f"Fastest at concurrency {fastest.concurrency}: {fastest.arm}.")
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
-    served = EngineMeasurement(place, rows, own, notes, len(questions), options.name)
+    served = EngineMeasurement(place, rows, notes, len(questions), options.name)
     # Written before the target is loaded to compare greedy answers: a failure there must not lose the measurement.
     file = measurement_file(recipe, options.engine, options.server is not None)
     lines = [
@@ -465,81 +456,3 @@ def _count_sentences(measured: list[ArmResult]) -> list[str]:
         sentences += [f"{result.label}: {count} failed ({reason})." for reason, count in result.failures.items()]
     left_out = max(result.turns_left_out for result in measured)
     return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])
-
-
-# ---- our own decoder, with a chain, one question at a time ----
-
-Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the ids of their first prompts
-
-
-def own_decoder_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[LoadTestRow], list[str]]:
-    """Return our own decoder's table rows for the engine's prompts and drafter, and the reasons why rows are missing.
-
-    Args:
-        depth: Draft tokens per round, as in the engine.
-    """
-    file = RunFolder(recipe).eval / RECORDS
-    if not file.is_file():
-        return [], ["Our own decoder has not been measured: run `draftsmith eval` without --engine."]
-    recorded = recorded_settings(recipe)
-    chain = find_chain_method(recorded.eval, depth)
-    if chain is None:
-        return [], [f"Our own decoder is not compared: eval.methods has no lossless chain of {depth} draft tokens."]
-    own_drafter = recipe.eval.model_copy(update={"methods": [MethodConfig(name="x")]})
-    weights = drafter_weights(recipe.model_copy(update={"eval": own_drafter}))
-    if recorded.target != recipe.target or weights[0] not in recorded.drafter_weights:
-        return [], ["Our own decoder is not compared: its records belong to another target or drafter."]
-    records, rows = list(RecordLog(file)), []
-    for temperature in recipe.eval.temperatures:
-        sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        rows += rows_of_records(records, chain.name, prompts, sampling, recipe.eval.max_new_tokens)
-    return with_speedups(rows), [] if rows else ["Our own decoder is not compared: its records lack these prompts."]
-
-
-def find_chain_method(evaluation: EvalRecipe, drafted_tokens: int) -> MethodConfig | None:
-    """Find the method that drafts as an engine does: the whole chain of the run's own drafter, without lenience."""
-    own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
-    chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
-    return next((method for method in chains if method.max_depth in (None, drafted_tokens)), None)
-
-
-def rows_of_records(
-    records: Iterable[QuestionRecord], chain: str, prompts: Prompts, sampling: Sampling, max_new_tokens: int
-) -> list[LoadTestRow]:
-    """Compute our decoder's table rows, without and with the drafter; empty if no record has one of these prompts.
-
-    Args:
-        chain: Name of the method that drafts chains.
-    """
-    temperature = sampling.temperature
-    arms: dict[str, list[tuple[QuestionRecord, MethodResult]]] = {PLAIN: [], DRAFTING: []}
-    for record in records:
-        if record.question_id not in prompts:
-            continue
-        question, prompt_ids = prompts[record.question_id]
-        expected = answer_settings({}, prompt_ids, question.turns, sampling, max_new_tokens)
-        for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTING, chain)):
-            answer = record.answers.get(f"{name}@{temperature:g}")
-            if answer is not None and expected.items() <= answer.settings.items():
-                arms[arm].append((record, answer))
-    if not arms[DRAFTING]:
-        return []
-    rows = []
-    for arm, answers in arms.items():
-        result = ArmResult(arm, temperature, 1)
-        for record, answer in answers:
-            for number, turn in enumerate(answer.turns):
-                times_s = turn.first_token_s, turn.wall_time_s - turn.first_token_s
-                result.answers.append(TurnAnswer(turn.ids, *times_s, record.question_id, number, []))
-                result.wall_time_s += turn.wall_time_s
-        taus: list[float] = []
-        if arm == DRAFTING:
-            turns = [turn for _, answer in answers for turn in answer.turns]
-            accepted = [length for turn in turns for length in turn.draft_lengths]
-            result.counts = DraftCounts.of_rounds(accepted, [depth for turn in turns for depth in turn.draft_depths])
-            lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
-            taus = [statistics.fmean(each) for each in lengths if each]
-        # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.
-        row = replace(result.row(), tau=None, tau_by_question=statistics.fmean(taus) if taus else None)
-        rows += [row] if answers else []
-    return rows

@@ -114,13 +114,12 @@ DRAFTS = ("arm", "T", "concurrency", "tau", "by question", "committed", "accepte
 class EngineMeasurement:
     """Result of a measurement in an engine.
 
-    place: which servers were measured, in words. rows, own: the engine's rows and our decoder's. notes: remarks for the
-    reader. greedy: comparisons of greedy answers with and without the drafter.
+    place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
+    with and without the drafter.
     """
 
     place: str
     rows: list[LoadTestRow]
-    own: list[LoadTestRow]
     notes: list[str]
     questions: int = 0
     engine: str = ENGINES["vllm"]
@@ -132,13 +131,9 @@ class EngineMeasurement:
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: times, and drafts."""
-        named = [(self.engine, row) for row in self.rows] + [("draftsmith", row) for row in self.own]
-        drafting = [(who, row) for who, row in named if row.arm != PLAIN]
-        shown = ((CLOCK, named), (DRAFTS, drafting))
+        shown = ((CLOCK, self.rows), (DRAFTS, [row for row in self.rows if row.arm != PLAIN]))
         return [
-            (("who", *headings), [[who, *(row.cells[name] for name in headings)] for who, row in rows])
-            for headings, rows in shown
-            if rows
+            (headings, [[row.cells[name] for name in headings] for row in rows]) for headings, rows in shown if rows
         ]
 
 

@@ -111,10 +111,7 @@ def test_one_server_shared_with_other_clients(recipe: str, servers: list[Streami
     assert [answer["ids"] for answer in answers] == [ANSWERED] * 3
     assert [(answer["question_id"], answer["turn"]) for answer in answers] == [(1, 0), (2, 0), (2, 1)]
     notes = figures(recipe, servers[0])["notes"]
-    assert notes[:2] == [
-        "Without --plain-server there is no speedup, and greedy answers are not compared.",
-        "Our own decoder has not been measured: run `draftsmith eval` without --engine.",
-    ]
+    assert notes[0] == "Without --plain-server there is no speedup, and greedy answers are not compared."
     assert any("the engine counted 36 generated tokens, our answers have 21" in note for note in notes)
 
 

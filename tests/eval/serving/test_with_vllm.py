@@ -116,7 +116,6 @@ def past_the_end(setup: Setup) -> list[list[int]]:
 def test_started_server_equals_our_decoder(setup: Setup) -> None:
     evaluate_in_engine(setup.recipe, ServingOptions(concurrency="1,16"))
     figures = result(setup, "vllm.json")
-    ours = figures["own"][1]
     by_question = past_the_end(setup)
     kept = [length for each in by_question for length in each]
     expected = DraftCounts.of_rounds(kept, [DEPTH] * len(kept))
@@ -124,8 +123,8 @@ def test_started_server_equals_our_decoder(setup: Setup) -> None:
     assert all(len(answer.ids) == NEW_TOKENS for answer in answers)  # no answer ends early, so both can be exact
     for row in figures["rows"][2:]:
         assert (row["answers"], row["failures"]) == (QUESTIONS, {})
-        assert row["drafts"] == ours["drafts"] == sum(answer.rounds for answer in answers)
-        assert row["tau_committed"] == ours["tau_committed"]
+        assert row["drafts"] == sum(answer.rounds for answer in answers)
+        assert row["tau_committed"] == sum(sum(answer.accept_lengths) for answer in answers) / row["drafts"]
         assert row["tau"] == expected.tau
         assert row["acceptance_by_depth"] == expected.acceptance_by_depth
         assert row["acceptance_conditional"] == expected.acceptance_conditional
