@@ -162,7 +162,7 @@ def read_secret(variable: str, option: str) -> str:
         UserError: The variable is not set.
     """
     if not os.environ.get(variable):
-        shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the secret itself)"
+        shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
         raise UserError(f"{option}: there is no environment variable {shown}; give the name of one")
     return os.environ[variable]
 

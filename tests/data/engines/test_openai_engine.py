@@ -66,7 +66,7 @@ def test_sampling_seed_and_key_are_sent(
     ("variable", "sentence"),
     [
         ("BROKEN", "api_key_env: BROKEN holds line breaks or other characters"),
-        ("sk-proj-1", "not shown: it looks like the secret itself"),
+        ("sk-proj-1", "not shown: it looks like the key itself"),
         ("NO_SUCH_KEY", "no environment variable NO_SUCH_KEY"),
     ],
 )

@@ -402,7 +402,7 @@ def test_silent_connections_are_closed(recipe: Recipe, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
-    [("sk-proj-1", "", "not shown: it looks like the secret itself"), ("NO_KEY", "", "no environment variable NO_KEY"),
+    [("sk-proj-1", "", "not shown: it looks like the key itself"), ("NO_KEY", "", "no environment variable NO_KEY"),
      ("KEY", "é-secret", "KEY holds line breaks or other characters"), ("KEY", "a\nb-secret", "KEY holds line breaks")],
 )  # fmt: skip
 def test_key_that_no_client_can_send_is_refused(
