@@ -42,15 +42,6 @@ def walltime_factor(alpha: float, gamma: int, c: float) -> float:
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
-def operations_factor(alpha: float, gamma: int, c_operations: float) -> float:
-    """Return the arithmetic per token over the target's own, (1-a)(g c' + g + 1) / (1 - a^(g+1)) (theorem 3.11).
-
-    Args:
-        c_operations: The drafter's operations for one token over the target's.
-    """
-    return (gamma * c_operations + gamma + 1) / expected_tokens(alpha, gamma)
-
-
 def best_gamma(alpha: float, c: float, at_most: int = MOST_TOKENS) -> int:
     """Return the gamma with the largest expected speedup (section 3.5); 0 if drafting does not pay."""
     return max(range(at_most + 1), key=lambda gamma: walltime_factor(alpha, gamma, c))

@@ -14,9 +14,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from generate.papers.tables import Place
+from generate.papers.tables import Place, operations_factor
 
-from draftsmith.eval.bench.theory import operations_factor
 from draftsmith.eval.bench.traced import TracedAnswer
 from draftsmith.eval.report.page.curves import ALPHAS, GAMMAS, THEORY, TheoryPanel
 from draftsmith.files import write_atomically
@@ -25,13 +24,7 @@ COLUMNS, CHARACTER, LINE, MARGIN, FONT_SIZE = 92, 7.8, 20, 14, 13  # all but the
 DRAFTED, TEXT, FAINT, PAPER = "#b7e3c0", "#1f2328", "#59636e", "#ffffff"
 # Palette of Okabe and Ito, which colour-blind readers can distinguish too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-OPERATIONS = TheoryPanel(
-    "Figure 4: operations at c = 0",
-    "gamma",
-    GAMMAS,
-    lambda alpha, gamma: operations_factor(alpha, gamma, 0.0),
-    "operations_measured",
-)
+OPERATIONS = TheoryPanel("Figure 4: operations at c = 0", "gamma", GAMMAS, operations_factor, "operations_measured")
 THEORY_FILES = {"theory_tokens": THEORY[:1], "theory_gamma": THEORY[1:2], "theory_speedup": (THEORY[2], OPERATIONS)}
 HIGHEST = {"gamma": 30.0, "operations_measured": 7.0}  # of a figure's axis, by the key of its points
 MARKERS = "osD^vP*X<>"

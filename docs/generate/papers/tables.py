@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.bench.theory import expected_tokens, operations_factor
+from draftsmith.eval.bench.theory import expected_tokens
 from draftsmith.recipes.schema import SEED_SUFFIX
 
 NOT_MEASURED = "-"
@@ -204,11 +204,16 @@ def number_of_masks(results: Path, counts: range, file: str = "masks") -> str:
 # ---- Leviathan et al. ----
 
 
+def operations_factor(alpha: float, gamma: int) -> float:
+    """Return the arithmetic per token over the target's own, (g + 1)(1 - a) / (1 - a^(g+1)) (theorem 3.11 at c = 0)."""
+    return (gamma + 1) / expected_tokens(alpha, gamma)
+
+
 def operations_and_speed() -> str:
     """Build table 1: arithmetic and speed of a drafter without cost, from theorems 3.8 and 3.11."""
     rows = []
     for alpha, gamma in TABLE_1:
-        operations, speed = operations_factor(alpha, gamma, 0.0), expected_tokens(alpha, gamma)
+        operations, speed = operations_factor(alpha, gamma), expected_tokens(alpha, gamma)
         rows.append([f"{alpha}", str(gamma), TIMES.format(operations), TIMES.format(speed)])
     return table(["alpha", "gamma", "operations", "speed"], rows)
 

@@ -198,26 +198,16 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Figures on held-out examples. accuracy: by depth, from 1. tau: of greedy chains, by number of draft tokens."""
-
-    step: int
-    accuracy: list[float]
-    tau: list[float]
-
-
-@dataclass(frozen=True)
 class TrainingCurves:
     name: str
     training: Training
     charts: list[LineChart]
-    held_out: HeldOut | None
 
 
 def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
     """Return the training curves of every drafter that has a log."""
     return [
-        TrainingCurves(name, training, _charts(training.history), _held_out(training))
+        TrainingCurves(name, training, _charts(training.history))
         for name, training in trained.items()
         if training.history
     ]
@@ -255,16 +245,3 @@ def _charts(history: History) -> list[LineChart]:
             line_chart(title, "step", series, Scale(min(0.0, *steps), max(steps)), y_scale or scale_around(values))
         )
     return charts
-
-
-def _held_out(training: Training) -> HeldOut | None:
-    """Return the held-out figures of the saved weights; None if there are none."""
-    entries = [entry for entry in training.history if "eval_loss" in entry]
-    saved = [entry for entry in entries if training.best_step in (None, entry["step"])]
-    if not saved:
-        return None
-    last = saved[-1:]
-    accuracy = curves_by_depth(last, "eval_accuracy")
-    tau = curves_by_depth(last, "eval_tau")
-    values = [[points[0][1] for points in each.values()] for each in (accuracy, tau)]
-    return HeldOut(int(saved[-1]["step"]), *values)
