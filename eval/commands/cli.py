@@ -155,12 +155,6 @@ def evaluate_command(
     api_key_env: Annotated[
         str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
     ] = None,
-    correct_cpu_sampling: Annotated[
-        bool,
-        typer.Option(
-            "--correct-cpu-sampling", help="With vllm on a CPU at T > 0: replace vLLM 0.32's faulty sampling function."
-        ),
-    ] = False,
     llama_server: Annotated[
         Path | None,
         typer.Option(
@@ -185,7 +179,7 @@ def evaluate_command(
     loaded = load_recipe(recipe, overrides)
     of_engine: dict[str, Any] = {
         "concurrency": concurrency, "engine_options": engine_options, "server": server, "plain_server": plain_server,
-        "server_model": server_model, "api_key_env": api_key_env, "correct_cpu_sampling": correct_cpu_sampling,
+        "server_model": server_model, "api_key_env": api_key_env,
         "llama_server": llama_server, "target_gguf": target_gguf, "dtype": dtype, "draft_tokens": draft_tokens,
     }  # fmt: skip
     if engine is None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
 from draftsmith.eval.serving.endpoint import Endpoint, LlamaEndpoint, SglangEndpoint
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.serving.load_test import (
@@ -53,9 +51,9 @@ from draftsmith.recipes.run_folder import with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import write_result
 
-OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
+OPTIONS_KEY = "--engine-options"
 # Options of a server that is started here, and the engine that has them; and those of a given server.
-OF_STARTED = {"correct_cpu_sampling": "vllm", "engine_options": "vllm"} | dict.fromkeys(
+OF_STARTED = {"engine_options": "vllm"} | dict.fromkeys(
     ("llama_server", "target_gguf", "dtype", "draft_tokens"), "llamacpp"
 )
 OF_GIVEN = ("plain_server", "server_model", "api_key_env")
@@ -78,7 +76,7 @@ class ServingOptions:
     concurrency: numbers of concurrent questions, one measurement each, as `1,4,16`.
     server: URL of a running server that drafts; None: start one. plain_server: URL of a server of the same target
     without a drafter. server_model: the target's name there; api_key_env: environment variable with the API key.
-    engine_options: `VllmOptions` in YAML, for a server that is started. correct_cpu_sampling: see `cpu_sampling`.
+    engine_options: `VllmOptions` in YAML, for a server that is started.
     llama_server: the program's path; target_gguf, dtype: see `export_run`; draft_tokens: most draft tokens per round,
     as `1,2,5`, with one llama-server for each number.
 
@@ -93,7 +91,6 @@ class ServingOptions:
     plain_server: str | None = None
     server_model: str | None = None
     api_key_env: str | None = None
-    correct_cpu_sampling: bool = False
     llama_server: Path | None = None
     target_gguf: Path | None = None
     dtype: str | None = None
@@ -206,9 +203,11 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
     drafter = exporting.trained_drafter(recipe)
     exporting.check_expressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
-    if max(recipe.eval.temperatures) > 0:
-        _check_sampling(options)
-        notes += [f"Sampled with vLLM's kernel replaced ({CORRECTION})."] if options.correct_cpu_sampling else []
+    if max(recipe.eval.temperatures) > 0 and not torch.cuda.is_available():
+        raise UserError(
+            "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: set "
+            "eval.temperatures=[0.0], or measure on a GPU"
+        )
     exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
     notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
     target = loading.target_without_weights(recipe.target)
@@ -220,9 +219,8 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
 
     @contextmanager
     def started(**more: Any) -> Iterator[Endpoint]:
-        environment = {SWITCH: "1"} if options.correct_cpu_sampling else {}
         with (
-            closing(VllmServer({**arguments, **more}, OPTIONS_KEY, environment)) as server,
+            closing(VllmServer({**arguments, **more}, OPTIONS_KEY)) as server,
             closing(Endpoint(server.url, setting.engine, is_ours=True)) as endpoint,
         ):
             yield endpoint
@@ -321,20 +319,6 @@ def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, max_concurrenc
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
     one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
     return max(one_bytes, min(max_concurrency * one_bytes, LARGEST_CPU_CACHE_BYTES))
-
-
-def _check_sampling(options: ServingOptions) -> None:
-    """Check that vLLM samples correctly on this machine, at temperatures above 0."""
-    on_a_cpu = not torch.cuda.is_available()
-    if options.correct_cpu_sampling and not on_a_cpu:
-        raise UserError(f"{CORRECTION} is for vLLM on a CPU, and this machine has a GPU: leave it out")
-    if options.correct_cpu_sampling and not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
-        raise UserError(f"{CORRECTION}: vLLM does not see draftsmith's plugin: install draftsmith into its environment")
-    if on_a_cpu and not options.correct_cpu_sampling:
-        raise UserError(
-            "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: give "
-            f"{CORRECTION}, which replaces the faulty function in the server, or eval.temperatures=[0.0]"
-        )
 
 
 def _connect_servers(

@@ -121,7 +121,7 @@ WRONG = [
     (["--engine", "llamacpp", "--draft-tokens", "1,0"], "option --draft-tokens: give numbers above 0"),
     (["--plain-server", "http://a"], "option --plain-server needs --server"),
     (["--server", "a:8000"], "a:8000 is no URL of a server: a:8000/v1 does not begin with http:// or https://"),
-    (["--server", "http://a", "--correct-cpu-sampling"], "is for a server that is started here"),
+    (["--server", "http://a", "--engine-options", "{a: 1}"], "is for a server that is started here"),
     (["--engine-options", "{a"], "option --engine-options: give a mapping"),
     (["--server", "http://a", "--api-key-env", "NOT_SET"], "no environment variable NOT_SET"),
     (["eval.stop=[x]"], "set eval.stop=[]"),
