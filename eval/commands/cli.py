@@ -454,9 +454,6 @@ def push(
     license_id: Annotated[
         str | None, typer.Option("--license", help="License id of the Hub: apache-2.0, ...; default: the target's.")
     ] = None,
-    exports: Annotated[
-        str, typer.Option(help="Also export to these formats and upload the result, as vllm,sglang.")
-    ] = "",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Dtype of the published weights; default: as trained."),
@@ -476,15 +473,14 @@ def push(
     from draftsmith.eval.commands.push import push_data
 
     if data:
-        if exports or dtype:
-            raise UserError("options --exports and --dtype are those of a drafter: leave them out with --data")
+        if dtype:
+            raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
         heading("push", f"{loaded.name}: answers of {loaded.answering_target.display_name}")
         tell(push_data(loaded, repo, revision, public, base_model, license_id, dry_run))
         return
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    formats = list(filter(None, exports.split(",")))
     weights = None if dtype is None else getattr(torch, dtype)
-    tell(send(loaded, repo, revision, public, base_model, license_id, formats, dry_run, weights))
+    tell(send(loaded, repo, revision, public, base_model, license_id, dry_run, weights))
 
 
 @app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")

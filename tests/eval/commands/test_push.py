@@ -169,10 +169,8 @@ def test_exports_are_pushed_and_removed_ones_deleted(run: FinishedRun, hub: Fake
     for command in ("distill", "train"):
         push_run(run.call(command, *servable))
     root = run.root.parent / "pard"
-    assert "did you mean `sglang`?" in error_line(run.call("push", "--exports", "vllm,sglan", *servable))
-    assert "cannot go `--to sglang`" in error_line(run.call("push", "--exports", "sglang", *servable))
-    assert not hub.repos
-    push_run(run.call("push", "--exports", "vllm", *servable))
+    push_run(run.call("export", "--to", "vllm", *servable))
+    push_run(run.call("push", *servable))
     files = hub.files(REPO)
     export = root / "export" / "vllm"
     assert files["export/vllm/model.safetensors"] == (export / "model.safetensors").read_bytes()
