@@ -309,7 +309,6 @@ def _timing_row(pairs: list[Pair]) -> Row:
         "speedup_decoding": decoding_speedup,
         "speedup_with_prefill": speedup,
         "loop_efficiency": decoding_speedup / predicted,
-        "loop_efficiency_with_prefill": speedup / predicted,
         "acceptance_by_depth": acceptance_by_depth([length for turn in turns for length in turn.draft_lengths]),
         **theory_row(turns, first.sequential, t_draft_s / t_target_s),
     }

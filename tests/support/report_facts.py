@@ -67,7 +67,6 @@ TIMING = [
         "speedup_decoding": 1.8,
         "speedup_with_prefill": 1.7,
         "loop_efficiency": 0.95,
-        "loop_efficiency_with_prefill": 0.9,
         "acceptance_by_depth": [0.5, 0.4],
         "sequential": True,
         "gamma": 4,
@@ -139,7 +138,7 @@ def all_facts(methods: dict[str, float], temperatures: tuple[float, ...] = (0.0,
     traced = [TracedAnswer("chain@0", "parallel", 1, "math", "Say something & stop.", "The", rounds)]
     history = [
         {"step": 10.0 * step, "loss": 3 / step, "loss_depth1": 2 / step, "loss_depth2": 3 / step,
-         "accuracy_depth1": 0.1 * step, "accuracy_depth2": 0.05 * step, "decoded_tau": 1 + 0.1 * step}
+         "accuracy_depth1": 0.1 * step, "accuracy_depth2": 0.05 * step}
         for step in range(1, 6)
     ]  # fmt: skip
     history.append(

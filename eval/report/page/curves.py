@@ -226,13 +226,11 @@ def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
 
 def _charts(history: History) -> list[LineChart]:
     """Build the charts with at least one line of two or more points."""
-    decoded = [(entry["step"], entry["decoded_tau"]) for entry in history if "decoded_tau" in entry]
     candidates = [
         ("Accuracy by depth, training examples", curves_by_depth(history, "accuracy"), Scale(0.0, 1.0)),
         ("Loss by depth, training examples", curves_by_depth(history, "loss"), None),
         ("Accuracy by depth, held-out examples", curves_by_depth(history, "eval_accuracy"), Scale(0.0, 1.0)),
         ("Simulated tau by chain length, held-out examples", curves_by_depth(history, "eval_tau"), None),
-        ("Tau of real chains, decoded while training", {"": decoded} if decoded else {}, None),
     ]
     charts = []
     for title, series, y_scale in candidates:
