@@ -41,7 +41,7 @@ from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
 
 GREEDY = Sampling()
-SIZES = (2, 4, 8, 12, 15, 24, 40)  # nodes of best-first trees; 15 and the root are one tile of AMX
+SIZES = (2, 4, 8, 12, 15, 24, 48)  # nodes of best-first trees; 15 and the root are one tile of AMX
 MOST_BRANCH = 8
 ADAPTIVE_NODES = 32
 FINALISTS = 3  # beside the default
