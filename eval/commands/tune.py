@@ -44,7 +44,7 @@ GREEDY = Sampling()
 SIZES = (2, 4, 8, 12, 15, 24, 48)  # nodes of best-first trees; 15 and the root are one tile of AMX
 MOST_BRANCH = 8
 ADAPTIVE_NODES = 32
-FINALISTS = 3  # beside the default
+FINALISTS = 3  # in addition to the default
 
 
 class Figures(NamedTuple):

@@ -44,7 +44,7 @@ class Publication:
     """A card in the folder that goes to the Hub as `repo`, which has more in it than the drafter.
 
     base_model: the target's Hub id, where the recipe names its folder; license: `license` and what belongs to it in the
-    Hub's metadata; exports: folders in the folder, each with the command that serves it where there is one.
+    Hub's metadata; exports: its folders of exports, each with the command that serves it, or None.
     """
 
     folder: Path
