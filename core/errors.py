@@ -150,3 +150,33 @@ def _is_secret(key: str, value: str) -> bool:
 def _masked_credentials(credentials: re.Match[str]) -> str:
     password = credentials[0].rpartition(":")[2]
     return credentials[0] if ENVIRONMENT_VARIABLE.fullmatch(password) else MASK
+
+
+def read_secret(variable: str, option: str) -> str:
+    """Return the value of an environment variable. A malformed name is probably the secret itself, and is not shown.
+
+    Args:
+        option: The option or key that names the variable, for the message.
+
+    Raises:
+        UserError: The variable is not set.
+    """
+    if not os.environ.get(variable):
+        shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
+        raise UserError(f"{option}: there is no environment variable {shown}; give the name of one")
+    return os.environ[variable]
+
+
+def read_api_key(variable: str, option: str) -> str:
+    """Return the API key in an environment variable, see `read_secret`.
+
+    Raises:
+        UserError: The variable is not set, or its value cannot be sent in an HTTP header.
+    """
+    key = read_secret(variable, option).strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise UserError(
+            f"{option}: {variable} holds line breaks or other characters that HTTP headers do not allow: set it to the "
+            "key alone"
+        )
+    return key

@@ -36,7 +36,7 @@ methods = [
 overrides = {
     "name": "example-measured", "target.model": args.target, "eval.questions": args.questions, "eval.runs": 2,
     "eval.limit_per_category": args.per_category, "eval.max_new_tokens": args.new_tokens,
-    "eval.untimed_questions": 0, "eval.methods": methods,
+    "eval.methods": methods,
 }  # fmt: skip
 measured = load_recipe("quickstart", [f"{key}={value}" for key, value in overrides.items()])
 for row in evaluate(measured):  # prints the whole table, and writes it with the report

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,9 @@ class CpuLayers:
         config: The layers' config.
     """
 
-    # Operations of all forwards in this process, two for each weight and row: torch's counter cannot see inside the
-    # call.
-    linear_operations: ClassVar[int] = 0
-
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, head: PackedLinear | None, config: Any) -> None:
         self._norm: Any = norm
         self._layers, self._head, self.config = layers, head, config
-        self._num_weights = sum(linear.weight.numel() for layer in layers for linear in _linears(layer))
         self.has_head, self.num_layers = head is not None, len(layers)
         self.native: Any = None
         self._made_of: tuple[int, ...] = ()
@@ -158,7 +153,6 @@ class CpuLayers:
         Returns:
             Features [R, T * D] and logits [R', V], which are empty without `with_logits`.
         """
-        self.count_operations(len(inputs), len(inputs) - first_kept if with_logits else 0)
         read = None
         if self._first_input is not None:
             inputs, read = self._first_input(inputs)
@@ -189,14 +183,8 @@ class CpuLayers:
         Returns:
             fp32 logits [R', V]; everything else as in `forward`.
         """
-        self.count_operations(len(inputs), len(inputs) - first_kept)
         _, logits = self.native.forward_fused(inputs, ids, features, *rotary, keys, values, start, [], first_kept)
         return cast(Tensor, logits)
-
-    def count_operations(self, rows: int, rows_of_head: int) -> None:
-        """Add a forward to `linear_operations`."""
-        of_head = 0 if self._head is None else self._head.weight.numel()
-        CpuLayers.linear_operations += 2 * (rows * self._num_weights + rows_of_head * of_head)
 
     def _build(self) -> Any:
         """Build the C++ object from the layers' current weights."""

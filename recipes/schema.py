@@ -513,12 +513,6 @@ class EvalRecipe(Section):
     warmup_questions: int = Field(
         2, ge=0, description="number of questions to answer before the measurement, not counted"
     )
-    untimed_questions: int = Field(
-        0,
-        ge=0,
-        description="number of questions to answer once more without timing, for the report's alpha as E[sum "
-        "min(p, q)] and its operation counts",
-    )
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
         [0.0], min_length=1, description="temperatures at which the baseline and every method are measured; 0 is greedy"
     )

@@ -22,7 +22,6 @@ penalties of the model's generation_config.json).
 
 import asyncio
 import base64
-import os
 import queue
 import sys
 import threading
@@ -49,7 +48,7 @@ from draftsmith.data.engines.openai_answers import (
 )
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.data.tokens.templates import PROBE, joined_thoughts
-from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError
+from draftsmith.errors import ENVIRONMENT_VARIABLE, MASK, UserError, read_api_key, read_secret
 from draftsmith.recipes.schema import Section
 
 NO_KEY = "none"  # servers without a key ignore it; without one the client would send OPENAI_API_KEY
@@ -166,12 +165,7 @@ class OpenAIEngine:
         self._model = options.model
         self._vocabulary = Vocabulary.of(setting)
         variable = options.api_key_env
-        self._api_key = None if variable is None else self._from_environment(variable, "api_key_env").strip()
-        if self._api_key is not None and not (self._api_key.isascii() and self._api_key.isprintable()):
-            raise UserError(
-                f"{self.option('api_key_env')}: {variable} contains line breaks or other characters that HTTP "
-                "headers do not allow: set it to the key alone"
-            )
+        self._api_key = None if variable is None else read_api_key(variable, self.option("api_key_env"))
         self._waiting: asyncio.Queue[tuple[Request, int]] = asyncio.Queue()  # with the attempts so far
         self._finished: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
         self._in_flight = 0
@@ -445,13 +439,6 @@ class OpenAIEngine:
                 f"{self.option('model')} and {self.option('api_key_env')}"
             ) from None
 
-    def _from_environment(self, name: str, option: str) -> str:
-        """Return an environment variable's value. A malformed name is probably the secret itself, and is not shown."""
-        if not os.environ.get(name):
-            shown = name if name.isidentifier() else "of this name (not shown: it looks like the secret itself)"
-            raise UserError(f"{self.option(option)}: there is no environment variable {shown}; give the name of one")
-        return os.environ[name]
-
     def _split_credentials(self, url: str) -> tuple[str, str | None]:
         """Return the URL without user and password, and the header for these."""
         address = httpx2.URL(url)
@@ -464,7 +451,7 @@ class OpenAIEngine:
                 "give the URLs again on the command line, 'data.distill.options.base_urls=[\"https://me:$PASSWORD@host/v1\"]'"
             )
         login = ":".join(
-            ENVIRONMENT_VARIABLE.sub(lambda found: self._from_environment(found[1], "base_urls"), part)
+            ENVIRONMENT_VARIABLE.sub(lambda found: read_secret(found[1], self.option("base_urls")), part)
             for part in parts
         )
         return str(address.copy_with(userinfo=b"")), "Basic " + base64.b64encode(login.encode()).decode()

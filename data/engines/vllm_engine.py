@@ -81,13 +81,12 @@ class VllmServer:
     Args:
         arguments: Options of `vllm.entrypoints.openai.api_server`, with underscores.
         options_key: The recipe key or option that sets them, for messages.
-        environment: Additional environment variables of the server.
 
     Raises:
         UserError: vLLM rejects the target or the options.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], options_key: str, environment: Mapping[str, str] = {}) -> None:
+    def __init__(self, arguments: Mapping[str, Any], options_key: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -102,7 +101,7 @@ class VllmServer:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                env={**ours, **os.environ, **environment},
+                env={**ours, **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

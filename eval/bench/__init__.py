@@ -1,7 +1,7 @@
 """Measurement: every question with every method in one process, together with the autoregressive baseline.
 
 Read `measured_methods` (the methods of a recipe), `spec_bench` (the harness), then `records` (its output, and when
-times may be compared) and `bandwidth` (how good the baseline is). `theory` and `traced` (a few answers round by round)
-are measured in untimed passes; `replay` drafts through known answers. May import `eval.methods` and the folders before
-it.
+times may be compared) and `bandwidth` (how good the baseline is). `theory` has predictions of the speedup; `traced` (a
+few answers round by round) is measured in an untimed pass; `replay` drafts through known answers. May import
+`eval.methods` and the folders before it.
 """

@@ -2,8 +2,6 @@
 
 They come from an untimed pass with the measured loop and the seeds of the first run, so that the answers equal those in
 its records. Only first turns are traced, up to `TRACED_NEW_TOKENS`.
-
-Shapes: N tree nodes.
 """
 
 from __future__ import annotations
@@ -29,37 +27,20 @@ UNFINISHED = "\ufffd"  # how tokenizers show the first bytes of a character
 class TracedRound:
     """One round of a traced answer.
 
-    texts, parents: [N] of the draft tree's nodes, root first, whose text is empty. path: the accepted nodes, root
-    first. own: text of the target's token after them; None if the answer ended before it.
+    num_drafted: draft tokens. accepted: texts of the accepted ones. rejected: texts of the most likely rejected path:
+    the first child of the last accepted node, and so on; empty if the answer ended in this round. own: text of the
+    target's token after the accepted ones; None if the answer ended before it.
     """
 
-    texts: list[str]
-    parents: list[int]
-    path: list[int]
+    num_drafted: int
+    accepted: list[str]
+    rejected: list[str]
     own: str | None
-
-    @property
-    def num_accepted(self) -> int:
-        """Return the number of accepted draft tokens."""
-        return len(self.path) - 1
 
     @property
     def drafted(self) -> str:
         """Return the text of the accepted draft tokens."""
-        return "".join(self.texts[node] for node in self.path[1:])
-
-    @property
-    def rejected(self) -> list[str]:
-        """Return the texts of the most likely rejected path: the first child of the last accepted node, and so on.
-
-        Empty if the answer ended in this round, as no draft was rejected then.
-        """
-        texts: list[str] = []
-        node = self.path[-1]
-        while self.own is not None and node in self.parents:
-            node = self.parents.index(node)
-            texts.append(self.texts[node])
-        return texts
+        return "".join(self.accepted)
 
     def title(self, number: int) -> str:
         """Describe the round for the report's tooltip.
@@ -69,7 +50,7 @@ class TracedRound:
         """
         ending = "" if self.own is None else f", then the target's {self.own!r}"
         rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
-        return f"round {number}: {len(self.texts) - 1} tokens drafted, {self.num_accepted} kept{ending}{rejected}"
+        return f"round {number}: {self.num_drafted} tokens drafted, {len(self.accepted)} kept{ending}{rejected}"
 
 
 @dataclass
@@ -94,7 +75,7 @@ class TracedAnswer:
 
     @property
     def drafted(self) -> int:
-        return sum(each.num_accepted for each in self.rounds)
+        return sum(len(each.accepted) for each in self.rounds)
 
     @property
     def tokens(self) -> int:
@@ -126,41 +107,31 @@ class Trace:
     def __init__(self, answer: TracedAnswer, tokenizer: Any) -> None:
         self.answer, self._tokenizer = answer, tokenizer
         self._ids: list[int] = []
-        self._texts: dict[tuple[int, ...], str] = {(): ""}
-
-    @property
-    def ids(self) -> list[int]:
-        """Return the token ids of the answer so far; empty before the first round."""
-        return list(self._ids)
-
-    def added(self, before: list[int], token: int) -> str:
-        """Return the text that a token adds after `before`; empty for all but the last token of a character."""
-        earlier, now = self._text((*before,)), self._text((*before, token))
-        same = next((i for i, (a, b) in enumerate(zip(earlier, now, strict=False)) if a != b), len(earlier))
-        return now[same:]
-
-    def _text(self, ids: tuple[int, ...]) -> str:
-        if ids not in self._texts:
-            self._texts[ids] = self._tokenizer.decode(list(ids), skip_special_tokens=False).rstrip(UNFINISHED)
-        return self._texts[ids]
 
     def on_round(self, round_: Round) -> None:
         tree, path = round_.tree, round_.verification.path
         if not self._ids:
-            self._ids = [tree.tokens[0]]
-            self.answer.first = self.added([], tree.tokens[0])
-        texts, paths = [""], list[list[int]]([[]])
-        for node in range(1, len(tree)):
-            above = paths[tree.shape.parents[node]]
-            texts.append(self.added(self._ids + above, tree.tokens[node]))
-            paths.append([*above, tree.tokens[node]])
-        accepted = path[: round_.kept + 1]
-        self._ids += paths[accepted[-1]]
-        own = None
+            self.answer.first = self._add(self._ids, tree.tokens[0])
+        accepted = [self._add(self._ids, tree.tokens[node]) for node in path[1 : round_.kept + 1]]
+        rejected, own = list[str](), None
         if round_.kept == len(path):
-            own = self.added(self._ids, round_.verification.next_token)
-            self._ids.append(round_.verification.next_token)
-        self.answer.rounds.append(TracedRound(texts, list(tree.shape.parents), accepted, own))
+            instead, node = [*self._ids], path[-1]
+            while children := tree.children(node):
+                node = children[0]
+                rejected.append(self._add(instead, tree.tokens[node]))
+            own = self._add(self._ids, round_.verification.next_token)
+        self.answer.rounds.append(TracedRound(len(tree) - 1, accepted, rejected, own))
+
+    def _add(self, ids: list[int], token: int) -> str:
+        """Append the token to `ids`. Returns the text that it adds; empty for all but a character's last token."""
+        earlier = self._text(ids)
+        ids.append(token)
+        now = self._text(ids)
+        same = next((i for i, (a, b) in enumerate(zip(earlier, now, strict=False)) if a != b), len(earlier))
+        return now[same:]
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip(UNFINISHED)
 
 
 def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) -> list[str]:

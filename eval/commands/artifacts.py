@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import FiniteFloat
-
 from draftsmith.data.sources.question_sets import questions_files, set_name
 from draftsmith.errors import UserError, masked
 from draftsmith.eval.bench.divergence import Divergence, RecordedDivergence
@@ -34,9 +32,7 @@ from draftsmith.train.drafter.card import Publication, write_drafter_card
 
 WEIGHTS = "model.safetensors"
 SETTINGS, RECORDS, NOTES, PROOF = "settings.json", "records.jsonl", "notes.json", "proof.json"
-UNTIMED, DIVERGENCES, TRACED = "untimed.json", "divergences.json", "traced.json"
-# Keys of the recipe's eval section that may differ from the settings of the records.
-FREE_KEYS = {"runs", "untimed_questions"}
+DIVERGENCES, TRACED = "divergences.json", "traced.json"
 EVAL_AGAIN = "delete it and run `draftsmith eval` again"
 TUNED_TREE = "tuned_tree"  # the key of the drafter's config
 SIGNIFICANCE = 1e-3  # of all distribution tests together
@@ -64,14 +60,6 @@ class Notes:
     drafter_kinds: list[str]
     target_change: str | None = None
     command: str | None = None
-
-
-@dataclass
-class Untimed:
-    """Content of `untimed.json`: the figures of `OverlapMeter.figures`, by `method@temperature`."""
-
-    questions: int
-    arms: dict[str, dict[str, FiniteFloat | None]]
 
 
 @dataclass
@@ -110,7 +98,7 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
     evaluation = recipe.eval.model_copy(update={"methods": methods, "compile": compiles(recipe)})
     hashes = {name: file_sha256(file) for name, file in questions_files(recipe.eval.question_sets).items()}
     return {
-        "eval": evaluation.model_dump(exclude=FREE_KEYS),
+        "eval": evaluation.model_dump(exclude={"runs"}),
         "method_weights": weights,
         "target": recipe.target.model_dump(),
         "seed": recipe.seed,
@@ -148,14 +136,17 @@ def recorded_measurement(recipe: Recipe) -> Measurement:
         raise UserError(f"{folder.eval} holds no finished measurement: run `draftsmith eval` with this recipe first")
     records = [record for record in RecordLog(folder.eval / RECORDS) if record.run < recipe.eval.runs]
     settings = recorded_settings(recipe)
-    evaluation = settings.eval.model_copy(update={key: getattr(recipe.eval, key) for key in FREE_KEYS})
-    measured = {"eval": evaluation, "target": settings.target, "seed": settings.seed}
+    measured = {
+        "eval": settings.eval.model_copy(update={"runs": recipe.eval.runs}),
+        "target": settings.target,
+        "seed": settings.seed,
+    }
     recipe = recipe.model_copy(update=measured)
     notes = read_json(folder.eval / NOTES, Notes, EVAL_AGAIN)
     notes.command = notes.command or f"draftsmith run {shlex.quote((folder.root / 'recipe.yaml').as_posix())}"
     rows = summarize(records, recorded_divergences(recipe))
     summary = [row | {"target_change": notes.target_change} for row in rows]
-    return Measurement(recipe, records, notes, summary, summarize_timing(records, recorded_untimed(recipe)))
+    return Measurement(recipe, records, notes, summary, summarize_timing(records))
 
 
 def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
@@ -166,15 +157,6 @@ def recorded_divergences(recipe: Recipe) -> list[RecordedDivergence]:
 def recorded_traced(recipe: Recipe) -> list[TracedAnswer] | None:
     """Read the answers that were traced round by round; None if none were traced."""
     return _recorded(recipe, TRACED, list[TracedAnswer], key="answers")
-
-
-def recorded_untimed(recipe: Recipe) -> dict[str, Any] | None:
-    """Read the figures measured without timing, by `method@temperature`.
-
-    Returns None if there are none, or if they were measured with another number of questions than the recipe's.
-    """
-    untimed = _recorded(recipe, UNTIMED, Untimed)
-    return untimed.arms if untimed is not None and untimed.questions == recipe.eval.untimed_questions else None
 
 
 def recorded_proof(recipe: Recipe) -> dict[str, Any] | None:

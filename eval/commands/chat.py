@@ -17,10 +17,9 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import Arm, load_models, measured_methods
-from draftsmith.eval.bench.traced import Trace, TracedAnswer
 from draftsmith.eval.commands.console import WordWrap, console, paste_as_one_message, read_message
-from draftsmith.eval.commands.demo import LEGEND, end_texts, is_cut, round_text
-from draftsmith.eval.decoding.generate import AnswerRecord, Round
+from draftsmith.eval.commands.demo import LEGEND, ColouredAnswer, is_cut
+from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
@@ -84,23 +83,20 @@ class Chat:
             console.print(ENDED)
             return None
         measured = self.methods[self.drafts]
-        traced = TracedAnswer(measured.key, measured.method.name, "", "", question)
-        trace, ends = Trace(traced, self.tokenizer), end_texts(self.tokenizer, self.end_ids)
+        coloured, out = ColouredAnswer(self.tokenizer), WordWrap(console)
         record: AnswerRecord | None = None
-        out = WordWrap(console)
-
-        def show(round_: Round) -> None:
-            begins = not traced.rounds
-            trace.on_round(round_)
-            first = traced.first if begins else ""
-            out.write(Text.assemble(first, round_text(traced.rounds[-1], ends)))
-
         new_tokens = min(self.new_tokens, room)
         with suppress(KeyboardInterrupt):
-            record = measured.answer(self.session, prompt, new_tokens, self.end_ids, on_round=show)
-        ids = trace.ids if record is None else record.ids
+            record = measured.answer(
+                self.session,
+                prompt,
+                new_tokens,
+                self.end_ids,
+                on_round=lambda round_: out.write(coloured.add(round_)),
+            )
+        ids = coloured.ids if record is None else record.ids
         text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        if not traced.rounds:  # the prefill's token was the whole answer
+        if not coloured.rounds:  # the prefill's token was the whole answer
             out.write(Text(text))
         out.end()
         self.history = [*history, Turn("assistant", text)] if text else self.history
@@ -114,7 +110,7 @@ class Chat:
             cut_at=new_tokens if record is not None and is_cut(record, new_tokens, self.end_ids) else None,
             tokens=len(ids),
             tokens_per_s=tokens / seconds if tokens and seconds else None,
-            tau=tokens / len(traced.rounds) if traced.rounds else None,
+            tau=tokens / coloured.rounds if coloured.rounds else None,
         )
 
 

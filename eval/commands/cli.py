@@ -10,11 +10,11 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from draftsmith.errors import UserError, did_you_mean, masked
+from draftsmith.errors import UserError, masked, read_api_key
 from draftsmith.eval.commands.console import JSON, PANELS, QUIET, WithTerminalOptions, console, heading, tell
 from draftsmith.eval.commands.stages import (
     make_drafter,
@@ -29,7 +29,6 @@ from draftsmith.recipes.loading import load_recipe, shipped_files, shipped_folde
 from draftsmith.recipes.run_folder import RunFolder, run_lock
 from draftsmith.recipes.schema import MethodConfig, Recipe, check_name
 
-LEVELS, NO_OPTIONS = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}, "{}"  # of engines
 RecipePath = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a shipped recipe.")
 ]
@@ -142,8 +141,9 @@ def evaluate_command(
         ),
     ] = None,
     engine_options: Annotated[
-        str, typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'.")
-    ] = NO_OPTIONS,
+        str | None,
+        typer.Option(help="With vllm: server options as in data.distill.options: '{max_model_len: 2048, ...}'."),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(help="URL of a running server with the drafter, needed with sglang; default: start one."),
@@ -157,12 +157,6 @@ def evaluate_command(
     api_key_env: Annotated[
         str | None, typer.Option(help="Name of the environment variable that holds the servers' API key.")
     ] = None,
-    correct_cpu_sampling: Annotated[
-        bool,
-        typer.Option(
-            "--correct-cpu-sampling", help="With vllm on a CPU at T > 0: replace vLLM 0.32's faulty sampling function."
-        ),
-    ] = False,
     llama_server: Annotated[
         Path | None,
         typer.Option(
@@ -185,10 +179,13 @@ def evaluate_command(
 ) -> None:
     """Measure how much faster the drafter makes the target, and write report.html."""
     loaded = load_recipe(recipe, overrides)
-    chosen = (engine_options, server, plain_server, server_model, api_key_env, correct_cpu_sampling)
-    llamacpp_options = (llama_server, target_gguf, dtype, draft_tokens)
+    of_engine: dict[str, Any] = {
+        "concurrency": concurrency, "engine_options": engine_options, "server": server, "plain_server": plain_server,
+        "server_model": server_model, "api_key_env": api_key_env,
+        "llama_server": llama_server, "target_gguf": target_gguf, "dtype": dtype, "draft_tokens": draft_tokens,
+    }  # fmt: skip
     if engine is None:
-        if (concurrency, *chosen) != (None, NO_OPTIONS, None, None, None, None, False) or any(llamacpp_options):
+        if any(of_engine.values()):
             raise UserError("an option for an engine needs --engine: add `--engine vllm`, `sglang` or `llamacpp`")
         run_eval(loaded, processes=processes)
         tell(measured_result(loaded))
@@ -199,19 +196,16 @@ def evaluate_command(
             f"option --processes {processes} works without --engine only: set the engine's parallelism with "
             "--engine-options"
         )
-    if engine not in LEVELS:
-        advice = did_you_mean(engine, list(LEVELS), "use vllm, sglang or llamacpp")
-        raise UserError(f"option --engine: {engine!r} is unknown: {advice}")
     from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 
+    options = ServingOptions(engine, **of_engine)
     heading("measure", f"{loaded.name} in {engine}")
-    options = ServingOptions(concurrency or LEVELS[engine], *chosen, engine, *llamacpp_options)
     tell(asdict(evaluate_in_engine(loaded, options)))
 
 
 @app.command(rich_help_panel=MEASURE, short_help="Rebuild the tables and report.html")
 def report(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Write the tables, pictures and report again from the records of `eval`."""
+    """Write the tables and report again from the records of `eval`."""
     loaded = load_recipe(recipe, overrides)
     from draftsmith.eval.commands.evaluate import report_again
 
@@ -314,13 +308,12 @@ def serve(
         raise UserError("option --rollback needs --learn: it returns to an earlier learned drafter")
     try:
         from draftsmith.eval.report.text import target_name
-        from draftsmith.eval.serving.protection import read_api_key
         from draftsmith.eval.serving.server import run as run_server
         from draftsmith.eval.serving.worker import Worker
     except ImportError as missing:
         raise UserError(f"serve needs {missing.name}: pip install 'draftsmith[serve]'") from None
     loaded = _get_chat_recipe(recipe, overrides, drafter)
-    api_key = None if api_key_env is None else read_api_key(api_key_env)
+    api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))
     if learn:
         from draftsmith.eval.commands.learning import Learned, start_learning, watched
@@ -463,9 +456,6 @@ def push(
     license_id: Annotated[
         str | None, typer.Option("--license", help="License id of the Hub: apache-2.0, ...; default: the target's.")
     ] = None,
-    exports: Annotated[
-        str, typer.Option(help="Also export to these formats and upload the result, as vllm,sglang.")
-    ] = "",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Dtype of the published weights; default: as trained."),
@@ -485,15 +475,14 @@ def push(
     from draftsmith.eval.commands.push import push_data
 
     if data:
-        if exports or dtype:
-            raise UserError("options --exports and --dtype are those of a drafter: leave them out with --data")
+        if dtype:
+            raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
         heading("push", f"{loaded.name}: answers of {loaded.answering_target.display_name}")
         tell(push_data(loaded, repo, revision, public, base_model, license_id, dry_run))
         return
     heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
-    formats = list(filter(None, exports.split(",")))
     weights = None if dtype is None else getattr(torch, dtype)
-    tell(send(loaded, repo, revision, public, base_model, license_id, formats, dry_run, weights))
+    tell(send(loaded, repo, revision, public, base_model, license_id, dry_run, weights))
 
 
 @app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")

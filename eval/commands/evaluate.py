@@ -1,4 +1,4 @@
-"""The evaluation stage: load target and drafter, answer every question, write tables, pictures and report."""
+"""The evaluation stage: load target and drafter, answer every question, write tables and report."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from draftsmith.eval.bench.measured_methods import (
 )
 from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
-from draftsmith.eval.bench.theory import measure_untimed
 from draftsmith.eval.bench.traced import trace_answers
 from draftsmith.eval.commands import artifacts
 from draftsmith.eval.commands.console import PlainConsole
-from draftsmith.eval.report.charts import draw_charts, draw_theory
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import EMBEDDED, print_table
 from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
@@ -80,7 +78,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         load_engine_measurements(recipe),
         artifacts.recorded_divergences(recipe),
     )
-    traced, untimed = artifacts.recorded_traced(recipe), artifacts.recorded_untimed(recipe)
+    traced = artifacts.recorded_traced(recipe)
     weights = {
         str(part): part / artifacts.WEIGHTS for part in drafter_folders(recipe) if (part / artifacts.WEIGHTS).is_file()
     }
@@ -96,9 +94,6 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
         bench.run(methods, log, choices.runs, choices.warmup_questions)
         parted = find_divergences(bench, log, artifacts.recorded_divergences(recipe))
         _store(folder.eval / artifacts.DIVERGENCES, {"answers": list(map(asdict, parted))})
-        if choices.untimed_questions and untimed is None:
-            figures = measure_untimed(bench, methods, choices.untimed_questions)
-            _store(folder.eval / artifacts.UNTIMED, {"questions": choices.untimed_questions, "arms": figures})
         if traced is None:
             answers = trace_answers(bench, methods, log, method_kinds(recipe, drafters))
             _store(folder.eval / artifacts.TRACED, {"answers": list(map(asdict, answers))}, indent=None)
@@ -173,7 +168,7 @@ def _store(file: Path, values: Any, indent: int | None = 2) -> None:
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
-    """Write tables, pictures and report from the records, and print the table. Returns the summary.
+    """Write tables and report from the records, and print the table. Returns the summary.
 
     Args:
         show: Print the table.
@@ -184,7 +179,6 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     write_answers(records, folder.eval / "answers", recipe.name)
     _store(folder.eval / "summary.json", summary)
     _store(folder.eval / "timing.json", timing)
-    pictures = draw_charts(summary, folder.eval, recipe.name)
     first_run = (record.answers.values() for record in records if record.run == 0)
     proof, provenance = artifacts.recorded_proof(recipe), folder.provenance("eval")
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
@@ -209,7 +203,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
         "data_card": read_json(card, DataCard, DISTIL_AGAIN) if card.is_file() else None,
         **asdict(measured.notes),
     }
-    write_report(folder.root, facts, pictures, draw_theory(timing, folder.eval))
+    write_report(folder.root, facts)
     artifacts.update_card(recipe)
     if show:
         print_table(summary, PlainConsole(soft_wrap=False), baseline, timing, recipe.target.model == EMBEDDED)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import entry_points
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +21,14 @@ from draftsmith.data.engines.engine import EngineSetting, GenerationSettings
 from draftsmith.data.engines.vllm_engine import VllmOptions, VllmServer, require_vllm, server_arguments
 from draftsmith.data.sources.questions import Question, load_questions
 from draftsmith.data.tokens.chat_tokens import answer_end_ids
-from draftsmith.errors import UserError, masked
-from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings
-from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, first_turn_ids, session_length_tokens
-from draftsmith.eval.commands.artifacts import NOTES, RECORDS, GreedyProof, drafter_weights, recorded_settings
+from draftsmith.errors import UserError, did_you_mean, masked
+from draftsmith.eval.bench.spec_bench import FEWEST_NEW_TOKENS, session_length_tokens
+from draftsmith.eval.commands.artifacts import NOTES, GreedyProof
 from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.evaluate import report_again
 from draftsmith.eval.commands.prove import compare_answers
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.serving.cpu_sampling import PLUGIN, PLUGIN_GROUP, SWITCH
-from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, LlamaEndpoint, SglangEndpoint, TimedAnswer
+from draftsmith.eval.serving.endpoint import Endpoint, LlamaEndpoint, SglangEndpoint
 from draftsmith.eval.serving.llama_server import find_server, started_server
 from draftsmith.eval.serving.load_test import (
     DEFINITIONS,
@@ -42,7 +37,6 @@ from draftsmith.eval.serving.load_test import (
     PLAIN,
     ArmResult,
     EngineMeasurement,
-    LoadTestRow,
     measurement_file,
     send_questions,
     with_speedups,
@@ -51,14 +45,19 @@ from draftsmith.files import write_atomically
 from draftsmith.models.decoding.cached_attention import cache_shape
 from draftsmith.models.formats import exporting
 from draftsmith.models.formats.layout import drafted_tokens
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import loading
 from draftsmith.recipes.loading import explain, parse_yaml
-from draftsmith.recipes.run_folder import RunFolder, with_run_lock
-from draftsmith.recipes.schema import DRAFTER_KIND, EvalRecipe, MethodConfig, Recipe
+from draftsmith.recipes.run_folder import with_run_lock
+from draftsmith.recipes.schema import Recipe
 from draftsmith.results import write_result
 
-OPTIONS_KEY, CORRECTION = "--engine-options", "--correct-cpu-sampling"
+OPTIONS_KEY = "--engine-options"
+# Options of a server that is started here, and the engine that has them; and those of a given server.
+OF_STARTED = {"engine_options": "vllm"} | dict.fromkeys(
+    ("llama_server", "target_gguf", "dtype", "draft_tokens"), "llamacpp"
+)
+OF_GIVEN = ("plain_server", "server_model", "api_key_env")
+CONCURRENCY = {"vllm": "1,4,16,64", "sglang": "1,4,16,64", "llamacpp": "1"}
 ENGINE_FORMAT = "vllm"
 ENDPOINTS = {"vllm": Endpoint, "sglang": SglangEndpoint, "llamacpp": LlamaEndpoint}
 WARMUP_QUESTIONS, WARMUP_NEW_TOKENS = 2, 16
@@ -71,57 +70,47 @@ UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Options of a measurement in an engine.
+    """Options of a measurement in an engine; None, empty or False: not given.
 
     engine: vllm, llamacpp, or sglang, which is not started.
     concurrency: numbers of concurrent questions, one measurement each, as `1,4,16`.
     server: URL of a running server that drafts; None: start one. plain_server: URL of a server of the same target
     without a drafter. server_model: the target's name there; api_key_env: environment variable with the API key.
-    engine_options: `VllmOptions` in YAML, for a server that is started. correct_cpu_sampling: see `cpu_sampling`.
+    engine_options: `VllmOptions` in YAML, for a server that is started.
     llama_server: the program's path; target_gguf, dtype: see `export_run`; draft_tokens: most draft tokens per round,
     as `1,2,5`, with one llama-server for each number.
 
     Raises:
-        UserError: The options contradict one another, or a number is invalid.
+        UserError: The engine is unknown, the options contradict one another, or a number is invalid.
     """
 
-    concurrency: str = "1,4,16,64"
-    engine_options: str = "{}"
+    engine: str = "vllm"
+    concurrency: str | None = None
+    engine_options: str | None = None
     server: str | None = None
     plain_server: str | None = None
     server_model: str | None = None
     api_key_env: str | None = None
-    correct_cpu_sampling: bool = False
-    engine: str = "vllm"
     llama_server: Path | None = None
     target_gguf: Path | None = None
     dtype: str | None = None
     draft_tokens: str | None = None
 
     def __post_init__(self) -> None:
-        llamacpp_options: dict[str, Any] = {
-            "--llama-server": self.llama_server, "--target-gguf": self.target_gguf, "--dtype": self.dtype,
-            "--draft-tokens": self.draft_tokens,
-        }  # fmt: skip
-        vllm_options: dict[str, Any] = {CORRECTION: self.correct_cpu_sampling, OPTIONS_KEY: self.engine_options != "{}"}
-        started_server_options = {**vllm_options, **llamacpp_options}
-        own_options: dict[str, Any] = {"vllm": vllm_options, "llamacpp": llamacpp_options}.get(self.engine, {})
-        for name, value in started_server_options.items():
-            if value and name not in own_options:
-                raise UserError(f"option {name} does not apply to --engine {self.engine}: leave it out")
-        for name, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens or "1"}.items():
-            if not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
-                raise UserError(f"option {name}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
-        given_server_options = {
-            "--plain-server": self.plain_server,
-            "--server-model": self.server_model,
-            "--api-key-env": self.api_key_env,
-        }
-        for name, value in (given_server_options if self.server is None else started_server_options).items():
-            if value and self.server is None:
-                raise UserError(f"option {name} needs --server, the URL of a running server that drafts: add that")
-            if value:
-                raise UserError(f"option {name} is for a server that is started here: leave out {name} or --server")
+        if self.engine not in ENGINES:
+            advice = did_you_mean(self.engine, list(ENGINES), "use vllm, sglang or llamacpp")
+            raise UserError(f"option --engine: {self.engine!r} is unknown: {advice}")
+        for name in filter(self.__getattribute__, (*OF_STARTED, *OF_GIVEN)):
+            option = f"--{name.replace('_', '-')}"
+            if OF_STARTED.get(name, self.engine) != self.engine:
+                raise UserError(f"option {option} does not apply to --engine {self.engine}: leave it out")
+            if name in OF_GIVEN and self.server is None:
+                raise UserError(f"option {option} needs --server, the URL of a running server that drafts: add that")
+            if name in OF_STARTED and self.server is not None:
+                raise UserError(f"option {option} is for a server that is started here: leave out {option} or --server")
+        for option, text in {"--concurrency": self.concurrency, "--draft-tokens": self.draft_tokens}.items():
+            if text and not all(word.strip().isdecimal() and int(word) > 0 for word in text.split(",")):
+                raise UserError(f"option {option}: give numbers above 0, separated by commas, as 1,4,16, not {text!r}")
         if self.engine == "sglang" and self.server is None:
             raise UserError(
                 "--engine sglang needs --server, the URL of a running server: start one with the command that "
@@ -135,7 +124,7 @@ class ServingOptions:
     @property
     def concurrencies(self) -> list[int]:
         """Return the numbers of concurrent questions, ascending."""
-        return _parse_numbers(self.concurrency)
+        return _parse_numbers(self.concurrency or CONCURRENCY[self.engine])
 
 
 def _parse_numbers(text: str) -> list[int]:
@@ -175,17 +164,14 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
         opened = start(setting, notes) if options.server is None else _connect_servers(setting, notes, stack)
         measured = [each for arm, endpoint in opened.items() for each in _measure(setting, arm, endpoint)]
     rows = with_speedups([result.row() for result in measured])
-    depth = max((len(row.acceptance_by_depth) for row in rows), default=0)
-    prompts = {each.question_id: (each, first_turn_ids(tokenizer, each)) for each in questions}
-    own, reasons = own_decoder_rows(recipe, prompts, depth)
-    notes += reasons + _count_sentences(measured)
+    notes += _count_sentences(measured)
     if len(opened) > 2:
         fastest = max(
             (row for row in rows if row.concurrency == rows[0].concurrency), key=lambda row: row.tokens_per_s or 0
         )
         notes.append(f"Fastest at concurrency {fastest.concurrency}: {fastest.arm}.")
     place = "started for this measurement" if options.server is None else f"served at {masked(options.server)}"
-    served = EngineMeasurement(place, rows, own, notes, len(questions), options.name)
+    served = EngineMeasurement(place, rows, notes, len(questions), options.name)
     # Written before the target is loaded to compare greedy answers: a failure there must not lose the measurement.
     file = measurement_file(recipe, options.engine, options.server is not None)
     lines = [
@@ -213,13 +199,15 @@ def evaluate_in_engine(recipe: Recipe, options: ServingOptions) -> EngineMeasure
 def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractContextManager[Endpoint]]:
     """Export the drafter. Returns contexts that start the server without and the one with the drafter."""
     recipe, options = setting.recipe, setting.options
-    engine_options = read_engine_options(options.engine_options)
+    engine_options = read_engine_options(options.engine_options or "{}")
     drafter = exporting.trained_drafter(recipe)
     exporting.check_expressible(drafter.config, ENGINE_FORMAT)
     require_vllm("--engine vllm")
-    if max(recipe.eval.temperatures) > 0:
-        _check_sampling(options)
-        notes += [f"Sampled with vLLM's kernel replaced ({CORRECTION})."] if options.correct_cpu_sampling else []
+    if max(recipe.eval.temperatures) > 0 and not torch.cuda.is_available():
+        raise UserError(
+            "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: set "
+            "eval.temperatures=[0.0], or measure on a GPU"
+        )
     exported = exporting.export_run(recipe, ENGINE_FORMAT, None)
     notes += [] if exported.caveat is None else [f"Note: {exported.caveat}."]
     target = loading.target_without_weights(recipe.target)
@@ -231,9 +219,8 @@ def _start_servers(setting: _Setting, notes: list[str]) -> dict[str, AbstractCon
 
     @contextmanager
     def started(**more: Any) -> Iterator[Endpoint]:
-        environment = {SWITCH: "1"} if options.correct_cpu_sampling else {}
         with (
-            closing(VllmServer({**arguments, **more}, OPTIONS_KEY, environment)) as server,
+            closing(VllmServer({**arguments, **more}, OPTIONS_KEY)) as server,
             closing(Endpoint(server.url, setting.engine, is_ours=True)) as endpoint,
         ):
             yield endpoint
@@ -332,20 +319,6 @@ def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, max_concurrenc
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
     one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
     return max(one_bytes, min(max_concurrency * one_bytes, LARGEST_CPU_CACHE_BYTES))
-
-
-def _check_sampling(options: ServingOptions) -> None:
-    """Check that vLLM samples correctly on this machine, at temperatures above 0."""
-    on_a_cpu = not torch.cuda.is_available()
-    if options.correct_cpu_sampling and not on_a_cpu:
-        raise UserError(f"{CORRECTION} is for vLLM on a CPU, and this machine has a GPU: leave it out")
-    if options.correct_cpu_sampling and not entry_points(group=PLUGIN_GROUP, name=PLUGIN):
-        raise UserError(f"{CORRECTION}: vLLM does not see draftsmith's plugin: install draftsmith into its environment")
-    if on_a_cpu and not options.correct_cpu_sampling:
-        raise UserError(
-            "vLLM 0.32 on a CPU samples from a wrong distribution when it drafts at temperatures above 0: give "
-            f"{CORRECTION}, which replaces the faulty function in the server, or eval.temperatures=[0.0]"
-        )
 
 
 def _connect_servers(
@@ -467,80 +440,3 @@ def _count_sentences(measured: list[ArmResult]) -> list[str]:
         sentences += [f"{result.label}: {count} failed ({reason})." for reason, count in result.failures.items()]
     left_out = max(result.turns_left_out for result in measured)
     return sentences + ([f"{left_out} turn(s) leave no room for an answer and were left out."] if left_out else [])
-
-
-# ---- our own decoder, with a chain, one question at a time ----
-
-Prompts = dict[int | str, tuple[Question, list[int]]]  # the questions, with the ids of their first prompts
-
-
-def own_decoder_rows(recipe: Recipe, prompts: Prompts, depth: int) -> tuple[list[LoadTestRow], list[str]]:
-    """Return our own decoder's table rows for the engine's prompts and drafter, and the reasons why rows are missing.
-
-    Args:
-        depth: Draft tokens per round, as in the engine.
-    """
-    file = RunFolder(recipe).eval / RECORDS
-    if not file.is_file():
-        return [], ["Our own decoder has not been measured: run `draftsmith eval` without --engine."]
-    recorded = recorded_settings(recipe)
-    chain = find_chain_method(recorded.eval, depth)
-    if chain is None:
-        return [], [f"Our own decoder is not compared: eval.methods has no lossless chain of {depth} draft tokens."]
-    own_drafter = recipe.eval.model_copy(update={"methods": [MethodConfig(name="x")]})
-    weights = drafter_weights(recipe.model_copy(update={"eval": own_drafter}))
-    if recorded.target != recipe.target or weights[0] not in recorded.drafter_weights:
-        return [], ["Our own decoder is not compared: its records belong to another target or drafter."]
-    records, rows = list(RecordLog(file)), []
-    for temperature in recipe.eval.temperatures:
-        sampling = Sampling(temperature, recipe.eval.top_k, recipe.eval.top_p)
-        rows += rows_of_records(records, chain.name, prompts, sampling, recipe.eval.max_new_tokens)
-    return with_speedups(rows), [] if rows else ["Our own decoder is not compared: its records lack these prompts."]
-
-
-def find_chain_method(evaluation: EvalRecipe, drafted_tokens: int) -> MethodConfig | None:
-    """Find the method that drafts as an engine does: the whole chain of the run's own drafter, without lenience."""
-    own = (method for method in evaluation.methods if method.kind == DRAFTER_KIND and method.drafter is None)
-    chains = (method for method in own if method.tree == "chain" and method.lenience == 1)
-    return next((method for method in chains if method.max_depth in (None, drafted_tokens)), None)
-
-
-def rows_of_records(
-    records: Iterable[QuestionRecord], chain: str, prompts: Prompts, sampling: Sampling, max_new_tokens: int
-) -> list[LoadTestRow]:
-    """Compute our decoder's table rows, without and with the drafter; empty if no record has one of these prompts.
-
-    Args:
-        chain: Name of the method that drafts chains.
-    """
-    temperature = sampling.temperature
-    arms: dict[str, list[tuple[QuestionRecord, MethodResult]]] = {PLAIN: [], DRAFTING: []}
-    for record in records:
-        if record.question_id not in prompts:
-            continue
-        question, prompt_ids = prompts[record.question_id]
-        expected = answer_settings({}, prompt_ids, question.turns, sampling, max_new_tokens)
-        for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTING, chain)):
-            answer = record.answers.get(f"{name}@{temperature:g}")
-            if answer is not None and expected.items() <= answer.settings.items():
-                arms[arm].append((record, answer))
-    if not arms[DRAFTING]:
-        return []
-    rows = []
-    for arm, answers in arms.items():
-        turns = [turn for _, answer in answers for turn in answer.turns]
-        timed = [TimedAnswer(turn.ids, turn.first_token_s, turn.wall_time_s - turn.first_token_s) for turn in turns]
-        accepted = [length for turn in turns for length in turn.draft_lengths]
-        drafted = [depth for turn in turns for depth in turn.draft_depths]
-        counts = DraftCounts.of_rounds(accepted, drafted) if arm == DRAFTING else DraftCounts()
-        lengths = [[length for turn in answer.turns for length in turn.accept_lengths] for _, answer in answers]
-        taus = [statistics.fmean(each) for each in lengths if each and arm == DRAFTING]
-        num_questions = len({record.question_id for record, _ in answers})
-        wall_time_s = sum(turn.wall_time_s for turn in turns)
-        tau = statistics.fmean(taus) if taus else None
-        row = LoadTestRow.of_answers(
-            arm, temperature, 1, timed, wall_time_s, counts, tau_by_question=tau, questions=num_questions
-        )
-        # Our decoder accepts nothing past an answer's end, so that only the committed tau exists.
-        rows += [replace(row, tau=None)] if answers else []
-    return rows

@@ -18,8 +18,7 @@ interpolation between the trained weights and those at the start of learning: it
 on held-out answers: the tau of the serving tree at T = 0.
 A candidate that is significantly better is saved, named in `state.json` and loaded by the server between two answers. A
 significantly worse one is dropped together with the trained drafter; otherwise the next training continues from the
-latter. No drafter can change an answer, as the target verifies every draft; still, a candidate whose greedy answers
-differ from the target's is rejected.
+latter. No drafter can change an answer, as the target verifies every draft.
 """
 
 from __future__ import annotations
@@ -46,16 +45,13 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
 from draftsmith.errors import UserError, os_error_message
 from draftsmith.eval.bench.measured_methods import drafter_folders
 from draftsmith.eval.bench.replay import replay
-from draftsmith.eval.decoding.generate import AnswerRecord, generate
-from draftsmith.eval.decoding.method import Autoregressive
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
@@ -81,7 +77,6 @@ SHORTEST_ROW_TOKENS = 16
 BEGINNING_FRAC = 0.25  # share of the weights at the start of learning in a candidate, against forgetting
 CANDIDATE = "candidate"
 RESAMPLES, LEVEL = 1000, 0.05
-PROVEN_PROMPTS, PROVEN_TOKENS = 2, 48
 LOWEST_PRIORITY = 19
 LOOKS_EVERY_S = 2.0
 TRIES_AGAIN_AFTER_S = 60.0  # after an error of the system, such as a full disk
@@ -412,7 +407,7 @@ class Learner:
         on_cpu = target_device(recipe.target).type == "cpu"
         self.training_target = recipe.target.model_copy(update={"dtype": "float32"} if on_cpu else {})
         self.target, _ = load_target(recipe.target)
-        pack_linears(self.target)  # as in the server: a token's logits have the same bits alone and in a tree
+        pack_linears(self.target)  # as in the server
         self.method = drafter_alone(recipe.eval.methods[0])
         self.drafter = recipe_of_drafter(learned.begun_with)
         self.drafter["options"] |= load_drafter_class(self.drafter["kind"]).config_class.Options.while_serving
@@ -420,8 +415,6 @@ class Learner:
         self.trained = set[str]()  # keys of answers
         self._seen_bytes = -1  # size of `answers.jsonl` at the last cycle
         self.trainee: Path | None = None  # the drafter trained last, unless its candidate was worse
-        self._features: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        self._taus: dict[tuple[Path, str], float] = {}
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
 
     def cycle(self) -> CandidateResult | None:
@@ -449,13 +442,12 @@ class Learner:
         tokens = [len(answer.ids) - 1 for answer in held_out]
         low, high = paired_interval(tokens, before, after)
         number = None
-        if low > 0 and self._is_lossless(candidate, held_out):
+        if low > 0:
             number = 1 + max((each.number or 0 for each in state.weighed), default=0)
             place = self.learned.drafter(number)
             place.parent.mkdir(exist_ok=True)
             shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed before it wrote the state
             candidate.rename(place)
-            self._taus = {(place, key): tau for (folder, key), tau in self._taus.items() if folder == candidate}
             state.current, state.previous = number, state.current
         self.trainee = None if high < 0 else trainee
         taus = tau_of(tokens, before), tau_of(tokens, after)
@@ -518,45 +510,18 @@ class Learner:
         return candidate
 
     def taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
-        """Return the tau of each answer with the drafter in `folder`; computed values are cached."""
-        missing = [answer for answer in answers if (folder, answer.key) not in self._taus]
-        if missing:
-            drafter = load_drafter(folder, self.target)
-            decoder = drafter.decoder(max(answer.tokens for answer in missing) + drafter.config.num_depths + 1)
-            method = build_tree_drafter(self.method, decoder, Sampling())
-            for answer in missing:
-                tau = replay(method, [self._row(answer, drafter.feature_layers)])
-                self._taus[folder, answer.key] = 1.0 if tau is None else tau
-        return [self._taus[folder, answer.key] for answer in answers]
-
-    def _row(self, answer: Answer, layers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return an answer's token ids [S], loss mask [S] and features [S, F]; cached."""
-        if answer.key not in self._features:
-            ids, mask = answer.row
-            ids_s, mask_s = torch.tensor(ids, device=self.target.device), torch.tensor(mask)
-            with torch.inference_mode():
-                features_sf = target_features(self.target, ids_s[None], layers=layers)[0]
-            if len(self._features) >= 2 * MOST_HELD_OUT:
-                self._features.clear()
-            self._features[answer.key] = (ids_s, mask_s, features_sf)
-        return self._features[answer.key]
-
-    def _is_lossless(self, folder: Path, answers: Sequence[Answer]) -> bool:
-        """Check that greedy answers with this drafter equal those of the target alone."""
+        """Return the tau of each answer with the drafter in `folder`, by replay."""
         drafter = load_drafter(folder, self.target)
-        prompts = [answer.prompt_ids for answer in answers[-PROVEN_PROMPTS:]]
-        length = max(map(len, prompts)) + PROVEN_TOKENS + self.method.nodes + 1
-        method = build_tree_drafter(self.method, drafter.decoder(length), Sampling())
-        with TargetSession(self.target, length, drafter.feature_layers) as session:
-            for prompt in prompts:
-                drafted, plain = (
-                    generate(session, each, prompt, Sampling(), PROVEN_TOKENS, ()).ids
-                    for each in (method, Autoregressive())
-                )
-                if drafted != plain:
-                    print(f"candidate rejected: a greedy answer with {folder} differs from the target's own")
-                    return False
-        return True
+        decoder = drafter.decoder(max(answer.tokens for answer in answers) + drafter.config.num_depths + 1)
+        method = build_tree_drafter(self.method, decoder, Sampling())
+        taus = []
+        for answer in answers:
+            ids, mask = answer.row
+            ids_s = torch.tensor(ids, device=self.target.device)
+            with torch.inference_mode():
+                features_sf = target_features(self.target, ids_s[None], layers=drafter.feature_layers)[0]
+            taus.append(replay(method, [(ids_s, torch.tensor(mask), features_sf)]) or 1.0)
+        return taus
 
 
 @torch.no_grad()

@@ -3,14 +3,13 @@
 1. All files are collected in `runs/<name>/hub/`, without local paths or secrets.
 2. They are uploaded as one commit, so that nobody can download half a drafter. Unchanged files are not sent again.
 
-The exports in the run's `export/` are uploaded too, and so are the formats that `--exports` names, exported first.
+What `draftsmith export` wrote into the run's `export/` is uploaded too.
 `--data` publishes the distilled conversations instead, from `runs/<name>/hub_data/`.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from draftsmith.files import bytes_text, read_json, write_atomically
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
-from draftsmith.models.formats.exporting import EXPORT_FILE, Export, export_run
+from draftsmith.models.formats.exporting import EXPORT_FILE, Export
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
@@ -58,7 +57,6 @@ def push(
     public: bool = False,
     base_model: str | None = None,
     license_id: str | None = None,
-    exports: Sequence[str] = (),
     dry_run: bool = False,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
@@ -70,7 +68,6 @@ def push(
         public: Make the repository public if it is created; an existing one must be as this says.
         base_model: The target's id on the Hub, if the recipe names a folder.
         license_id: License as the Hub spells it; default: the target's.
-        exports: Formats to export to first.
         dry_run: Collect the files only; upload nothing.
         dtype: Dtype of the published weights; default: as trained.
 
@@ -92,8 +89,6 @@ def push(
             )
     api = HfApi()
     repo = _full_name(api, repo or default_name(recipe, base_model), base_model, dry_run)
-    for to in exports:
-        console.print(export_run(recipe, to, None).lines()[0], markup=False)
     licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
     card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
     if not card.license:
@@ -173,7 +168,7 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     """Collect the files to upload in the card's folder. Returns them by their names in the repository.
 
     Args:
-        card: Card whose `pictures` and `exports` are filled in here.
+        card: Card whose `exports` are filled in here.
         dtype: Dtype of the weights; None: unchanged.
 
     Raises:
@@ -191,9 +186,6 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     write_atomically(folder / "recipe.yaml", shown)
     if card_figures(recipe) is not None:
         _add(run.eval / "result.json", folder / "eval" / "result.json", "run `draftsmith report` again")
-        for file in sorted(run.eval.glob("*.png")):
-            _add(file, folder / "eval" / file.name)
-            card.pictures.append(f"eval/{file.name}")
     if proof := recorded_proof(recipe):
         _write(folder / "eval" / "proof.json", proof)
     for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):

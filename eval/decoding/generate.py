@@ -27,8 +27,6 @@ from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.sampling import Sampling, first_token
 
-TIMELINE_ROUNDS = 16  # the first of an answer, whose phases are kept one by one
-
 
 @dataclass(slots=True)
 class AnswerRecord:
@@ -46,7 +44,6 @@ class AnswerRecord:
     ended_outside: the rounds, from 0, that such a token ended where drafts were rejected: the vocabulary alone would
         have ended them. None as above.
     round_s: seconds of each round, of which the four phases below are the parts.
-    phases_s: the four phases of each of the first rounds, for a picture of them.
     first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
     draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the path; keeping it.
     """
@@ -61,7 +58,6 @@ class AnswerRecord:
     outside_tokens: int | None = None
     ended_outside: list[int] | None = None
     round_s: list[float] = field(default_factory=list)
-    phases_s: list[list[float]] = field(default_factory=list)
     wall_time_s: float = 0.0
     first_token_s: float = 0.0
     prefill_s: float = 0.0
@@ -94,13 +90,10 @@ class AnswerRecord:
 
     def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
         """Add the phases of a round, from readings of one clock, in seconds."""
-        phases = [drafted - started, verified - drafted, chosen - verified, done - chosen]
-        self.draft_s += phases[0]
-        self.verify_s += phases[1]
-        self.choose_s += phases[2]
-        self.commit_s += phases[3]
-        if len(self.phases_s) < TIMELINE_ROUNDS:
-            self.phases_s.append([round(seconds, 7) for seconds in phases])
+        self.draft_s += drafted - started
+        self.verify_s += verified - drafted
+        self.choose_s += chosen - verified
+        self.commit_s += done - chosen
         self.round_s.append(done - started)
 
 

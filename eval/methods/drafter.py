@@ -92,11 +92,6 @@ class TreeDrafter:
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
         self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
 
-    def with_decoder(self, decoder: SequenceDecoder) -> TreeDrafter:
-        """Return the same method with another decoder of the same kind."""
-        settings = (self._builder, self._sampling, self._generator, self._lookup_nodes, self.adaptive)
-        return TreeDrafter(self.name, decoder, *settings)
-
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
             self._lookup.start(prompt_ids)

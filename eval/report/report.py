@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.charts import series_name
 from draftsmith.eval.report.summary import (
     OVERALL,
     Row,
@@ -23,7 +22,6 @@ from draftsmith.eval.report.summary import (
     seed_spread,
 )
 from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity, number, only_ties
-from draftsmith.recipes.schema import DRAFTER_KIND
 
 EMBEDDED = "embedded"  # target.model of the model that ships
 
@@ -160,15 +158,6 @@ def round_costs(timing: Row | None) -> tuple[float, float] | None:
     if timing is None:
         return None
     return timing["cost_ratio"], timing["t_verify_forward_s"] / timing["t_target_step_s"]
-
-
-def fastest_trained(verdict: SpeedVerdict, summary: list[Row], recipe: dict[str, Any]) -> Row | None:
-    """Return the row of the fastest method with a trained drafter, if the verdict is about a method without one."""
-    trained = {method["name"] for method in recipe["eval"]["methods"] if method["kind"] == DRAFTER_KIND}
-    if verdict.row["method"] in trained:
-        return None
-    rows = [row for row in drafted_rows(summary) if row["method"] in trained]
-    return best_row([row for row in rows if row["temperature"] == verdict.row["temperature"]])
 
 
 @dataclass(frozen=True)
@@ -364,6 +353,13 @@ def tasks_and_questions(row: Row) -> str:
         return f"{len(counts)} tasks ({number} question{'s' * (number > 1)} each: {', '.join(counts)})"
     listed = ", ".join(f"{task} {count}" for task, count in counts.items())
     return f"{len(counts)} tasks (questions: {listed})"
+
+
+def series_name(row: Row, summary: list[Row]) -> str:
+    """Return the method's name, with its temperature if there are several, and a mark if not lossless."""
+    several = len({other["temperature"] for other in summary}) > 1
+    name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
+    return name if row["lossless"] else f"{name} ({NOT_LOSSLESS})"
 
 
 def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:

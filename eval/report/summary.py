@@ -267,23 +267,22 @@ def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
     return {f"latency_p{n}_s": float(np.percentile(per_token, n)) if rounds else None for n in (50, 90)}
 
 
-def summarize_timing(records: list[QuestionRecord], untimed: dict[str, Any] | None = None) -> list[Row]:
+def summarize_timing(records: list[QuestionRecord]) -> list[Row]:
     """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup.
 
     Args:
         records: The records of all runs.
-        untimed: Figures of `measure_untimed`, by `method@temperature`.
     """
     check_fair_clock(records)
     rows = []
     for key in records[0].answers:
         pairs = _pairs(records, key, OVERALL)
         if any(turn.rounds for turn in _turns(answer for _, answer, _ in pairs)):
-            rows.append(_timing_row(pairs, (untimed or {}).get(key)))
+            rows.append(_timing_row(pairs))
     return rows
 
 
-def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> Row:
+def _timing_row(pairs: list[Pair]) -> Row:
     """Compute the median times of a round's phases, and predicted and measured speedup."""
     answers = [answer for _, answer, _ in pairs]
     baselines = [baseline for _, _, baseline in pairs]
@@ -310,9 +309,8 @@ def _timing_row(pairs: list[Pair], untimed: dict[str, Any] | None) -> Row:
         "speedup_decoding": decoding_speedup,
         "speedup_with_prefill": speedup,
         "loop_efficiency": decoding_speedup / predicted,
-        "loop_efficiency_with_prefill": speedup / predicted,
         "acceptance_by_depth": acceptance_by_depth([length for turn in turns for length in turn.draft_lengths]),
-        **theory_row(turns, first.sequential, t_draft_s / t_target_s, untimed),
+        **theory_row(turns, first.sequential, t_draft_s / t_target_s),
     }
 
 

@@ -18,7 +18,7 @@ import asyncio
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class TurnAnswer(TimedAnswer):
 class LoadTestRow:
     """Figures of one arm at one temperature and concurrency, defined in the module's docstring.
 
-    failures: number of failed answers by reason. questions: number of our decoder's records with the same prompts; None
-    for an engine.
+    failures: number of failed answers by reason.
     """
 
     arm: str
@@ -79,7 +78,6 @@ class LoadTestRow:
     speedup: float | None = None
     failures: dict[str, int] = field(default_factory=dict)
     first_token_p90_s: float | None = None
-    questions: int | None = None
     answers: int = 0
     turns_left_out: int = 0
     tokens: int = 0
@@ -87,41 +85,6 @@ class LoadTestRow:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-
-    @staticmethod
-    def of_answers(
-        arm: str,
-        temperature: float,
-        concurrency: int,
-        answers: Sequence[TimedAnswer],
-        wall_time_s: float,
-        counts: DraftCounts,
-        **more: Any,
-    ) -> LoadTestRow:
-        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
-        tokens = sum(len(answer.ids) for answer in answers)
-        first = [answer.first_token_s for answer in answers]
-        rest = [answer.rest_s / (len(answer.ids) - 1) for answer in answers if len(answer.ids) > 1]
-        return LoadTestRow(
-            arm=arm,
-            temperature=temperature,
-            concurrency=concurrency,
-            tokens_per_s=tokens / wall_time_s if wall_time_s > 0 else None,
-            first_token_s=statistics.median(first) if first else None,
-            first_token_p90_s=float(np.percentile(first, 90)) if first else None,
-            time_per_output_token_s=statistics.median(rest) if rest else None,
-            tau=counts.tau,
-            tau_committed=(tokens - len(answers)) / counts.drafts if counts.drafts else None,
-            acceptance_by_depth=counts.acceptance_by_depth,
-            acceptance_conditional=counts.acceptance_conditional,
-            answers=len(answers),
-            tokens=tokens,
-            wall_time_s=wall_time_s,
-            drafts=counts.drafts,
-            drafted_tokens=counts.drafted_tokens,
-            accepted_tokens=counts.accepted_tokens,
-            **more,
-        )
 
     @property
     def cells(self) -> dict[str, str]:
@@ -151,13 +114,12 @@ DRAFTS = ("arm", "T", "concurrency", "tau", "by question", "committed", "accepte
 class EngineMeasurement:
     """Result of a measurement in an engine.
 
-    place: which servers were measured, in words. rows, own: the engine's rows and our decoder's. notes: remarks for the
-    reader. greedy: comparisons of greedy answers with and without the drafter.
+    place: which servers were measured, in words. notes: remarks for the reader. greedy: comparisons of greedy answers
+    with and without the drafter.
     """
 
     place: str
     rows: list[LoadTestRow]
-    own: list[LoadTestRow]
     notes: list[str]
     questions: int = 0
     engine: str = ENGINES["vllm"]
@@ -169,13 +131,9 @@ class EngineMeasurement:
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: times, and drafts."""
-        named = [(self.engine, row) for row in self.rows] + [("draftsmith", row) for row in self.own]
-        drafting = [(who, row) for who, row in named if row.arm != PLAIN]
-        shown = ((CLOCK, named), (DRAFTS, drafting))
+        shown = ((CLOCK, self.rows), (DRAFTS, [row for row in self.rows if row.arm != PLAIN]))
         return [
-            (("who", *headings), [[who, *(row.cells[name] for name in headings)] for who, row in rows])
-            for headings, rows in shown
-            if rows
+            (headings, [[row.cells[name] for name in headings] for row in rows]) for headings, rows in shown if rows
         ]
 
 
@@ -229,18 +187,32 @@ class ArmResult:
         return sum(len(answer.ids) for answer in self.answers)
 
     def row(self) -> LoadTestRow:
-        """Compute the figures."""
+        """Compute the figures; those of drafting are None or empty if nothing was drafted."""
+        counts, tokens = self.counts, self.tokens
         taus = [counted.tau for counted in self.by_question if counted.tau is not None]
-        return LoadTestRow.of_answers(
-            self.arm,
-            self.temperature,
-            self.concurrency,
-            self.answers,
-            self.wall_time_s,
-            self.counts,
+        first = [answer.first_token_s for answer in self.answers]
+        rest = [answer.rest_s / (len(answer.ids) - 1) for answer in self.answers if len(answer.ids) > 1]
+        return LoadTestRow(
+            arm=self.arm,
+            temperature=self.temperature,
+            concurrency=self.concurrency,
+            tokens_per_s=tokens / self.wall_time_s if self.wall_time_s > 0 else None,
+            first_token_s=statistics.median(first) if first else None,
+            first_token_p90_s=float(np.percentile(first, 90)) if first else None,
+            time_per_output_token_s=statistics.median(rest) if rest else None,
+            tau=counts.tau,
             tau_by_question=statistics.fmean(taus) if taus else None,
+            tau_committed=(tokens - len(self.answers)) / counts.drafts if counts.drafts else None,
+            acceptance_by_depth=counts.acceptance_by_depth,
+            acceptance_conditional=counts.acceptance_conditional,
             failures=dict(self.failures),
+            answers=len(self.answers),
             turns_left_out=self.turns_left_out,
+            tokens=tokens,
+            wall_time_s=self.wall_time_s,
+            drafts=counts.drafts,
+            drafted_tokens=counts.drafted_tokens,
+            accepted_tokens=counts.accepted_tokens,
         )
 
 

@@ -1,4 +1,4 @@
-"""Access control of the server: allowed host names, size and type of requests, time limits, API key.
+"""Access control of the server: allowed host names, size and type of requests, time limits.
 
 Any web page in a user's browser can send requests to a server on the user's machine. It cannot send JSON to another
 origin without the server's consent (CORS), which this server never gives, so bodies of other types are rejected. A page
@@ -11,7 +11,6 @@ import asyncio
 import base64
 import hashlib
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ from typing import Any
 import h11
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from draftsmith.errors import UserError
 
 LARGEST_BODY_BYTES = 1 << 20
 REQUEST_WITHIN_S = 20.0  # for head and body: 1 MiB at 0.4 Mbit/s
@@ -139,22 +136,3 @@ def page_response(page: str) -> Response:
         "Referrer-Policy": "no-referrer",
     }  # fmt: skip
     return HTMLResponse(page, headers=headers)
-
-
-def read_api_key(variable: str) -> str:
-    """Return the API key in an environment variable.
-
-    Raises:
-        UserError: The variable is not set, or its value cannot be sent in an HTTP header. The message never shows a
-            text that may be the key itself.
-    """
-    shown = variable if variable.isidentifier() else "of this name (not shown: it looks like the key itself)"
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(f"option --api-key-env: there is no environment variable {shown}; give the name of one")
-    if not (key.isascii() and key.isprintable()):
-        raise UserError(
-            f"option --api-key-env: the environment variable {shown} holds line breaks or other characters that HTTP "
-            "headers do not allow: set it to the key alone"
-        )
-    return key

@@ -6,6 +6,7 @@ a field that would need a feature which the loop lacks is an error that names it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -130,10 +131,14 @@ class AnswerRequest(RequestModel):
     @classmethod
     def _reject_unencodable_text(cls, given: Any) -> Any:
         """Reject texts with lone surrogates, which no tokenizer accepts, and drop `LABELS`."""
-        if (place := unencodable_place(given)) is not None:
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
+        except UnicodeEncodeError:
             raise ValueError(
-                f"{place} holds half a surrogate pair (such as \\ud800), which is not valid text: remove it"
-            )
+                "a text holds half a surrogate pair (such as \\ud800), which is not valid text: remove it"
+            ) from None
         return {key: value for key, value in given.items() if key not in LABELS} if isinstance(given, dict) else given
 
     @model_validator(mode="after")
@@ -151,30 +156,6 @@ class ChatRequest(AnswerRequest):
 class CompletionRequest(AnswerRequest):
     prompt: str | list[int] = Field(min_length=1)
     echo: Literal[False] = False
-
-
-def unencodable_place(value: Any) -> str | None:
-    """Find a text in JSON values that UTF-8 cannot encode. Returns its place, as `messages.0.content`, or None."""
-    left = [("", value)]
-    while left:
-        place, value = left.pop()
-        if isinstance(value, dict | list):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, part in inner:
-                left.append((f"{place}.{key}".removeprefix("."), part))
-                if isinstance(key, str):
-                    left.append((place or "a key", key))
-        elif isinstance(value, str) and not _is_encodable(value):
-            return place or "a text"
-    return None
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class PromptTooLong(UserError):

@@ -81,7 +81,6 @@ class CpuTarget:
         Returns:
             Features [R, T * D] and logits [R - first_kept, V].
         """
-        self._layers.count_operations(len(tokens), len(tokens) - first_kept)
         found: tuple[Tensor, Tensor] = self._layers.native.forward_tokens(
             list(tokens), list(positions), keys, values, start, places, mask,
             None if parents is None else list(parents), list(taps), first_kept,

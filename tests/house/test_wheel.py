@@ -89,7 +89,7 @@ def test_installed_wheel_runs_the_quickstart_from_any_folder(built: Path, tmp_pa
     short = [
         *("data.conversations.limit=6", "data.distill.max_new_tokens=12", "data.distill.cut_answers=keep"),
         *("data.max_length_tokens=200", "data.tokenize_processes=1", "train.max_steps=2", "eval.runs=1"),
-        *("eval.limit_per_category=1", "eval.max_new_tokens=8", "eval.untimed_questions=0", "eval.warmup_questions=0"),
+        *("eval.limit_per_category=1", "eval.max_new_tokens=8", "eval.warmup_questions=0"),
         "eval.methods=[{name: chain}]",
     ]
     found = json.loads(call(program, "run", "quickstart", *short, "--json", cwd=elsewhere))

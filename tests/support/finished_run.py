@@ -87,7 +87,6 @@ def finished_run(parent: Path) -> FinishedRun:
         train={"max_steps": 2, "save_steps": 1},
         eval={
             "questions": str(folder / "questions.jsonl"), "max_new_tokens": 8, "runs": 1, "warmup_questions": 0,
-            "untimed_questions": 1,
             "methods": [{"name": "tuned", "tree": "tuned"}, {"name": "x", "kind": "prompt_lookup"}],
         },
     )  # fmt: skip

@@ -44,15 +44,13 @@ class Publication:
     """A card in the folder that goes to the Hub as `repo`, which has more in it than the drafter.
 
     base_model: the target's Hub id, where the recipe names its folder; license: `license` and what belongs to it in the
-    Hub's metadata; pictures: paths in the folder; exports: folders in it, each with the command that serves it where
-    there is one.
+    Hub's metadata; exports: its folders of exports, each with the command that serves it, or None.
     """
 
     folder: Path
     repo: str
     base_model: str | None = None
     license: dict[str, str] = field(default_factory=dict)
-    pictures: list[str] = field(default_factory=list)
     exports: dict[str, str | None] = field(default_factory=dict)
 
 

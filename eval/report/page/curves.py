@@ -9,22 +9,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftsmith.eval.bench.theory import best_gamma, expected_tokens, walltime_factor
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
-from draftsmith.eval.report.charts import ALPHAS, THEORY
-from draftsmith.eval.report.summary import Row, drafted_rows, headline
-from draftsmith.eval.report.text import drafter_name, without_places
+from draftsmith.eval.report.summary import Row
 from draftsmith.models.base.registry import Training
-from draftsmith.recipes.schema import DRAFTER_KIND
 
 WIDTH, HEIGHT = 340, 220
 LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the lines' names
 LABEL_HEIGHT = 12  # of a line's name
 MOST_POINTS = 200  # of a line; more cannot be distinguished
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+ALPHAS = tuple(step / 100 for step in range(100))
+GAMMAS = (1, 3, 5, 7, 10)
+COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+LONGEST_GAMMA = 100
 MOST_GAMMA = 30.0  # of the chart of best gammas
 MOST_TIMES = 8.0  # of the other charts of theory
 
@@ -136,8 +138,43 @@ def _spread(heights: list[float]) -> list[float]:
     return [round(height, 1) for height in moved]
 
 
+@dataclass(frozen=True)
+class TheoryPanel:
+    """One of Leviathan's figures: a curve over alpha for each value of a parameter, and measured points.
+
+    parameter: `gamma` or `c`. curve: function of alpha and the parameter. key: key of the timing row that gives a
+    point's height.
+    """
+
+    title: str
+    parameter: str
+    values: tuple[float, ...]
+    curve: Callable[[float, Any], float]
+    key: str
+
+    def over_alphas(self, value: Any) -> list[float]:
+        """Return the curve of one value, at `ALPHAS`."""
+        return [self.curve(alpha, value) for alpha in ALPHAS]
+
+
+THEORY = (
+    TheoryPanel("Figure 2: expected tokens per round", "gamma", GAMMAS, expected_tokens, "tau"),
+    TheoryPanel("Figure 3: best γ", "c", COSTS, lambda alpha, c: best_gamma(alpha, c, at_most=LONGEST_GAMMA), "gamma"),
+    TheoryPanel(
+        "Figure 4: speedup at c = 0",
+        "gamma",
+        GAMMAS,
+        lambda alpha, gamma: walltime_factor(alpha, gamma, 0.0),
+        "speedup_decoding",
+    ),
+)
+
+
 def theory_charts(timing: list[Row]) -> list[LineChart]:
-    """Build Leviathan's figures 2, 3 and both halves of 4, as in `draw_theory`, with measured values as dots."""
+    """Build Leviathan's figures 2, 3 and the speedups of 4 (arXiv 2211.17192), with measured values as dots.
+
+    Dots have their own c and gamma; their distance below a curve of figure 4 is the cost of drafting and verifying.
+    """
     rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     charts = []
     for panel in THEORY:
@@ -153,7 +190,7 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
             for row in rows
             if row[panel.key] is not None
         }
-        charts.append(line_chart(panel.heading, "α", series, Scale(0.0, 1.0), y_scale, dots))
+        charts.append(line_chart(panel.title, "α", series, Scale(0.0, 1.0), y_scale, dots))
     return charts
 
 
@@ -161,74 +198,16 @@ def theory_charts(timing: list[Row]) -> list[LineChart]:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Figures on held-out examples. accuracy: by depth, from 1. tau: of greedy chains, by number of draft tokens."""
-
-    step: int
-    accuracy: list[float]
-    tau: list[float]
-
-
-@dataclass(frozen=True)
 class TrainingCurves:
     name: str
     training: Training
     charts: list[LineChart]
-    held_out: HeldOut | None
-
-
-@dataclass(frozen=True)
-class ComparedDrafter:
-    """One drafter of an ablation.
-
-    differs: its settings that differ between the drafters. row: the summary's row of its fastest method.
-    """
-
-    name: str
-    training: Training
-    held_out: HeldOut | None
-    differs: str
-    row: Row
-
-
-def compared_drafters(
-    trained: dict[str, Training], recipe: dict[str, Any], summary: list[Row]
-) -> list[ComparedDrafter]:
-    """Compare drafters by their differing settings and their results, the fastest first. Empty for a single drafter.
-
-    Args:
-        trained: Training logs by the drafter's name.
-        recipe: The recipe, whose methods name their drafters.
-        summary: Rows of `summarize`; the lowest temperature is compared.
-    """
-    overall = drafted_rows(summary)
-    lowest = min((row["temperature"] for row in overall), default=0.0)
-    speeds = {row["method"]: row for row in overall if row["temperature"] == lowest}
-    best: dict[str, Row] = {}
-    for method in recipe["eval"]["methods"]:
-        name = recipe["name"] if method["drafter"] is None else drafter_name(method["drafter"])
-        row = speeds.get(method["name"])
-        if method["kind"] == DRAFTER_KIND and name in trained and row is not None:
-            best[name] = max(best.get(name, row), row, key=lambda each: headline(each)["speedup_mean"])
-    if len(best) < 2:
-        return []
-    every = [trained[name].settings for name in best]
-    # Hashes of data and weights, whose keys have brackets, mean nothing to a reader.
-    keys = dict.fromkeys(key for each in every for key in each if "(" not in key)
-    differing = [key for key in keys if any(each.get(key) != every[0].get(key) for each in every)]
-    drafters = []
-    for name, row in best.items():
-        settings = trained[name].settings
-        values = (f"{key.rpartition('.')[2]} {settings[key]}" for key in differing if settings.get(key) is not None)
-        differs = without_places(", ".join(values))
-        drafters.append(ComparedDrafter(name, trained[name], _held_out(trained[name]), differs, row))
-    return sorted(drafters, key=lambda each: -headline(each.row)["speedup_mean"])
 
 
 def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
     """Return the training curves of every drafter that has a log."""
     return [
-        TrainingCurves(name, training, _charts(training.history), _held_out(training))
+        TrainingCurves(name, training, _charts(training.history))
         for name, training in trained.items()
         if training.history
     ]
@@ -247,13 +226,11 @@ def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
 
 def _charts(history: History) -> list[LineChart]:
     """Build the charts with at least one line of two or more points."""
-    decoded = [(entry["step"], entry["decoded_tau"]) for entry in history if "decoded_tau" in entry]
     candidates = [
         ("Accuracy by depth, training examples", curves_by_depth(history, "accuracy"), Scale(0.0, 1.0)),
         ("Loss by depth, training examples", curves_by_depth(history, "loss"), None),
         ("Accuracy by depth, held-out examples", curves_by_depth(history, "eval_accuracy"), Scale(0.0, 1.0)),
         ("Simulated tau by chain length, held-out examples", curves_by_depth(history, "eval_tau"), None),
-        ("Tau of real chains, decoded while training", {"": decoded} if decoded else {}, None),
     ]
     charts = []
     for title, series, y_scale in candidates:
@@ -266,16 +243,3 @@ def _charts(history: History) -> list[LineChart]:
             line_chart(title, "step", series, Scale(min(0.0, *steps), max(steps)), y_scale or scale_around(values))
         )
     return charts
-
-
-def _held_out(training: Training) -> HeldOut | None:
-    """Return the held-out figures of the saved weights; None if there are none."""
-    entries = [entry for entry in training.history if "eval_loss" in entry]
-    saved = [entry for entry in entries if training.best_step in (None, entry["step"])]
-    if not saved:
-        return None
-    last = saved[-1:]
-    accuracy = curves_by_depth(last, "eval_accuracy")
-    tau = curves_by_depth(last, "eval_tau")
-    values = [[points[0][1] for points in each.values()] for each in (accuracy, tau)]
-    return HeldOut(int(saved[-1]["step"]), *values)

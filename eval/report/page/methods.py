@@ -1,17 +1,16 @@
 """Comparisons of methods: overall, by category, by depth, by the phases of a round, and with predictions.
 
-Functions choose and order rows of the summary and the timing; the templates place their figures on the scales. The
-timeline is figure 1 of ParallelSpec (arXiv 2410.05589), from the times that the measured loop recorded.
+Functions choose and order rows of the summary and the timing; the templates place their figures on the scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
-from draftsmith.eval.bench.records import MethodResult, QuestionRecord
+from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
 from draftsmith.eval.report.page.curves import Scale, scale_around
@@ -33,7 +32,6 @@ MOST_DEPTHS = 8
 SELDOM = 0.005  # share of all rounds below which a depth is not shown
 PHASES = ("draft", "forward", "choose", "commit")
 TIMED = ("t_draft_s", "t_verify_forward_s", "t_choose_s", "t_commit_s")
-WINDOW_STEPS = 10.0  # longest timeline, in steps of the target alone
 
 
 @dataclass(frozen=True)
@@ -198,106 +196,37 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LaneRound:
-    """One round in a picture.
-
-    tokens: number of committed tokens. cut: the round ends after the picture's end. middle: in percent of the width.
-    """
-
-    parts: list[Part]
-    middle: float
-    tokens: int
-    cut: bool
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A method's rounds over time. tokens: of the rounds that end within the picture, or of a mean round."""
+class MeanRound:
+    """A method's mean round: its phases, and the tokens that it commits."""
 
     method: str
-    rounds: list[LaneRound]
+    parts: list[Part]
     tokens: float
     seconds: float
 
 
 @dataclass(frozen=True)
-class Lanes:
+class MeanRounds:
     """Methods at one temperature over the same time. scale: in ms. target_s: duration of a step of the target alone."""
 
     temperature: float
     scale: Scale
-    rows: list[Lane]
+    rows: list[MeanRound]
     target_s: float
-    question_id: int | str = ""
-    category: str = ""
 
 
-def mean_rounds(timing: list[Row]) -> list[Lanes]:
+def mean_rounds(timing: list[Row]) -> list[MeanRounds]:
     """Return the mean round of each method, by temperature, the method with the least time per token first."""
     pictures = []
     for temperature, rows in by_temperature(timing).items():
         scale = Scale(0.0, max(1000 * sum(row[key] for key in TIMED) for row in rows) * 1.02)
-        lanes = []
+        rounds = []
         for row in rows:
             seconds = [row[key] for key in TIMED]
-            lanes.append(Lane(row["method"], [_round(seconds, 0.0, scale, 0)], row["tau"], sum(seconds)))
-        lanes.sort(key=lambda lane: lane.seconds / lane.tokens)
-        pictures.append(Lanes(temperature, scale, lanes, rows[0]["t_target_step_s"]))
+            ends = [scale.percent(1000 * end) for end in accumulate(seconds, initial=0.0)]
+            places = zip(PHASES, pairwise(ends), seconds, strict=True)
+            parts = [Part(phase, start, round(end - start, 2), each) for phase, (start, end), each in places]
+            rounds.append(MeanRound(row["method"], parts, row["tau"], sum(seconds)))
+        rounds.sort(key=lambda each: each.seconds / each.tokens)
+        pictures.append(MeanRounds(temperature, scale, rounds, rows[0]["t_target_step_s"]))
     return pictures
-
-
-def timeline(records: Sequence[QuestionRecord]) -> Lanes | None:
-    """Return the first rounds of the first run's question whose answers took the median time.
-
-    Only each method's first turn at the lowest temperature; all start at their first round. None if no record has the
-    times of phases.
-    """
-    if not records:
-        return None
-    temperature = min(answer.temperature for answer in records[0].answers.values())
-
-    def get_answers(record: QuestionRecord) -> list[MethodResult]:
-        return [answer for answer in record.answers.values() if answer.temperature == temperature]
-
-    usable = [
-        record
-        for record in records
-        if record.run == records[0].run and all(answer.turns[0].phases_s for answer in get_answers(record))
-    ]
-    if not usable:
-        return None
-    usable.sort(key=lambda record: sum(answer.turns[0].wall_time_s for answer in record.answers.values()))
-    record = usable[len(usable) // 2]
-    answers = get_answers(record)
-    steps = next(answer for answer in answers if answer.method == AUTOREGRESSIVE).turns[0].phases_s
-    step_s = sum(map(sum, steps)) / len(steps)
-    # Not longer than the shortest method's answer.
-    window_s = min(WINDOW_STEPS * step_s, *(sum(map(sum, answer.turns[0].phases_s)) for answer in answers))
-    scale = Scale(0.0, 1000 * window_s)
-    lanes = [_lane(answer, scale) for answer in answers]
-    lanes.sort(key=lambda lane: (lane.method != AUTOREGRESSIVE, -lane.tokens))
-    return Lanes(temperature, scale, lanes, step_s, record.question_id, record.category)
-
-
-def _lane(answer: MethodResult, scale: Scale) -> Lane:
-    """Place the rounds of an answer's first turn on the scale."""
-    turn, start_s, rounds = answer.turns[0], 0.0, []
-    for seconds, tokens in zip(turn.phases_s, turn.accept_lengths, strict=False):
-        if 1000 * start_s >= scale.high * (1 - 1e-9):  # the sums are rounded
-            break
-        rounds.append(_round(seconds, start_s, scale, tokens))
-        start_s += sum(seconds)
-    return Lane(answer.method, rounds, sum(each.tokens for each in rounds if not each.cut), start_s)
-
-
-def _round(seconds: Sequence[float], start_s: float, scale: Scale, tokens: int) -> LaneRound:
-    """Place the phases of a round that starts at `start_s` on the scale."""
-    ended_s = start_s + sum(seconds)
-    middle = (scale.percent(1000 * start_s) + scale.percent(1000 * ended_s)) / 2
-    parts = []
-    for phase, each in zip(PHASES, seconds, strict=True):
-        start, end = (scale.percent(1000 * when) for when in (start_s, start_s + each))
-        if end > start:
-            parts.append(Part(phase, start, round(end - start, 2), each))
-        start_s += each
-    return LaneRound(parts, round(middle, 2), tokens, 1000 * ended_s > scale.high * (1 + 1e-9))

@@ -1,11 +1,10 @@
-"""Both forms of the report, from the same values: `report.md` with separate pictures, and `report.html`, one file.
+"""Both forms of the report, from the same values: `report.md`, and `report.html`, a single file.
 
 Each section of the page is a template; a section is left out if the run has no values for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import jinja2
 from markupsafe import Markup, escape
 
 from draftsmith.eval.bench.traced import by_question
-from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import report, text
 from draftsmith.eval.report.page import curves, methods
 from draftsmith.eval.report.summary import (
     MEAN_OF_TASKS,
     OVERALL,
-    Row,
     headline,
     parts_of_tasks,
     seed_spread,
@@ -45,30 +42,24 @@ SECTIONS = {
 }
 
 
-def write_report(
-    root: Path, facts: dict[str, Any], pictures: Iterable[Path], theory_pictures: Iterable[Path] = ()
-) -> list[Path]:
+def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
     """Write `report.md` and `report.html` into the run's folder.
 
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter changes the target, `proof` if
-            there is one, `served` (measurements in engines, `eval/serving/load_test.py`) and `baseline` (rows of
-            `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs of `trained`
-            drafters by name, `data_card`, `inputs_sha256`.
-        pictures: PNG files below `root` that `report.md` shows.
-        theory_pictures: PNG files below `root` for the section on theory.
+            `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
+            `eval/serving/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
+            by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `traced` answers, `data_card`.
 
     Returns:
         The two files.
     """
     values = report_values(root, facts)
-    shown = [[(file.stem, file.relative_to(root).as_posix()) for file in each] for each in (pictures, theory_pictures)]
     markdown = _environment().get_template("report.md.j2")
     html = _environment(autoescape=True).get_template("page.html.j2")
     forms = {
-        "report.md": markdown.render(values, pictures=shown[0], theory_pictures=shown[1]),
+        "report.md": markdown.render(values),
         "report.html": html.render(values),
     }
     for name, content in forms.items():
@@ -94,7 +85,7 @@ def _environment(autoescape: bool = False) -> jinja2.Environment:
 def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the facts together with all values that the templates of report.md and report.html need."""
     summary, timing, recipe = facts["summary"], facts["timing"], facts["recipe"]
-    records, trained, proof = facts.get("records") or [], facts.get("trained") or {}, facts.get("proof")
+    records, trained, proof = facts["records"], facts["trained"], facts["proof"]
     overall = [row for row in summary if row["category"] == OVERALL]
     verdicts = report.verdicts(summary, timing)
     categories, parts = [*shown_categories(summary), OVERALL], parts_of_tasks(summary)
@@ -106,19 +97,12 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     values = {
         **facts,
         "verdicts": verdicts,
-        "trained_row": report.fastest_trained(verdicts[0], summary, recipe) if verdicts else None,
         "lossless": report.lossless(summary, proof, facts["questions"] * overall[0]["runs"]),
         "drafters": drafters,
         "target_name": text.target_name(recipe["target"]),
         "questions_name": text.question_names(recipe["eval"]["questions"]),
         "command": text.without_places(facts["command"], root),
-        "target_change": facts.get("target_change"),
         "proof": report.proof_sentence(proof),
-        "tau_definition": report.TAU_DEFINITION,
-        "speedup_definition": report.SPEEDUP_DEFINITION,
-        "tasks_meaning": report.TASKS_MEANING,
-        "joined_meaning": report.JOINED_MEANING,
-        "lengths_meaning": report.LENGTHS_MEANING,
         "rows_over_tasks": [row for row in overall if row.get("over_tasks")],
         "lenience_warning": None if all(row["lossless"] for row in summary) else report.LENIENCE_WARNING,
         "overall": overall,
@@ -126,38 +110,27 @@ def report_values(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "lengths": methods.length_tables(summary),
         # Rows of methods with a reduced draft vocabulary.
         "reduced": [row for row in overall if row.get("decoded_coverage") is not None],
-        "served": facts.get("served", []),
-        "baseline_sentences": report.baseline_sentences(facts.get("baseline", [])),
-        "baseline_meaning": report.BASELINE_MEANING,
-        "why": report.WHY,
+        "baseline_sentences": report.baseline_sentences(facts["baseline"]),
         "embedded_meaning": report.EMBEDDED_MEANING if recipe["target"]["model"] == report.EMBEDDED else None,
-        "terms": report.TERMS,
-        "theory": [row for row in timing if row["method"] != AUTOREGRESSIVE],
         "next_steps": report.next_steps(summary, timing, recipe),
-        # For `report.md`.
-        "by_category": _by_category(summary, categories),
-        "by_part": _by_category(summary, parts),
-        # For the page.
         "methods": methods.method_tables(summary, records),
         "categories": columns,
         "tables": methods.category_tables(summary, columns),
         "parts": parts,
         "joined": list(dict.fromkeys(row["task"] for row in summary if row["category"] in parts)),
         "part_tables": methods.category_tables(summary, parts) if parts else [],
-        "levels": methods.LEVELS,
         "depths": methods.acceptance_depths(timing),
-        "phases": methods.PHASES,
         "rounds": methods.mean_rounds(timing),
-        "timeline": methods.timeline(records),
-        "answers": by_question(facts.get("traced") or []),
+        "answers": by_question(facts["traced"] or []),
         "predictions": methods.predictions(timing),
         "theory_charts": curves.theory_charts(timing),
         "training": curves.training_curves(trained),
-        "compared": curves.compared_drafters(trained, recipe, summary),
-        "data_card": facts.get("data_card"),
         "method_settings": method_settings(recipe),
         # SHA-256 of the inputs, by their names instead of their paths.
-        "hashes": {text.drafter_name(name): value for name, value in facts.get("inputs_sha256", {}).items()},
+        "hashes": {text.drafter_name(name): value for name, value in facts["inputs_sha256"].items()},
+        # Modules whose constants the templates read.
+        "report": report,
+        "page": methods,
         "plot": curves,
     }
     holds = {"categories": "tables", "phases": "rounds", "predicted": "predictions", "data": "data_card"}
@@ -172,12 +145,6 @@ def _code(sentence: str) -> Markup:
     """Convert text between backquotes to HTML code elements, and escape the rest."""
     parts = str(escape(sentence)).split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
-
-
-def _by_category(summary: list[Row], categories: list[str]) -> dict[str, list[tuple[str, Row]]]:
-    """List every method's name and row, by category."""
-    named = [(name, row) for name, rows in report.rows_by_method(summary).items() for row in rows]
-    return {category: [pair for pair in named if pair[1]["category"] == category] for category in categories}
 
 
 def method_settings(recipe: dict[str, Any]) -> list[dict[str, str]]:

@@ -65,8 +65,8 @@ def test_sampling_seed_and_key_are_sent(
 @pytest.mark.parametrize(
     ("variable", "sentence"),
     [
-        ("BROKEN", "api_key_env: BROKEN contains line breaks or other characters"),
-        ("sk-proj-1", "not shown: it looks like the secret itself"),
+        ("BROKEN", "api_key_env: BROKEN holds line breaks or other characters"),
+        ("sk-proj-1", "not shown: it looks like the key itself"),
         ("NO_SUCH_KEY", "no environment variable NO_SUCH_KEY"),
     ],
 )

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from support.scripted import Scripted, V
 from support.tiny_models import smallest_llama
 
-from draftsmith.eval.bench.traced import Trace, TracedAnswer
-from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.bench.traced import Trace, TracedAnswer, TracedRound
+from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification
 from draftsmith.models.sampling import Sampling
 
 PROMPT = [1, 2, 3]
@@ -48,14 +50,15 @@ def test_traced_texts_add_up_to_the_answer(
     ids, found = trace_answer(session, Scripted(answer, spoil_depth), 16)
     pieces = [found.first]
     for round_ in found.rounds:
-        pieces += [round_.texts[node] for node in round_.path[1:]] + [round_.own or ""]
+        pieces += [*round_.accepted, round_.own or ""]
     assert "".join(pieces) == Letters().decode(ids, False)
-    assert [len(round_.path) - 1 for round_ in found.rounds] == drafted_kept
+    assert [len(round_.accepted) for round_ in found.rounds] == drafted_kept
     if spoil_depth == 3:  # the draft token at depth 3 is rejected, and the target's own token is in its place
         first = found.rounds[0]
-        assert first.parents == [-1, 0, 1, 2, 3]
+        assert first.num_drafted == 4
         assert first.own == chr(97 + answer[3])
-        assert first.texts[3] == chr(97 + (answer[3] + 1) % V)
+        assert first.rejected[0] == chr(97 + (answer[3] + 1) % V)
+        assert len(first.rejected) == 2  # and the one after it
 
 
 def test_answer_that_ends_within_a_path_has_no_target_token(session: TargetSession) -> None:
@@ -64,9 +67,21 @@ def test_answer_that_ends_within_a_path_has_no_target_token(session: TargetSessi
     trace = Trace(TracedAnswer("scripted@0", "scripted", 1, "math", "?"), Letters())
     out = generate(session, Scripted(answer, None), PROMPT, Sampling(), 16, {end}, on_round=trace.on_round)
     assert trace.answer.rounds[-1].own is None
-    assert len(trace.answer.rounds[-1].path) - 1 == out.accept_lengths[-1] == answer.index(end)
+    assert trace.answer.rounds[-1].rejected == []
+    assert len(trace.answer.rounds[-1].accepted) == out.accept_lengths[-1] == answer.index(end)
 
 
 def test_character_of_several_tokens_appears_with_the_last_one() -> None:
     text, ids = Trace(TracedAnswer("x@0", "x", 1, "math", "?"), Bytes()), list("aé€".encode())
-    assert [text.added(ids[:i], token) for i, token in enumerate(ids)] == ["a", "", "é", "", "", "€"]
+    before: list[int] = []
+    assert [text._add(before, token) for token in ids] == ["a", "", "é", "", "", "€"]
+    assert before == ids
+
+
+def test_rejected_path_begins_at_the_first_child_of_the_last_accepted_node() -> None:
+    """The tree is 0 - 1 - 2 - 4 with 3 beside 1; 1 is accepted, then 2 and 4 are rejected."""
+    tree = DraftTree([0, 1, 2, 3, 4], TreeShape.of((-1, 0, 1, 0, 2)))
+    trace = Trace(TracedAnswer("x@0", "x", 1, "math", "?"), Letters())
+    trace.on_round(Round(tree, torch.empty(0), Verification([0, 1], 9), 2, torch.empty(0)))
+    trace.on_round(Round(tree, torch.empty(0), Verification([0, 3], 9), 2, torch.empty(0)))
+    assert trace.answer.rounds == [TracedRound(4, ["b"], ["c", "e"], "j"), TracedRound(4, ["d"], [], "j")]

@@ -81,7 +81,7 @@ def test_undecodable_line_does_not_end_the_chat(recipe: str, tmp_path: Path, mon
 
 
 def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, whole = [], chat.round_text
+    shown, whole = [], chat.ColouredAnswer.add
 
     def interrupted(*arguments: Any) -> Any:
         shown.append(arguments)
@@ -89,7 +89,7 @@ def test_ctrl_c_ends_only_the_answer(recipe: str, tmp_path: Path, monkeypatch: p
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(chat, "round_text", interrupted)
+    monkeypatch.setattr(chat.ColouredAnswer, "add", interrupted)
     said, _ = talk(recipe, tmp_path, QUESTION, OTHER)
     assert [each["whole"] for each in said] == [False, True]
     assert 0 < said[0]["tokens"] < said[1]["tokens"]

@@ -55,7 +55,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
         "eval.max_new_tokens=12",
         "eval.runs=1",
         "eval.warmup_questions=0",
-        "eval.untimed_questions=2",
         "eval.methods=[{name: tuned, tree: tuned}, {name: lookup, kind: prompt_lookup}, "
         "{name: hasty, kind: prompt_lookup, lenience: 0.001}]",
     ]
@@ -89,7 +88,7 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
 
 def test_stages_in_sequence(stages: Stages) -> None:
     folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
-    speeds = {id(method): gain for method, _, gain in tuned.measured}
+    speeds = {id(method): figures.gain for method, figures in tuned.measured}
     assert speeds[id(tuned.chosen)] == max(speeds.values())
     assert any(method is tuned.default for method, *_ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
@@ -122,12 +121,6 @@ def test_stages_in_sequence(stages: Stages) -> None:
     assert {name: row["timing"] for name, row in result["figures"]["rows"].items() if "timing" in row} == {
         f"{method}@0": row for method, row in timing.items()
     }
-    assert timing["lookup"]["c_operations"] == 0
-    assert timing["lookup"]["alpha_drafter"] is None
-    assert timing["tuned"]["c_operations"] > 0
-    if not tree["lookup"]:  # whose first child is not always the drafter's; timing decides which tree is chosen
-        assert timing["tuned"]["alpha_drafter"] == pytest.approx(timing["tuned"]["alpha_overlap"])
-    assert (folder.eval / "theory_speedup.png").is_file()
     # The measurement records its tree, so that results of another tuning are not mixed in.
     settings = json.loads((folder.eval / "settings.json").read_text())
     assert settings["eval"]["methods"][0]["tree"] == tuned.chosen.tree

@@ -18,8 +18,6 @@ import yaml
 from click.testing import Result
 from support.finished_run import FinishedRun
 
-from draftsmith.eval.commands import evaluate
-
 SEED, TIMES = (int(part) for part in os.environ.get("DRAFTSMITH_FUZZ", "1 1").split())
 ODD: list[Any] = [
     None, -1, 0, 1.5, 10**30, float("nan"), float("inf"), True, "", "x", "\0", "é\ud800", "../../x", [], [[]], {},
@@ -31,8 +29,6 @@ GONE = object()
 @pytest.fixture
 def run(finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
     monkeypatch.chdir(tmp_path)  # for paths in random recipes
-    for pictures in ("draw_charts", "draw_theory"):  # they take most of the time
-        monkeypatch.setattr(evaluate, pictures, lambda *_: [])
     return finished
 
 
@@ -57,7 +53,7 @@ NOTHING_WRONG = {("provenance.json", "distill")}  # with an unknown stage
         ("provenance.json", "distill"), ("provenance.json", "report"), ("drafter/config.json", "prove"),
         ("drafter/settings.json", "train"), ("drafter/training.json", "eval"), ("drafter/training.json", "train"),
         ("eval/settings.json", "eval"), ("eval/settings.json", "report"), ("eval/notes.json", "report"),
-        ("eval/untimed.json", "eval"), ("eval/proof.json", "eval"), ("features/index.json", "features"),
+        ("eval/proof.json", "eval"), ("features/index.json", "features"),
         ("eval/traced.json", "eval"), ("eval/traced.json", "report"),
     ],
 )  # fmt: skip
@@ -168,7 +164,7 @@ def list_places(values: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def list_run_files(run: FinishedRun) -> list[Path]:
-    not_read = (".png", ".html", ".lock")
+    not_read = (".html", ".lock")
     return [file for file in sorted(run.root.rglob("*")) if file.is_file() and file.suffix not in not_read]
 
 

@@ -289,20 +289,6 @@ def test_worse_candidate_is_dropped_and_unclear_one_trained_further(again: Recip
     assert sentences == ["trained further", "dropped", "trained further"]
 
 
-def test_candidate_that_changes_answers_is_rejected(again: Recipe, monkeypatch: Any) -> None:
-    learned = Learned(again)
-    learner = Learner(learned, 0.1)
-    monkeypatch.setattr(learner, "_train", lambda *_: RunFolder(again).drafter)
-    monkeypatch.setattr(learner, "_candidate", lambda trained: trained)
-    monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))
-    calls = iter(range(99))
-    monkeypatch.setattr(learning, "generate", lambda *_: record(next(calls)))
-    weighed = learner.cycle()
-    assert weighed is not None
-    assert weighed.number is None
-    assert learned.state.current == 0
-
-
 # ---- the process ----
 
 
@@ -361,7 +347,6 @@ def test_kill_between_a_candidate_and_its_state(again: Recipe, monkeypatch: Any)
         made_of = trained.with_name("candidate")
         monkeypatch.setattr(learner, "_train", lambda *_: trained)
         monkeypatch.setattr(learner, "_candidate", lambda each: Path(shutil.copytree(each, made_of)))
-        monkeypatch.setattr(learner, "_is_lossless", lambda *_: True)
         return learner
 
     monkeypatch.setattr(learning, "paired_interval", lambda *_: (0.1, 0.2))

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding import generate as generate_module
-from draftsmith.eval.decoding.generate import TIMELINE_ROUNDS, Round, generate
+from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods import drafter as builders_module
@@ -74,8 +74,6 @@ def test_drafts_that_are_never_always_or_sometimes_right(session: TargetSession)
         assert out.wall_time_s >= out.prefill_s + sum(out.round_s)
         assert sum(out.round_s) == pytest.approx(out.draft_s + out.verify_s + out.choose_s + out.commit_s)
         assert len(out.round_s) == out.rounds
-        assert len(out.phases_s) == min(out.rounds, TIMELINE_ROUNDS)
-        assert [sum(phases) for phases in out.phases_s] == pytest.approx(out.round_s, abs=1e-6)
         assert 0 < out.first_token_s < out.prefill_s
 
 

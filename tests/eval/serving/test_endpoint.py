@@ -5,13 +5,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-import torch
 from support.openai_setup import setting
 from support.streaming_server import StreamingServer
 
 from draftsmith.data.engines.engine import Failure, GenerationSettings, Request
 from draftsmith.errors import UserError
-from draftsmith.eval.serving.cpu_sampling import expanded
 from draftsmith.eval.serving.endpoint import DraftCounts, Endpoint, SglangEndpoint, TimedAnswer
 
 
@@ -157,13 +155,3 @@ def test_counts_between_two_readings_and_of_our_own_rounds() -> None:
     assert last - first == DraftCounts(10, 30, 13, (8, 4, 1), 103)
     assert DraftCounts(2, 6, 0, (0, 0, 0)).acceptance_conditional == [0.0, None, None]
     assert DraftCounts.of_rounds([3, 0, 1, 1], [3, 3, 3, 1]) == DraftCounts(4, 10, 5, (3, 1, 1))
-
-
-def test_replacement_of_vllms_sampling_expansion_on_a_cpu() -> None:
-    """Requests of 2, 0 and 3 draft tokens; a temperature of -1 (greedy) becomes 1; integers stay integers."""
-    output = torch.full((5,), 7.0)
-    expanded(output, torch.tensor([0.7, 0.3, -1.0]), torch.tensor([2, 2, 5], dtype=torch.int32), -1, 1)
-    assert torch.equal(output, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]))
-    output = torch.zeros(3, dtype=torch.int32)
-    expanded(output, torch.tensor([50, 3], dtype=torch.int32), torch.tensor([1, 3]), 0, 0, MAX_NUM_TOKENS=4)
-    assert output.tolist() == [50, 3, 3]

@@ -10,21 +10,15 @@ from typing import Any
 import pytest
 from support.benchmark_scripts import benchmark
 from support.counting_engine import CountingEngine
-from support.records import made_up
 from support.tiny_models import VOCABULARY
 from support.tiny_runs import save_tokenizer
 from transformers import AutoTokenizer
 
 from draftsmith.data.engines.engine import GenerationSettings
 from draftsmith.data.sources.questions import Question
-from draftsmith.eval.bench.records import QuestionRecord, answer_settings
-from draftsmith.eval.commands.in_engine import find_chain_method, rows_of_records
 from draftsmith.eval.serving.load_test import DRAFTING, PLAIN, ArmResult, LoadTestRow, send_questions, with_speedups
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import EvalRecipe, MethodConfig
 
 QUESTIONS = [Question(1, "writing", ("w5",)), Question(2, "math", ("w6", "w7"))]
-PROMPT, GREEDY = [5, 6], Sampling(0.0)
 
 
 @pytest.fixture(scope="module")
@@ -86,46 +80,6 @@ def test_speedup_is_against_the_same_temperature_and_concurrency() -> None:
     rows = with_speedups([row(PLAIN, 1, 10), row(PLAIN, 4, 40), row(DRAFTING, 1, 15), row(DRAFTING, 4, 30)])
     assert [each.speedup for each in rows] == [None, None, 1.5, 0.75]
     assert with_speedups([row(DRAFTING, 1, 15)])[0].speedup is None
-
-
-def record(prompt: list[int] = PROMPT) -> QuestionRecord:
-    """Build records of 10 tokens, the first from the prefill: three rounds of a chain in 2 s, nine steps in 5 s."""
-    made = made_up(0, 2.0, 5.0)
-    for answer in made.answers.values():
-        answer.settings |= answer_settings({}, prompt, QUESTIONS[0].turns, GREEDY, 10)
-    return made
-
-
-def test_own_decoder_is_compared_on_the_same_prompts() -> None:
-    prompts: Any = {1: (QUESTIONS[0], PROMPT)}
-    plain, chain = rows_of_records([record()], "chain", prompts, GREEDY, 10)
-    assert (plain.arm, chain.arm) == ("without drafter", "with drafter")
-    assert (plain.tokens_per_s, chain.tokens_per_s) == (2.0, 5.0)
-    assert chain.drafts == 3
-    assert chain.tau_committed == chain.tau_by_question == 3.0
-    assert chain.acceptance_by_depth == chain.acceptance_conditional == [1.0, 1.0]
-    assert plain.tau_committed is chain.tau is None
-    assert (chain.first_token_s, chain.time_per_output_token_s) == (0.05, pytest.approx(1.95 / 9))
-    for prompt, sampling, new_tokens, method in (
-        ([5, 7], GREEDY, 10, "chain"),
-        (PROMPT, Sampling(0.0, top_k=3), 10, "chain"),
-        (PROMPT, GREEDY, 9, "chain"),
-        (PROMPT, GREEDY, 10, "tree"),
-    ):
-        assert rows_of_records([record(prompt)], method, prompts, sampling, new_tokens) == []
-
-
-def test_method_that_drafts_like_the_engine_is_chosen() -> None:
-    methods = [
-        MethodConfig(name="tree", tree="best_first"),
-        MethodConfig(name="lenient", lenience=0.5),
-        MethodConfig(name="theirs", drafter="elsewhere"),
-        MethodConfig(name="short", max_depth=2),
-        MethodConfig(name="lookup", kind="prompt_lookup"),
-        MethodConfig(name="chain", max_depth=3),
-    ]
-    found = [find_chain_method(EvalRecipe(methods=methods[:count]), 3) for count in (5, 6)]
-    assert [method and method.name for method in found] == [None, "chain"]
 
 
 def test_the_rows_of_the_serving_benchmark_by_hand() -> None:

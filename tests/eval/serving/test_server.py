@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, read_api_key
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.serving import protection, server, worker
 from draftsmith.eval.serving.api import application
-from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard, read_api_key
+from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard
 from draftsmith.eval.serving.requests import ChatRequest
 from draftsmith.eval.serving.server import Listening
 from draftsmith.eval.serving.worker import AnswerPieces, CompletedAnswer, Job, Piece, RequestCancelled, Worker
@@ -220,9 +220,9 @@ ATTACKS: list[tuple[Any, int, str]] = [
     ({**ASKED, "tools": [{"type": "function"}]}, 400, "tools: not supported here"),
     ({**ASKED, "tool_choice": "required"}, 400, "tool_choice: not supported here"),
     ({**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format: not supported here"),
-    (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', 400, "messages.0.content holds half a surrogate"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\udfff"]}', 400, "stop.0 holds half a surrogate"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400, "holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}', 400, "a text holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\udfff"]}', 400, "a text holds half a surrogate"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400, "a text holds half a surrogate"),
     (b'{"messages": ' + b"[" * 2000 + b"]" * 2000 + b"}", 400, ""),
     (
         {"messages": [{"role": "assistant", "content": "x"}]},
@@ -410,11 +410,11 @@ def test_key_that_no_client_can_send_is_refused(
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=sentence) as told:
-        read_api_key(variable)
+        read_api_key(variable, "option --api-key-env")
     assert "sk-" not in str(told.value)
     assert "secret" not in str(told.value)
     monkeypatch.setenv("KEY", "secret\n")
-    assert read_api_key("KEY") == "secret"
+    assert read_api_key("KEY", "option --api-key-env") == "secret"
 
 
 def test_trusted_hosts_and_api_key_reach_the_server(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ const low = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW
 let seen = 0;
 while (texts.nextNode()) {
   const element = texts.currentNode.parentElement;
-  if (!texts.currentNode.data.trim() || element.closest("script, title, .inside")) continue;
+  if (!texts.currentNode.data.trim() || element.closest("script, title")) continue;
   const style = getComputedStyle(element);
   const ink = rgb(element.closest("svg") ? style.fill : style.color);
   const [dark, light] = [luminance(ink), luminance(ground(element))].sort((a, b) => a - b);
@@ -72,7 +72,7 @@ addEventListener("message", (event) => document.getElementById("found").textCont
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(tmp_path_factory.mktemp("page"), all_facts(METHODS, (0.0, 1.0)), [])[1]
+    return write_report(tmp_path_factory.mktemp("page"), all_facts(METHODS, (0.0, 1.0)))[1]
 
 
 def browse(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -48,7 +48,7 @@ class Elements(HTMLParser):
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Build a page with every section, for 24 methods at two temperatures."""
     folder = tmp_path_factory.mktemp("page")
-    return write_report(folder, all_facts(METHODS, (0.0, 1.0)), [])[1].read_text(encoding="utf-8")
+    return write_report(folder, all_facts(METHODS, (0.0, 1.0)))[1].read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +65,11 @@ def test_every_section_exists_and_is_linked(elements: Elements) -> None:
 
 
 def test_run_of_an_earlier_version_omits_missing_sections(tmp_path: Path) -> None:
-    """It has no clock readings, traces, training logs or data card."""
+    """It has no traces, training logs or data card."""
     values = all_facts({"chain": 1.0}) | {"traced": None, "trained": {}, "data_card": None}
-    for record in values["records"]:
-        for answer in record.answers.values():
-            for turn in answer.turns:
-                turn.phases_s = []
-    shown = write_report(tmp_path, values, [])[1].read_text(encoding="utf-8")
+    shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     ids = [attributes["id"] for _, attributes, _ in Elements(shown).found if "id" in attributes]
     assert ids == [name for name in SECTIONS if name not in ("answers", "training", "data")]
-    assert "The first rounds of one answer" not in shown
 
 
 def test_first_screen_answers_four_questions(page: str, elements: Elements) -> None:
@@ -106,11 +101,11 @@ def test_first_screen_answers_four_questions(page: str, elements: Elements) -> N
 def test_engines_and_seeds_have_their_tables(tmp_path: Path) -> None:
     served = LoadTestRow("drafting", 0.0, 4, 123.4, 0.01, 0.2, 2.5, 2.4, 2.3, [0.5], [0.5], 1.7)
     values = all_facts({"a/tree": 1.0, "a-seed-1/tree": 0.5})
-    values["served"] = [EngineMeasurement("started for this measurement", [served], [], ["a <note>"])]
+    values["served"] = [EngineMeasurement("started for this measurement", [served], ["a <note>"])]
     values["proof"] = {
         "holds": True, "greedy": [], "distribution": [], "significance": 0.001, "enumeration_error": 1e-16,
     }  # fmt: skip
-    shown = write_report(tmp_path, values, [])[1].read_text(encoding="utf-8")
+    shown = write_report(tmp_path, values)[1].read_text(encoding="utf-8")
     assert not Elements(shown).open
     assert "<td>123.4</td>" in shown
     assert "a &lt;note&gt;" in shown

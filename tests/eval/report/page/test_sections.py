@@ -7,8 +7,14 @@ from support.report_facts import TIMING, records_of, row
 
 from draftsmith.eval.bench.traced import SHOWN_PROMPT_CHARS, TracedAnswer, TracedRound, by_question
 from draftsmith.eval.report.page.curves import (
-    compared_drafters,
-    training_curves,
+    ALPHAS,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    THEORY,
+    WIDTH,
+    TheoryPanel,
+    theory_charts,
 )
 from draftsmith.eval.report.page.methods import (
     MOST_DEPTHS,
@@ -16,12 +22,9 @@ from draftsmith.eval.report.page.methods import (
     length_tables,
     mean_rounds,
     method_tables,
-    timeline,
     tint,
 )
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
-from draftsmith.models.base.registry import Training
-from draftsmith.recipes.schema import Recipe
 
 # ---- methods next to each other ----
 
@@ -100,7 +103,7 @@ def test_mean_round() -> None:
     assert [lane.method for lane in found.rows] == ["tree", "worse"]
     lane = found.rows[0]
     assert (lane.seconds, lane.tokens, found.target_s) == (pytest.approx(0.005823), 2.5, 0.004)
-    parts = lane.rounds[0].parts
+    parts = lane.parts
     assert [part.phase for part in parts] == ["draft", "forward", "choose", "commit"]
     assert [part.width for part in parts] == [
         pytest.approx(100 * each / 5.823 / 1.02, abs=0.02) for each in (1, 4.5, 0.2, 0.123)
@@ -108,47 +111,16 @@ def test_mean_round() -> None:
     assert parts[-1].start + parts[-1].width == pytest.approx(100 / 1.02, abs=0.02)
 
 
-def test_timeline() -> None:
-    """The time axis ends with the chain's three rounds of 80 ms: 240 ms, in which the baseline has four steps."""
-    found = timeline(records_of({"chain": 1.0}, (0.0, 1.0)))
-    assert found is not None
-    assert (found.temperature, found.scale.high) == (0.0, pytest.approx(240.0))
-    baseline, chain = found.rows
-    assert (baseline.method, baseline.tokens, len(baseline.rounds)) == ("autoregressive", 4, 4)
-    assert (chain.method, chain.tokens) == ("chain", 9)
-    assert [round_.tokens for round_ in chain.rounds] == [3, 3, 3]
-    assert [(part.phase, part.start, part.width) for part in chain.rounds[0].parts] == [
-        ("draft", 0.0, pytest.approx(8.33)),
-        ("forward", pytest.approx(8.33), pytest.approx(20.84)),
-        ("choose", pytest.approx(29.17), pytest.approx(2.08)),
-        ("commit", pytest.approx(31.25), pytest.approx(2.08)),
-    ]
-    assert chain.rounds[1].parts[0].start == pytest.approx(100 / 3, abs=0.01)
-
-
-#     root
-#     0 ── 1 " a" ── 2 " b" ── 4 " d"
-#      └── 3 " c"
-TEXTS, PARENTS = ["", " a", " b", " c", " d"], [-1, 0, 1, 0, 2]
-
-
 def test_answers_round_by_round() -> None:
-    """Rejected drafts are marked, tokens are counted, and answers to one question stand together."""
-    for path, own, rejected in (
-        ([0], " x", [" a", " b", " d"]),
-        ([0, 1], " x", [" b", " d"]),
-        ([0, 3], " x", []),
-        ([0, 1], None, []),
-    ):
-        assert TracedRound(TEXTS, PARENTS, path, own).rejected == rejected
-    rounds = [TracedRound(TEXTS, PARENTS, [0, 1, 2], " x"), TracedRound(TEXTS, PARENTS, [0, 3], None)]
+    """Tokens are counted, and answers to one question stand together."""
+    rounds = [TracedRound(4, [" a", " b"], [" d"], " x"), TracedRound(4, [" c"], [], None)]
     answer = TracedAnswer("tree@0", "parallel", 7, "math", "y" * (SHOWN_PROMPT_CHARS + 1), "The", rounds)
     (question,) = by_question([answer, replace(answer, arm="chain@0"), replace(answer, rounds=[])])
     assert [each.method for each in question] == ["tree", "chain"]
     shown = question[0]
     assert shown.shown_prompt == "y" * SHOWN_PROMPT_CHARS + "…"
     assert (shown.tokens, shown.drafted) == (4, 3)
-    assert [(each.drafted, each.num_accepted) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
+    assert [(each.drafted, len(each.accepted)) for each in shown.rounds] == [(" a b", 2), (" c", 1)]
     assert rounds[0].title(1) == "round 1: 4 tokens drafted, 2 kept, then the target's ' x'; rejected: ' d'"
     assert rounds[1].title(2) == "round 2: 4 tokens drafted, 1 kept"
 
@@ -156,43 +128,31 @@ def test_answers_round_by_round() -> None:
 # ---- curves ----
 
 
-HISTORY = [
-    {"step": 10, "loss": 2.0, "accuracy_depth1": 0.3, "accuracy_depth2": 0.1, "accuracy_depth10": 0.0},
-    {"step": 20, "loss": 1.0, "accuracy_depth1": 0.5, "accuracy_depth2": 0.2, "accuracy_depth10": 0.1},
-    {"step": 20, "eval_loss": 1.5, "eval_accuracy_depth1": 0.4, "eval_tau_depth1": 1.4},
-    {"step": 30, "eval_loss": 1.7, "eval_accuracy_depth1": 0.35, "eval_tau_depth1": 1.3},
-    {"train_runtime": 5.0},
-]
+def test_curves_by_hand_and_from_table_1() -> None:
+    """Figure 2 is 1 + a + ... + a^gamma.
+
+    At alpha .5, c .1 the speedups are 1, 1.364, 1.458, 1.442 for gamma 0 to 3; nothing pays if alpha <= c. Table 1 has
+    3.69x for (alpha .8, gamma 5).
+    """
+    tokens, gammas, speedups = THEORY
+
+    def at(panel: TheoryPanel, value: float, alpha: float) -> float:
+        return panel.over_alphas(value)[ALPHAS.index(alpha)]
+
+    assert at(tokens, 3, 0.5) == pytest.approx(1.875)
+    assert at(tokens, 7, 0.9) == pytest.approx((1 - 0.9**8) / 0.1)
+    assert [at(gammas, 0.1, alpha) for alpha in (0.05, 0.1, 0.5)] == [0, 0, 2]
+    assert gammas.over_alphas(0.1) == sorted(gammas.over_alphas(0.1))
+    assert at(speedups, 5, 0.8) == pytest.approx(3.69, abs=0.005)
+    assert at(speedups, 3, 0.0) == 1
 
 
-def test_held_out_figures_belong_to_the_saved_weights() -> None:
-    for best, step, tau in ((20, 20, 1.4), (None, 30, 1.3)):
-        (found,) = training_curves({"run": Training(steps=30, history=HISTORY, best_step=best)})
-        assert found.held_out is not None
-        assert (found.held_out.step, found.held_out.tau) == (step, [tau])
-    (found,) = training_curves({"run": Training(steps=30, history=HISTORY[:2])})
-    assert found.held_out is None
-
-
-def test_compared_drafters() -> None:
-    """Each has its fastest method at the lowest temperature, and the settings in which they differ."""
-    methods = [
-        {"name": "a-1", "drafter": "/home/x/a/drafter"},
-        {"name": "a-2", "drafter": "/home/x/a/drafter"},
-        {"name": "own"},
-        {"name": "lookup", "kind": "prompt_lookup"},
-    ]
-    recipe = Recipe.model_validate({"name": "demo", "eval": {"methods": methods}}).model_dump()
-    summary = [
-        row("a-1", "overall", speedup_mean=1.2), row("a-2", "overall", speedup_mean=1.4),
-        row("a-1", "overall", 1.0, speedup_mean=9.0), row("own", "overall", speedup_mean=1.6),
-        row("lookup", "overall", speedup_mean=2.0),
-    ]  # fmt: skip
-    trained = {
-        "a": Training(steps=10, history=HISTORY, settings={"drafter.options.num_masks": 4, "seed": 1, "data (x)": "1"}),
-        "demo": Training(steps=20, history=[], settings={"drafter.options.num_masks": 8, "seed": 1, "data (x)": "2"}),
-    }
-    own, a = compared_drafters(trained, recipe, summary)
-    assert (own.name, own.row["method"], own.differs, own.held_out) == ("demo", "own", "num_masks 8", None)
-    assert (a.name, a.row["method"], a.row["speedup_mean"], a.differs) == ("a", "a-2", 1.4, "num_masks 4")
-    assert compared_drafters({"a": trained["a"]}, recipe, summary) == []
+def test_measured_values_are_dots_on_theorys_curves() -> None:
+    """The tree's alpha is 0.71 of the width; a figure that was not measured has no dot."""
+    row = TIMING[0] | {"speedup_decoding": None}
+    dots = [chart.dots for chart in theory_charts([row, row | {"method": "autoregressive"}])]
+    assert [len(each) for each in dots] == [1, 1, 0]
+    for ((name, x, y),) in dots[:2]:
+        assert name == "tree at T = 0"
+        assert x == pytest.approx(LEFT + row["alpha"] * (WIDTH - LEFT - RIGHT), abs=0.1)
+        assert 0 < y < HEIGHT
