@@ -292,39 +292,25 @@ def _read_lattice(
     return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
 
 
+_in_blocks = partial(Exporter, read=parameters, needs_target=has_draft_vocabulary, in_blocks=True)
 EXPORTERS = {
-    ("dflash", "vllm"): Exporter(
-        to_dflash, parameters, DFLASH_RULES, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
-    ),
-    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
-    ("dflash2", "vllm"): Exporter(
-        to_dflash2, parameters, DFLASH2_RULES, "dflash", in_blocks=True, first_vllm=FIRST_DFLASH2
-    ),
-    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
-    ("dflash", "speculators"): Exporter(
+    ("dflash", "vllm"): _in_blocks(to_dflash, refusals=DFLASH_RULES, method="dflash"),
+    ("dflash", "sglang"): _in_blocks(to_dflash, refusals=(*DFLASH_RULES, *SGLANG_RULES), method="DFLASH"),
+    ("dflash2", "vllm"): _in_blocks(to_dflash2, refusals=DFLASH2_RULES, method="dflash", first_vllm=FIRST_DFLASH2),
+    ("dflash2", "sglang"): _in_blocks(to_dflash2, refusals=(*DFLASH2_RULES, *SGLANG_RULES), method="DFLASH"),
+    ("dflash", "speculators"): _in_blocks(
         partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator"),
-        parameters,
-        (*DFLASH_RULES, *SPECULATORS_RULES),
-        "dflash",
-        needs_target=has_draft_vocabulary,
-        in_blocks=True,
+        refusals=(*DFLASH_RULES, *SPECULATORS_RULES),
+        method="dflash",
     ),
-    ("dflash2", "speculators"): Exporter(
+    ("dflash2", "speculators"): _in_blocks(
         partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel"),
-        parameters,
-        (*DFLASH2_RULES, *SPECULATORS_RULES),
-        "dflash",
-        in_blocks=True,
+        refusals=(*DFLASH2_RULES, *SPECULATORS_RULES),
+        method="dflash",
         first_vllm=FIRST_DFLASH2,
     ),
-    ("lilicorr", "vllm"): Exporter(
-        to_lilicorr, parameters, LILICORR_RULES, "dflash", in_blocks=True, first_vllm="0.32"
-    ),
-    ("lilicorr", "sglang"): Exporter(
-        to_lilicorr, parameters, (*LILICORR_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True
-    ),
-    ("dspark", "vllm"): Exporter(
-        to_dspark, parameters, DSPARK_RULES, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
-    ),
-    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", in_blocks=True),
+    ("lilicorr", "vllm"): _in_blocks(to_lilicorr, refusals=LILICORR_RULES, method="dflash", first_vllm="0.32"),
+    ("lilicorr", "sglang"): _in_blocks(to_lilicorr, refusals=(*LILICORR_RULES, *SGLANG_RULES), method="DFLASH"),
+    ("dspark", "vllm"): _in_blocks(to_dspark, refusals=DSPARK_RULES, method="dspark"),
+    ("dspark", "sglang"): _in_blocks(to_dspark, refusals=(*DSPARK_RULES, *SGLANG_RULES), method="DSPARK"),
 }
