@@ -15,7 +15,7 @@ from gpu.step import Step, run_step
 
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "huggingface_hub", "accelerate", "datasets", "safetensors"),
-    *("numpy", "pyarrow", "peft", "pydantic", "pytest", "pytest-xdist"),
+    *("numpy", "pyarrow", "pydantic", "pytest", "pytest-xdist"),
 )
 LAUNCHES = 1000
 
