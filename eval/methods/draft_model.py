@@ -86,7 +86,7 @@ class DraftModelDecoder:
     def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
-        ids, _, depths = self._tree.add(tokens, parents)
+        ids, depths = to_device([tokens, self._tree.grow(parents)], self._device)
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
             self._nodes.setdefault(below, node)
         # A single row that sees all others needs no mask, and fast kernels apply.

@@ -218,7 +218,7 @@ class CachedDecoder:
         Its results are the hidden states [1+K, D] and fp32 logits [1+K, V'] of the newest token and the masks.
         """
         drafter, cache, masks_ke, window = self._drafter, self._cache, self._masks_ke, self._window
-        real_inputs, run_rows, has_residual = self._real_inputs, self._static_rows_of, self._has_residual
+        real_inputs, run_rows, has_residual = drafter.real_inputs, self._static_rows_of, self._has_residual
         columns = torch.arange(cache.capacity, device=self._device)
 
         def run(ids: Tensor, features: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,11 +245,6 @@ class CachedDecoder:
         states: Tensor = self._drafter.run_layers(inputs_re[None], (cos, sin), cached_attention=self._cache)[0]
         self._cache.end_static_step()
         return states
-
-    def _real_inputs(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Return the inputs [n, E] of new tokens."""
-        inputs: Tensor = self._drafter.real_inputs(ids, features)
-        return inputs
 
     def _make_cache(self, capacity: int) -> CachedAttention:
         config, dtype = self._drafter.layers_config, self._drafter.dtype
@@ -371,7 +366,7 @@ class ParallelDecoder(CachedDecoder):
             rotary = self._rotary_of(inputs, slice(begin, begin + rows))
             logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
         else:
-            real_ne = self._real_inputs(ids, features)
+            real_ne = self._drafter.real_inputs(ids, features)
             masks_ke = self._masks_ke + real_ne[-1:] if self._has_residual else self._masks_ke
             _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values are stored after `length`: the next round overwrites them.
@@ -494,11 +489,6 @@ class GrowingTree:
     def forget(self) -> None:
         """Drop the tree, until `begin`."""
         self.depths = []
-
-    def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Add W nodes as `grow` does; return tokens, parents and depths [W] on the device."""
-        depths = self.grow(parents)
-        return tuple(to_device([tokens, parents, depths], self._device))
 
     def grow(self, parents: list[int]) -> list[int]:
         """Add W nodes below `parents`; return their depths.
