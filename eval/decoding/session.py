@@ -212,11 +212,6 @@ class TargetSession:
         """Return whether a draft tree is one call of `CpuTarget`."""
         return self.model.few_rows is not None
 
-    @property
-    def length_tokens(self) -> int:
-        """Return the number of committed tokens in the cache, all but the newest."""
-        return self.cache.lengths[self.current]
-
     @torch.inference_mode()
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget the current sequence and read a prompt."""
