@@ -44,6 +44,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -191,7 +192,8 @@ class OverlapMeter:
         self._recorded: _RecordedDecoder | None = None
         if isinstance(method, TreeDrafter):
             self._recorded = _RecordedDecoder(method.decoder)
-            method = method.with_decoder(self._recorded)
+            method = copy(method)
+            method.decoder = self._recorded
         self._method = method
         self.observe = method.observe
         if isinstance(method, ReadsLogits):

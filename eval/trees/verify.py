@@ -144,11 +144,6 @@ class DeviceTokens(Sequence[int]):
         self._on_host = [self.root, *read[: len(self.drafted)], *[0] * self.padding]
         return read[len(self.drafted) :]
 
-    def of_nodes(self, nodes: list[int]) -> DeviceTokens:
-        """Return the tokens of some nodes, the root first."""
-        places = to_device([node - 1 for node in nodes[1:]], self.drafted.device)
-        return DeviceTokens(self.root, self.drafted.index_select(0, places))
-
     def __len__(self) -> int:
         return 1 + len(self.drafted) + self.padding
 
@@ -227,7 +222,8 @@ class DraftTree:
             return self
         tokens: Sequence[int]
         if isinstance(self.tokens, DeviceTokens):
-            tokens = self.tokens.of_nodes(nodes)
+            places = to_device([node - 1 for node in nodes[1:]], self.tokens.drafted.device)
+            tokens = DeviceTokens(self.tokens.root, self.tokens.drafted.index_select(0, places))
         else:
             tokens = [self.tokens[node] for node in nodes]
         shape = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates)

@@ -66,11 +66,6 @@ class CachedAttention(KVCache):
         self._causal = False  # whether the mask is that of causal order alone
         self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
 
-    def mark_static(self) -> None:
-        """Mark the cache as static for the compiler: CUDA graphs write into static memory only."""
-        for part in (self.keys, self.values):
-            torch._dynamo.mark_static_address(part)
-
     def begin_static_step(self, places: Tensor, hidden: Tensor) -> None:
         """Prepare a step that writes R rows at `places` and attends to the whole capacity.
 
@@ -87,11 +82,6 @@ class CachedAttention(KVCache):
         """Go back to steps of any shape."""
         self.write_at(0, 0)
         self._mask = None
-
-    def store_at(self, places: Tensor, keys_values: Tensor) -> None:
-        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
-        self.keys.index_copy_(3, places, keys_values[:, 0])
-        self.values.index_copy_(3, places, keys_values[:, 1])
 
     def is_beyond_window(self, positions: int) -> bool:
         """Return True if the last of N `positions` after the committed tokens does not see all of these."""

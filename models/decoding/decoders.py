@@ -1,7 +1,7 @@
 """Protocols of decoders, drafters while they decode one sequence, and the decoders made of cached decoder layers.
 
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
-that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is `OneForward` too).
+that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is a `PathDecoder` too).
 
 Of decoder layers are made `ParallelDecoder`, which drafts all depths in one forward, `PathDecoder`, which changes them
 by the tokens of a path (`MarkovDecoder`), and `TreeDecoder`, which grows a tree level by level: a queue of final tokens
@@ -48,17 +48,8 @@ class TokenColumns:
         self._known = frozenset(given)
         self._ids_on_device = torch.empty(0) if ids is None else ids  # on the device used last
 
-    @property
-    def reduced(self) -> bool:
-        """Return True for a draft vocabulary, which may lack tokens."""
-        return self.ids is not None
-
     def __contains__(self, token: int) -> bool:
         return self.ids is None or token in self._known
-
-    def vocabulary_of(self, logits: Tensor) -> int:
-        """Return V, for logits [..., V']."""
-        return logits.shape[-1] if self.ids is None else self._vocabulary
 
     def tokens(self, columns: list[int]) -> list[int]:
         """Return the target's ids of columns; -1, for no column, stays -1."""
@@ -116,23 +107,9 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
     def expand(self, tokens: Any, parents: list[int]) -> Tensor:
         """Add W nodes below `parents`; fp32 logits [W, V'] of their children.
 
-        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. The tokens are a list, or, unless
-        the decoder `ReadsTokens`, a tensor on its device.
+        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. The tokens are a list, or a tensor
+        on the decoder's device.
         """
-
-
-@runtime_checkable
-class OneForward(Protocol):
-    """A stepwise decoder whose layers run in `begin` alone: `expand` costs next to nothing, however wide a level is."""
-
-    one_forward: bool
-
-
-@runtime_checkable
-class ReadsTokens(Protocol):
-    """A decoder that looks tokens up on the host: it is given lists, and tensors of the CPU, wherever the target is."""
-
-    reads_tokens: bool
 
 
 @runtime_checkable
@@ -183,7 +160,8 @@ class CachedDecoder:
         """
         if has_static_rope(self._drafter.layers_config):
             self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
-            self._cache.mark_static()
+            for part in (self._cache.keys, self._cache.values):  # CUDA graphs write into static memory only
+                torch._dynamo.mark_static_address(part)
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
@@ -377,15 +355,14 @@ class ParallelDecoder(CachedDecoder):
 class PathDecoder:
     """A `StepwiseDecoder` over one that drafts all depths in one forward; no layer runs after `begin`.
 
-    Subclasses add the effect of the previous token in `_after`.
+    So `expand` costs next to nothing, however wide a level is. Subclasses add the effect of the previous token in
+    `_after`.
 
     Args:
         decoder: Runs the one forward.
         num_depths: G.
         device: The drafter's.
     """
-
-    one_forward = True
 
     def __init__(self, decoder: DrafterDecoder, num_depths: int, device: torch.device) -> None:
         self.num_depths, self.columns = num_depths, decoder.columns
@@ -485,10 +462,6 @@ class GrowingTree:
     def begin(self) -> None:
         """Start a tree of node 0 alone."""
         self.depths, self.parents = [0], []
-
-    def forget(self) -> None:
-        """Drop the tree, until `begin`."""
-        self.depths = []
 
     def grow(self, parents: list[int]) -> list[int]:
         """Add W nodes below `parents`; return their depths.

@@ -27,7 +27,6 @@ from draftsmith.models.formats import causal_lm, dflash, eagle
 from draftsmith.models.formats.layout import (
     NO_ATTENTION_BIAS,
     Checkpoint,
-    Exporter,
     Refusal,
     has_plain_logits,
     no_layers,
@@ -89,7 +88,6 @@ EAGLE3_RULES = (
     ),
     only("fc_norm", False, "its EAGLE-3 loader knows no fc_norm"),
     only("norm_output", False, "its EAGLE-3 loader knows no norm_output"),
-    ROPE,
 )  # fmt: skip
 OF_ITS_SELECTOR = Refusal(
     "more candidates than fit into a row",
@@ -100,30 +98,26 @@ OF_ITS_SELECTOR = Refusal(
 DRAFT_MODEL_RULES = (
     *causal_lm.DRAFT_MODEL_RULES,
     no_layers_but(ARCHITECTURES, "draft models of {config.layers_of[model_type]}'s layers are not written yet"),
-    ROPE,
 )
 
 
-def _for_llamacpp(exporter: Exporter, method: str, *refusals: Refusal) -> Exporter:
-    """Return an exporter of this layout to a GGUF file; a head of all tokens stays the target's."""
-    return replace(exporter, method=method, refusals=refusals, weights_file=FILE, logits_fit=has_plain_logits)
-
-
+# An engine's layout in a GGUF file; a head of all tokens stays the target's.
 EXPORTERS = {
-    ("eagle3", "gguf"): _for_llamacpp(eagle.EXPORTERS["eagle3", "vllm"], "draft-eagle3", *EAGLE3_RULES),
-    ("dflash", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dflash", "vllm"], "draft-dflash", *dflash.DFLASH_RULES, ROPE
-    ),
-    ("dflash2", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dflash2", "vllm"], "draft-dflash", *dflash.DFLASH2_RULES, OF_ITS_SELECTOR, ROPE
-    ),
-    ("dspark", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dspark", "vllm"], "draft-dspark", *dflash.DSPARK_RULES, ROPE
-    ),
-    ("draft_model", "gguf"): _for_llamacpp(
-        causal_lm.EXPORTERS["draft_model", "vllm"], "draft-simple", *DRAFT_MODEL_RULES
-    ),
-}  # fmt: skip
+    (kind, "gguf"): replace(
+        exporters[kind, "vllm"],
+        method=method,
+        refusals=(*rules, ROPE),
+        weights_file=FILE,
+        logits_fit=has_plain_logits,
+    )
+    for kind, method, exporters, rules in (
+        ("eagle3", "draft-eagle3", eagle.EXPORTERS, EAGLE3_RULES),
+        ("dflash", "draft-dflash", dflash.EXPORTERS, dflash.DFLASH_RULES),
+        ("dflash2", "draft-dflash", dflash.EXPORTERS, (*dflash.DFLASH2_RULES, OF_ITS_SELECTOR)),
+        ("dspark", "draft-dspark", dflash.EXPORTERS, dflash.DSPARK_RULES),
+        ("draft_model", "draft-simple", causal_lm.EXPORTERS, DRAFT_MODEL_RULES),
+    )
+}
 
 
 # ---- ours to theirs ----

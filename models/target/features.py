@@ -66,7 +66,7 @@ def _forward(
     layers: tuple[int, ...] = (FINAL_FEATURES,),
     with_gradient: bool = False,
 ) -> Tensor:
-    with torch.set_grad_enabled(with_gradient), FeatureTap(target, layers, stop_early=True) as tap:
+    with torch.set_grad_enabled(with_gradient), contextlib.closing(FeatureTap(target, layers, stop_early=True)) as tap:
         with contextlib.suppress(_AllTapped):
             target.base_model(input_ids=input_ids_bs, position_ids=position_ids_bs, use_cache=False)
         return tap.take()
@@ -168,12 +168,6 @@ class FeatureTap:
                 )
             else:
                 self._hooks.append(blocks[layer - 1].register_forward_hook(self._catch_output(layer)))
-
-    def __enter__(self) -> "FeatureTap":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the hooks from the target."""
