@@ -40,7 +40,6 @@ class CachedAttention(KVCache):
     A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
     `length` cached real tokens; only the real ones are kept, by the caller moving `length`. Causal order is
     exactly group attention here, since the masks of the newest group come after every real token.
-    A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
 
     Args:
         window: Number of tokens that a row sees, up to and including its own position; None: all. As in
@@ -107,23 +106,6 @@ class CachedAttention(KVCache):
         shape, like = (num_rows, aligned(end)), self.keys
         mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
         self._prepare(begin, end, mask, is_causal=True)
-
-    def begin_tree_step(self, ancestors: Tensor, positions: Tensor) -> None:
-        """Prepare a step of R nodes.
-
-        Args:
-            ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then, the last R of which are
-                the step's own. A node sees all its ancestors: a window is wider than a tree is deep.
-            positions: [R] of the rows; they see the real tokens in the window that ends there.
-        """
-        num_rows, num_nodes = ancestors.shape
-        end, first = self.length + num_nodes, self._first_in_window()
-        mask = zero_mask(num_rows, end - first, dtype=self.keys.dtype, device=self.keys.device)
-        mask[:, self.length - first :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
-        if self._window is not None:
-            columns = torch.arange(first, end, device=mask.device)
-            mask.masked_fill_(columns <= positions[:, None] - self._window, float("-inf"))
-        self._prepare(end - num_rows, end, mask, first)
 
     def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.

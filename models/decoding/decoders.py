@@ -217,10 +217,9 @@ class CachedDecoder:
 
     def _static_rows_of(self, inputs_re: Tensor, places: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """Run rows of a compiled forward; hidden states [R, D], given the columns [R, S] that they do not see."""
-        assert self._rotary_table is not None
-        cos, sin = (part.index_select(1, positions) for part in self._rotary_table)
         self._cache.begin_static_step(places, hidden)
-        states: Tensor = self._drafter.run_layers(inputs_re[None], (cos, sin), cached_attention=self._cache)[0]
+        rotary = self._rotary_of(inputs_re, positions)
+        states: Tensor = self._drafter.run_layers(inputs_re[None], rotary, cached_attention=self._cache)[0]
         self._cache.end_static_step()
         return states
 
@@ -496,8 +495,9 @@ class TreeDecoder(CachedDecoder):
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
     reads its parent's output (`drafted_inputs`) in place of the target's feature.
 
-    Compiled, a level is one `StaticCall`: nodes are padded to a power of two, and outputs, ancestors and depths of all
-    nodes stay on the device. The next level overwrites the padding.
+    A level is one function of tensors that stay on the device: outputs, ancestors and depths of all nodes. Compiled it
+    is a `StaticCall`, whose nodes are padded to a power of two; the next level overwrites the padding. On a CPU the
+    levels of a tree inside the window are calls of `CpuLayers` instead.
     """
 
     _static_rows = LONGEST_TREE_NODES
@@ -506,9 +506,18 @@ class TreeDecoder(CachedDecoder):
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
         self.num_depths, self.columns = num_depths, drafter.vocab.columns
         self._tree = GrowingTree(self._device)
-        self._feedback_md = torch.empty(0)
+        self._has_calls = False  # for the levels of this tree
         self._levels: dict[int, StaticCall] = {}  # by the number of nodes
-        self._held: list[Tensor] = []  # of all nodes, for compiled levels: outputs, ancestors and depths
+        # The last node is none, so that it is nobody's ancestor.
+        nodes, width = 2 * LONGEST_TREE_NODES + 1, drafter.layers_config.hidden_size
+        self._outputs = torch.zeros(nodes, width, dtype=drafter.dtype, device=self._device)
+        self._ancestors = torch.zeros(nodes, nodes, dtype=torch.uint8, device=self._device)
+        self._depths = torch.zeros(nodes, dtype=torch.int64, device=self._device)
+
+    def compile(self, backend: str = BACKEND) -> None:
+        super().compile(backend)
+        for part in (self._outputs, self._ancestors, self._depths):
+            torch._dynamo.mark_static_address(part)
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
@@ -519,68 +528,52 @@ class TreeDecoder(CachedDecoder):
             results = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         newest_1d, logits_1v = results
         self._cache.length += len(ids)
-        self._feedback_md = newest_1d
-        if self._backend is not None:
-            if not self._held:
-                self._hold_nodes(newest_1d)
-            self._held[0][:1].copy_(newest_1d)
+        self._outputs[:1].copy_(newest_1d)
         self._tree.begin()
+        is_inside = not self._cache.is_beyond_window(self.num_depths)
+        self._has_calls = self._few_rows is not None and self._backend is None and is_inside
         return logits_1v
 
     @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
-        first, nodes = len(self._tree.depths), len(tokens)
+        first, nodes = len(self._tree.depths), len(parents)
+        if self._has_calls and nodes > MOST_ROWS:
+            parts = [slice(place, place + MOST_ROWS) for place in range(0, nodes, MOST_ROWS)]
+            return torch.cat([self.expand(tokens[part], parents[part]) for part in parts])
         depths = self._tree.grow(parents)
-        if (logits := self._static_level(tokens, parents, first)) is not None:
-            return logits
-        ids, parents_w, depths_w = with_tokens(tokens, self._device, parents, depths)
-        above = self._feedback_md.index_select(0, parents_w)
-        inputs_we = self._drafter.drafted_inputs(ids, above)
-        places = depths_w + (self._cache.length - 1)
-        if self._few_rows is not None and nodes <= MOST_ROWS and not self._cache.is_beyond_window(max(depths)):
+        if self._has_calls:
+            ids, parents_w, depths_w = with_tokens(tokens, self._device, parents, depths)
+            inputs_we = self._drafter.drafted_inputs(ids, self._outputs.index_select(0, parents_w))
             self._cache.begin_call(nodes, self._tree.parents)
-        else:
-            self._cache.begin_tree_step(self._tree.seen_by_last(nodes), places)
-        hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
-        self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
-        return logits_wv
-
-    def _hold_nodes(self, like_1d: Tensor) -> None:
-        """Make the memory of all nodes. The last is none, so that it is nobody's ancestor."""
-        nodes = 2 * LONGEST_TREE_NODES + 1
-        outputs, depths = like_1d.new_zeros(nodes, like_1d.shape[-1]), torch.zeros(nodes, device=self._device)
-        self._held = [outputs, torch.zeros(nodes, nodes, dtype=torch.uint8, device=self._device), depths.long()]
-        for part in self._held:
-            torch._dynamo.mark_static_address(part)
-
-    def _static_level(self, tokens: list[int] | Tensor, parents: list[int], first: int) -> Tensor | None:
-        """Run new nodes from number `first` on, compiled; fp32 logits [W, V'], or None if that fails."""
-        if self._backend is None:
-            return None
-        size = max(FEWEST_STATIC_NODES, padded_rows(len(tokens)))
-        if size not in self._levels:
-            numbers = torch.zeros(3, size, dtype=torch.int64, device=self._device)
-            self._levels[size] = self._static_call(self._level_forward(), numbers)
-        call = self._levels[size]
-        write_level(call.inputs[0], tokens, parents, [first, self._cache.length])
-        logits: Tensor | None = call.results()
-        if logits is None:
-            self._feedback_md, self._backend = self._held[0][:first], None
-            return None
-        return logits[: len(tokens)]
+            rotary = self._rotary_of(inputs_we, depths_w + (self._cache.length - 1))
+            hidden_wd, logits_wv = self._run_rows(inputs_we, rotary)
+            self._outputs[first : first + nodes].copy_(hidden_wd)
+            return logits_wv
+        if self._backend is not None:
+            size = max(FEWEST_STATIC_NODES, padded_rows(nodes))
+            if size not in self._levels:
+                numbers = torch.zeros(4, size, dtype=torch.int64, device=self._device)
+                self._levels[size] = self._static_call(self._level_forward(), numbers)
+            call = self._levels[size]
+            write_level(call.inputs[0], tokens, parents, [first] * size, [self._cache.length] * size)
+            logits: Tensor | None = call.results()
+            if logits is not None:
+                return logits[:nodes]
+            self._backend = None
+        numbers = with_tokens(tokens, self._device, parents, [first] * nodes, [self._cache.length] * nodes)
+        return self._level_forward()(torch.stack(numbers))
 
     def _level_forward(self) -> Callable[[Tensor], Tensor]:
-        """Return a function of tokens, parents and (first node, length), [3, W], which is compiled."""
+        """Return a function of tokens, parents, first node and length, [4, W]; it may be compiled."""
         drafter, run_rows, window = self._drafter, self._static_rows_of, self._window
-        outputs, ancestors, depths = self._held
-        columns = torch.arange(self._cache.capacity, device=self._device)
+        outputs, ancestors, depths = self._outputs, self._ancestors, self._depths
+        columns, nodes = (torch.arange(each, device=self._device) for each in (self._cache.capacity, len(ancestors)))
 
         def run(numbers: Tensor) -> Tensor:
-            tokens, parents, state = numbers.unbind()
-            first, length = state[0], state[1]
-            node_w = first + columns[: len(tokens)]
-            is_itself = columns[None, : len(ancestors)] == node_w[:, None]
+            tokens, parents, firsts, lengths = numbers.unbind()
+            node_w, length = firsts + nodes[: len(tokens)], lengths[0]
+            is_itself = nodes == node_w[:, None]
             seen = ancestors.index_select(0, parents).masked_fill(is_itself, 1)
             depth_w = depths.index_select(0, parents) + 1
             # Node 0 is the newest committed token; what is beyond the nodes is seen by none.
