@@ -321,7 +321,6 @@ class TargetSession:
                 raise
             logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
             self.compiled = None
-            self.model.tap.forget()
             return None
 
     def _numbers(self, trees: Sequence[tuple[int, DraftTree]], positions: list[int]) -> Tensor:

@@ -340,8 +340,9 @@ class ParallelDecoder(CachedDecoder):
             if inputs is None:
                 inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
                 self._inputs_of[len(ids)] = inputs
-            rotary = self._rotary_of(inputs, slice(begin, begin + rows))
-            logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
+            cos, sin = (part[0] for part in self._rotary_of(inputs, slice(begin, begin + rows)))
+            held = self._cache.keys, self._cache.values
+            logits_gv = layers.forward_fused(inputs, ids, features, (cos, sin), *held, begin, len(ids) - 1)
         else:
             real_ne = self._drafter.real_inputs(ids, features)
             masks_ke = self._masks_ke + real_ne[-1:] if self._has_residual else self._masks_ke

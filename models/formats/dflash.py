@@ -265,7 +265,12 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
             if (known.get(key) or plain) != plain:
                 raise UserError(f"config.json: {key} is {known[key]}, which is not supported here, only {plain}")
         if "lilicorr.out_head.weight" in state:
-            return _read_lattice(options, known, state, borrowed, target_config["hidden_size"])
+            options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
+            options["lattice_hidden_size"] = options["lattice_hidden_size"] or target_config["hidden_size"]
+            options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
+            if options["conv_kernel_size"]:
+                options["conv_group_size"] = known["conv_group_size"]
+            return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
         return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
@@ -274,22 +279,6 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     if "confidence_head.proj.weight" not in state:
         options["confidence_weight"] = 0.0
     return Parameters("dspark", options, state, borrowed)
-
-
-def _read_lattice(
-    options: dict[str, Any],
-    known: Mapping[str, Any],
-    state: dict[str, Tensor],
-    borrowed: dict[str, Tensor],
-    hidden_size: int,
-) -> Parameters:
-    """Read LiLiCorr's options and tensors, in addition to DFlash's `options`."""
-    options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
-    options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
-    options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
-    if options["conv_kernel_size"]:
-        options["conv_group_size"] = known["conv_group_size"]
-    return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
 
 
 _in_blocks = partial(Exporter, read=parameters, needs_target=has_draft_vocabulary, in_blocks=True)

@@ -191,10 +191,6 @@ class FeatureTap:
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def forget(self) -> None:
-        """Drop the hidden states of a forward that failed."""
-        self._caught.clear()
-
     def _catch_output(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             self._caught[layer] = output if isinstance(output, Tensor) else output[0]
