@@ -562,8 +562,8 @@ class TreeDecoder(CachedDecoder):
             if logits is not None:
                 return logits[:nodes]
             self._backend = None
-        numbers = with_tokens(tokens, self._device, parents, [first] * nodes, [self._cache.length] * nodes)
-        return self._level_forward()(torch.stack(numbers))
+        rows = with_tokens(tokens, self._device, parents, [first] * nodes, [self._cache.length] * nodes)
+        return self._level_forward()(torch.stack(rows))
 
     def _level_forward(self) -> Callable[[Tensor], Tensor]:
         """Return a function of tokens, parents, first node and length, [4, W]; it may be compiled."""
