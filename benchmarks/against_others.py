@@ -47,7 +47,7 @@ from draftsmith.eval.methods.draft_model import DraftModelDecoder
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
-from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.drafters.draft_model import DraftModel, as_causal_lm
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
 from draftsmith.recipes.loading import load_recipe
@@ -219,7 +219,7 @@ def load_draft_model(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel
         return None
     drafter = load_drafter(folder, target)
     assert isinstance(drafter, DraftModel)
-    return drafter.causal_lm(target)
+    return as_causal_lm(drafter, target, tied=bool(target.config.tie_word_embeddings))
 
 
 def transformers_sides(

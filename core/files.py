@@ -7,6 +7,8 @@ import hashlib
 import os
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +58,22 @@ def write_atomically(file: Path, text: str) -> None:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `folder` when it is complete; after an error the old one remains."""
+    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        share_as_usual(partial)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    finally:
+        for rest in (partial, old):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def check_writable(folder: Path) -> None:

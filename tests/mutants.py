@@ -122,9 +122,9 @@ MUTANTS = (
     ),
     Mutant(
         "a draft tree sees a token more than the window",
-        "models/decoding/cached_attention.py",
-        'mask.masked_fill_(columns <= positions[:, None] - self._window, float("-inf"))',
-        'mask.masked_fill_(columns < positions[:, None] - self._window, float("-inf"))',
+        "models/decoding/decoders.py",
+        "hidden |= columns <= position_w[:, None] - window",
+        "hidden |= columns < position_w[:, None] - window",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),
     Mutant(

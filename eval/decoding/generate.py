@@ -145,7 +145,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.record, self.finished = AnswerRecord(), False
-        if self.columns.reduced:
+        if self.columns.ids is not None:
             self.record.outside_tokens, self.record.ended_outside = 0, []
         self._matcher = None if self.stop is None else StopMatcher(self.stop)
         self.use(self.method)

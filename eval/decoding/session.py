@@ -212,11 +212,6 @@ class TargetSession:
         """Return whether a draft tree is one call of `CpuTarget`."""
         return self.model.few_rows is not None
 
-    @property
-    def length_tokens(self) -> int:
-        """Return the number of committed tokens in the cache, all but the newest."""
-        return self.cache.lengths[self.current]
-
     @torch.inference_mode()
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget the current sequence and read a prompt."""
@@ -327,7 +322,6 @@ class TargetSession:
                 raise
             logger.warning("%s; running without", str(error).partition(": use eval.compile")[0])
             self.compiled = None
-            self.model.tap.forget()
             return None
 
     def _numbers(self, trees: Sequence[tuple[int, DraftTree]], positions: list[int]) -> Tensor:

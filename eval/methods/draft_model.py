@@ -40,8 +40,6 @@ class DraftModelDecoder:
             0.
     """
 
-    reads_tokens = True
-
     def __init__(self, model: Any, num_depths: int, max_length_tokens: int, vocab_size: int) -> None:
         self.num_depths, self.columns = num_depths, ALL_TOKENS
         self._vocab_size, self._device, self._dtype = vocab_size, model.device, model.dtype
@@ -55,7 +53,7 @@ class DraftModelDecoder:
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         self._cache.crop(0)
         self._pending = prompt_ids.tolist()
-        self._forget_tree()
+        self._nodes.clear()
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         ids, node = committed_ids.tolist(), 0
@@ -67,7 +65,7 @@ class DraftModelDecoder:
             accepted_rows.append(node - 1)
         self._cache.keep(accepted_rows)
         self._pending += ids[len(accepted_rows) :]
-        self._forget_tree()
+        self._nodes.clear()
 
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V] for the children of the newest committed token."""
@@ -83,10 +81,11 @@ class DraftModelDecoder:
         self._tree.begin()
         return logits
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         first, is_chain = len(self._tree.depths), parents == [len(self._tree.depths) - 1]
-        ids, _, depths = self._tree.add(tokens, parents)
+        ids, depths = to_device([tokens, self._tree.grow(parents)], self._device)
         for node, below in enumerate(zip(parents, tokens, strict=True), start=first):
             self._nodes.setdefault(below, node)
         # A single row that sees all others needs no mask, and fast kernels apply.
@@ -106,10 +105,6 @@ class DraftModelDecoder:
         mask = zero_mask(len(seen), committed + seen.shape[1], dtype=self._dtype, device=self._device)
         mask[:, committed:].masked_fill_(~seen, torch.finfo(mask.dtype).min)
         return mask[None, None]
-
-    def _forget_tree(self) -> None:
-        self._nodes.clear()
-        self._tree.forget()
 
 
 class DraftModelMethod:

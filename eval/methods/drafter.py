@@ -20,6 +20,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +35,7 @@ from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     DrafterDecoder,
-    OneForward,
-    ReadsTokens,
+    PathDecoder,
     SequenceDecoder,
     StepwiseDecoder,
     TokenColumns,
@@ -83,19 +83,19 @@ class TreeDrafter:
         adaptive: AdaptiveTree | None = None,
     ) -> None:
         self.name = name
-        self.sequential = isinstance(decoder, StepwiseDecoder) and not isinstance(decoder, OneForward)
+        self.sequential = isinstance(decoder, StepwiseDecoder) and not isinstance(decoder, PathDecoder)
         # A lookup finds any token.
         self.columns = ALL_TOKENS if lookup_nodes else decoder.columns
         self._lookup = PathLookup(sampling.temperature) if lookup_nodes else None
         self._lookup_nodes = lookup_nodes
         self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
-        self._newest, self._on_host = -1, isinstance(decoder, ReadsTokens)
+        self._newest = -1
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
             self._lookup.start(prompt_ids)
-        self.decoder.start(self._tensor(prompt_ids, features), features)
+        self.decoder.start(to_device(prompt_ids, features.device), features)
 
     def propose(self) -> DraftTree:
         tree = self._builder.propose(self._newest, self.decoder, self._sampling, self._generator)
@@ -109,10 +109,7 @@ class TreeDrafter:
             self._lookup.observe(committed_ids)
         if self.adaptive is not None:
             self.adaptive.observe(committed_ids)
-        self.decoder.observe(self._tensor(committed_ids, features), features)
-
-    def _tensor(self, ids: list[int], features: Tensor) -> Tensor:
-        return to_device(ids, torch.device("cpu") if self._on_host else features.device)
+        self.decoder.observe(to_device(committed_ids, features.device), features)
 
 
 # ---- how a tree is made ----
@@ -143,7 +140,7 @@ def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: Adapt
         if not stepwise:
             return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
         # If a level costs no forward, all of its nodes are expanded.
-        beam = method.nodes if isinstance(decoder, OneForward) else method.branch
+        beam = method.nodes if isinstance(decoder, PathDecoder) else method.branch
         return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam)
     return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
 
@@ -151,16 +148,16 @@ def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: Adapt
 # ---- chains ----
 
 
+@dataclass(frozen=True)
 class ChainBuilder:
     """Builder of chains, with one token per depth, from one forward."""
 
-    def __init__(self, max_depth: int | None = None) -> None:
-        self._max_depth = max_depth
+    max_depth: int | None = None
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv, columns = decoder.draft()[: self._max_depth], decoder.columns
+        logits_gv, columns = decoder.draft()[: self.max_depth], decoder.columns
         shape = TreeShape.chain(len(logits_gv))
         if sampling.greedy:
             return DraftTree(_tokens_of(root_token, largest(logits_gv), columns), shape)
@@ -169,19 +166,19 @@ class ChainBuilder:
         return DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape))
 
 
+@dataclass(frozen=True)
 class ChainGrower:
     """Builder of chains, with one forward per token, which reads the token before."""
 
-    def __init__(self, max_depth: int | None = None) -> None:
-        self._max_depth = max_depth
+    max_depth: int | None = None
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        num_depths, columns = min(decoder.num_depths, self._max_depth or decoder.num_depths), decoder.columns
+        num_depths, columns = min(decoder.num_depths, self.max_depth or decoder.num_depths), decoder.columns
         shape = TreeShape.chain(num_depths)
         logits = decoder.begin()
-        on_host = _reads_on_host(decoder, logits)
+        on_host = logits.device.type == "cpu"
         q_rows: list[Tensor] = []
         chosen: list[Any] = []  # a list or tensor of one token for every depth
         for depth in range(num_depths):
@@ -228,7 +225,7 @@ class StaticPaths:
         self.siblings = [0, *(children[parent].index(node) for node, parent in enumerate(parents[1:], start=1))]
 
     def check(self, num_depths: int, vocabulary: int) -> None:
-        """Check that the drafter has enough depths and tokens for the tree.
+        """Check that the drafter has enough depths and tokens, V', for the tree.
 
         Raises:
             UserError: The tree is too deep or too wide for the drafter.
@@ -251,25 +248,19 @@ class StaticBuilder:
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         logits_gv, columns, paths = decoder.draft(), decoder.columns, self._paths
-        paths.check(len(logits_gv), columns.vocabulary_of(logits_gv))
+        paths.check(*logits_gv.shape)
         shape, logits_gv = paths.shape, logits_gv[: paths.shape.max_depth]
-        places, q = paths.ranks, None
-        width = max(places) + 1
-        if sampling.greedy and logits_gv.device.type != "cpu" and width <= logits_gv.shape[-1]:
-            nodes = zip(shape.depths[1:], places[1:], strict=True)
-            drafted = _chosen(logits_gv, width, [(depth - 1) * width + place for depth, place in nodes])
-            return DraftTree(_tokens_of(root_token, drafted, columns), shape)
         if sampling.greedy:
-            candidates = ranked(logits_gv, width, columns)
-        else:
-            # All parents at a depth may share the draws: what happens at one of them never depends on the draws of
-            # another depth.
-            places, q_gv = paths.siblings, sampling.probabilities(logits_gv)
-            candidates = draw_without_replacement(q_gv, max(places) + 1, generator, columns)
-            q = _q_of_children(columns.widened(q_gv, 0.0), shape)
-        nodes = zip(shape.depths[1:], places[1:], strict=True)
-        tokens = [root_token, *(candidates[depth - 1][place] for depth, place in nodes)]
-        return without_blanks(DraftTree(tokens, shape, q))
+            width, nodes = max(paths.ranks) + 1, zip(shape.depths[1:], paths.ranks[1:], strict=True)
+            drafted = _chosen(logits_gv, width, [(depth - 1) * width + rank for depth, rank in nodes])
+            return DraftTree(_tokens_of(root_token, drafted, columns), shape)
+        # All parents at a depth may share the draws: what happens at one of them never depends on the draws of another
+        # depth.
+        q_gv = sampling.probabilities(logits_gv)
+        candidates = draw_without_replacement(q_gv, max(paths.siblings) + 1, generator, columns)
+        nodes = zip(shape.depths[1:], paths.siblings[1:], strict=True)
+        tokens = [root_token, *(candidates[depth - 1][sibling] for depth, sibling in nodes)]
+        return without_blanks(DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape)))
 
 
 class StaticGrower:
@@ -290,8 +281,8 @@ class StaticGrower:
         shape, columns = self._paths.shape, decoder.columns
         places = self._paths.ranks if sampling.greedy else self._paths.siblings
         logits = decoder.begin()
-        self._paths.check(decoder.num_depths, columns.vocabulary_of(logits))
-        if sampling.greedy and not _reads_on_host(decoder, logits) and max(places) < logits.shape[-1]:
+        self._paths.check(decoder.num_depths, logits.shape[-1])
+        if sampling.greedy and logits.device.type != "cpu":
             return self._on_device(root_token, decoder, logits)
         tokens = [root_token] + [-1] * (len(shape) - 1)
         decoder_index: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
@@ -306,7 +297,7 @@ class StaticGrower:
                 logits = decoder.expand([tokens[node] for node in grown], above)
             width = 1 + max(places[child] for node in grown for child in shape.children[node])
             if sampling.greedy:
-                candidates = ranked(logits, width, columns)
+                candidates = _to_token_lists(logits.topk(width, dim=-1).indices, width, columns)
             else:
                 q_rows.append(sampling.probabilities(logits))
                 candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
@@ -315,7 +306,7 @@ class StaticGrower:
                 for child in shape.children[node]:
                     tokens[child] = row[places[child]]
         if sampling.greedy:
-            return without_blanks(DraftTree(tokens, shape))
+            return DraftTree(tokens, shape)
         # The rows of leaves are not read.
         rows = to_device([decoder_index.get(node, 0) for node in range(len(shape))], q_rows[0].device)
         q = columns.widened(torch.cat(q_rows), 0.0)
@@ -342,6 +333,7 @@ class StaticGrower:
 # ---- the most likely trees ----
 
 
+@dataclass(frozen=True)
 class BestFirstBuilder:
     """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
 
@@ -349,21 +341,22 @@ class BestFirstBuilder:
     paths are found in order by taking the best candidate, then adding its next sibling and its first child.
     """
 
-    def __init__(self, nodes: int, branch: int, max_depth: int | None = None) -> None:
-        self._nodes, self._branch, self._max_depth = nodes, branch, max_depth
+    nodes: int
+    branch: int
+    max_depth: int | None = None
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv = decoder.draft()[: self._max_depth].float()
-        candidates, log_q = most_likely(logits_gv, self._branch, sampling, decoder.columns)
+        logits_gv = decoder.draft()[: self.max_depth].float()
+        candidates, log_q = most_likely(logits_gv, self.branch, sampling, decoder.columns)
         # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
         depths, width = len(log_q), len(log_q[0])
         tokens, parents, log_confidence = [root_token], [-1], [0.0]
         # Entries: (-log probability of the path, order of arrival, parent node, depth from 0, rank).
         heap = [(-log_q[0][0], 0, 0, 0, 0)]
         arrivals = 1
-        while heap and len(tokens) <= self._nodes:
+        while heap and len(tokens) <= self.nodes:
             cost, _, parent, depth, rank = heapq.heappop(heap)
             tokens.append(candidates[depth][rank])
             parents.append(parent)
@@ -380,6 +373,7 @@ class BestFirstBuilder:
         return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
 
 
+@dataclass(frozen=True)
 class BestFirstGrower:
     """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
 
@@ -398,16 +392,11 @@ class BestFirstGrower:
             node, here it takes one per level.
     """
 
-    def __init__(
-        self,
-        nodes: int,
-        branch: int,
-        max_depth: int | None = None,
-        adaptive: AdaptiveTree | None = None,
-        beam: int | None = None,
-    ) -> None:
-        self._nodes, self._branch, self._max_depth, self._adaptive = nodes, branch, max_depth, adaptive
-        self._beam = branch if beam is None else beam
+    nodes: int
+    branch: int
+    max_depth: int | None = None
+    adaptive: AdaptiveTree | None = None
+    beam: int | None = None
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -416,9 +405,9 @@ class BestFirstGrower:
         tokens, parents, costs = [root_token], [-1], [0.0]
         decoder_index = {0: 0}  # the decoder's number of a candidate
         best: list[int] = []
-        frontier = [0]
+        frontier, beam = [0], self.branch if self.beam is None else self.beam
         logits = decoder.begin()
-        for depth in range(min(decoder.num_depths, self._max_depth or decoder.num_depths)):
+        for depth in range(min(decoder.num_depths, self.max_depth or decoder.num_depths)):
             if depth > 0:
                 above = [decoder_index[parents[node]] for node in frontier]
                 logits = decoder.expand([tokens[node] for node in frontier], above)
@@ -426,7 +415,7 @@ class BestFirstGrower:
                     decoder_index[node] = len(decoder_index)
             # 1. Expansion.
             first_new = len(tokens)
-            drafted = most_likely(logits, self._branch, sampling, decoder.columns)
+            drafted = most_likely(logits, self.branch, sampling, decoder.columns)
             for node, row_tokens, row_log_q in zip(frontier, *drafted, strict=True):
                 for token, log_q in zip(row_tokens, row_log_q, strict=True):
                     # A drafter may leave tokens without any probability.
@@ -435,14 +424,14 @@ class BestFirstGrower:
                         parents.append(node)
                         costs.append(costs[node] - log_q)
             # 2. Reranking. The sort is stable: of equals the first to arrive stays, so a parent before its child.
-            best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self._nodes]
-            if self._adaptive is not None:
-                best = best[: self._adaptive.num_worth_keeping([-costs[node] for node in best])]
+            best = sorted([*best, *range(first_new, len(tokens))], key=costs.__getitem__)[: self.nodes]
+            if self.adaptive is not None:
+                best = best[: self.adaptive.num_worth_keeping([-costs[node] for node in best])]
             # Nothing can enter below the last of a full list.
-            frontier = [node for node in best[: self._nodes - 1] if node >= first_new][: self._beam]
+            frontier = [node for node in best[: self.nodes - 1] if node >= first_new][:beam]
             if not frontier:
                 break
-            if self._adaptive is not None and not self._adaptive.level_pays_off([-costs[node] for node in frontier]):
+            if self.adaptive is not None and not self.adaptive.level_pays_off([-costs[node] for node in frontier]):
                 break
         # In the order of arrival: level by level, so that shapes recur.
         nodes = [0, *sorted(best)]
@@ -451,11 +440,6 @@ class BestFirstGrower:
 
 
 # ---- tokens of a level, from logits or q over a drafter's columns ----
-
-
-def _reads_on_host(decoder: SequenceDecoder, logits: Tensor) -> bool:
-    """Return True if tokens chosen from logits must be known on the host before the next level."""
-    return logits.device.type == "cpu" or isinstance(decoder, ReadsTokens)
 
 
 def _chosen(logits: Tensor, width: int, places: list[int]) -> Tensor:
@@ -478,11 +462,6 @@ def most_likely(
         logits = sampling.scaled(logits)
     chosen, log_q = cpu_kernels.most_likely(logits, min(count, logits.shape[-1]))
     return [columns.tokens(row) for row in chosen], log_q
-
-
-def ranked(logits: Tensor, count: int, columns: TokenColumns = ALL_TOKENS) -> list[list[int]]:
-    """Return the `count` most likely tokens of each row of [R, V'], best first; -1 if there are fewer columns."""
-    return _to_token_lists(logits.topk(min(count, logits.shape[-1]), dim=-1).indices, count, columns)
 
 
 def draw_without_replacement(

@@ -82,8 +82,6 @@ class NgramModel:
 class NgramDecoder:
     """Decoder of an n-gram model, see `draftsmith.models.decoding.decoders.StepwiseDecoder`."""
 
-    reads_tokens = True
-
     def __init__(self, model: NgramModel, num_depths: int, device: torch.device) -> None:
         self.num_depths, self.columns = num_depths, ALL_TOKENS
         self._model, self._device = model, device
@@ -101,8 +99,9 @@ class NgramDecoder:
         self._contexts = [self._newest]
         return self._model.logits(self._newest)[None].to(self._device)
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] for the children of W new nodes below `parents`."""
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         new = [self._context([*self._contexts[p], token]) for token, p in zip(tokens, parents, strict=True)]
         self._contexts += new
         return torch.stack([self._model.logits(context) for context in new]).to(self._device)

@@ -27,7 +27,8 @@ from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import drafter_config, load_drafter
-from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, ReadsTokens, StepwiseDecoder
+from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES, StepwiseDecoder
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.drafters.draft_model import DraftModelConfig
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import Section
@@ -97,16 +98,12 @@ class SpecInfer:
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         for decoder in self._decoders:
-            decoder.start(self._tensor(decoder, prompt_ids, features), features)
+            decoder.start(to_device(prompt_ids, features.device), features)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         self._newest = committed_ids[-1]
         for decoder in self._decoders:
-            decoder.observe(self._tensor(decoder, committed_ids, features), features)
-
-    @staticmethod
-    def _tensor(decoder: StepwiseDecoder, ids: list[int], features: Tensor) -> Tensor:
-        return torch.tensor(ids, device="cpu" if isinstance(decoder, ReadsTokens) else features.device)
+            decoder.observe(to_device(committed_ids, features.device), features)
 
     def propose(self) -> DraftTree:
         tree = _MergedTree(self._newest)

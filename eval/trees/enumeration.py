@@ -57,17 +57,12 @@ class Outcomes:
         self.probability *= probabilities[option]
         return option
 
-    def accept(self, probability: Tensor) -> bool:
-        return self._choose([1 - float(probability), float(probability)]) == 1
+    def accept(self, probabilities: Tensor) -> Tensor:
+        accepted = [self._choose([1 - each, each]) == 1 for each in probabilities.view(-1).tolist()]
+        return torch.tensor(accepted, dtype=torch.bool).view(probabilities.shape)
 
-    def draw(self, probabilities: Tensor) -> int:
-        return self._choose(probabilities.tolist())
-
-    def accept_each(self, probabilities: Tensor) -> Tensor:
-        return torch.tensor([self.accept(probability) for probability in probabilities], dtype=torch.bool)
-
-    def drawn(self, probabilities: Tensor) -> Tensor:
-        return torch.tensor(self.draw(probabilities))
+    def draw(self, probabilities: Tensor) -> Tensor:
+        return torch.tensor(self._choose(probabilities.tolist()))
 
 
 def every_verification(

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.kv_cache import to_device
-from draftsmith.models.sampling import Sampling, draw, drawn
+from draftsmith.models.sampling import Sampling, drawn
 
 # ---- the draft tree ----
 
@@ -144,11 +144,6 @@ class DeviceTokens(Sequence[int]):
         self._on_host = [self.root, *read[: len(self.drafted)], *[0] * self.padding]
         return read[len(self.drafted) :]
 
-    def of_nodes(self, nodes: list[int]) -> DeviceTokens:
-        """Return the tokens of some nodes, the root first."""
-        places = to_device([node - 1 for node in nodes[1:]], self.drafted.device)
-        return DeviceTokens(self.root, self.drafted.index_select(0, places))
-
     def __len__(self) -> int:
         return 1 + len(self.drafted) + self.padding
 
@@ -215,10 +210,6 @@ class DraftTree:
     def children(self, node: int) -> tuple[int, ...]:
         return self.shape.children[node]
 
-    def paths(self) -> list[list[int]]:
-        """Return for each leaf the nodes from the root to it."""
-        return [self.shape.path_to(node) for node in range(len(self)) if node not in self.parents]
-
     def cut_to_depth(self, max_depth: int) -> DraftTree:
         """Return the tree without the nodes deeper than `max_depth`."""
         if self.shape.max_depth <= max_depth:
@@ -231,7 +222,8 @@ class DraftTree:
             return self
         tokens: Sequence[int]
         if isinstance(self.tokens, DeviceTokens):
-            tokens = self.tokens.of_nodes(nodes)
+            places = to_device([node - 1 for node in nodes[1:]], self.tokens.drafted.device)
+            tokens = DeviceTokens(self.tokens.root, self.tokens.drafted.index_select(0, places))
         else:
             tokens = [self.tokens[node] for node in nodes]
         shape = TreeShape.from_nodes(nodes, self.parents, self.shape.num_candidates)
@@ -268,17 +260,13 @@ class Verification:
 
 
 class Chooser(Protocol):
-    """Source of randomness. Probabilities are on the logits' device: a scalar for `accept`, [V] for `draw`."""
+    """Source of randomness. Probabilities and results are on the logits' device."""
 
-    def accept(self, probability: Tensor) -> bool: ...
+    def accept(self, probabilities: Tensor) -> Tensor:
+        """Return bool [...], each True with its probability [...]."""
 
-    def draw(self, probabilities: Tensor) -> int: ...
-
-    def accept_each(self, probabilities: Tensor) -> Tensor:
-        """Return bool [n], as `accept` of each of [n] would."""
-
-    def drawn(self, probabilities: Tensor) -> Tensor:
-        """Return what `draw` would, as int64 [] on the device."""
+    def draw(self, probabilities: Tensor) -> Tensor:
+        """Return an int64 [] below V, drawn from a distribution [V]."""
 
 
 class RandomChooser:
@@ -287,16 +275,10 @@ class RandomChooser:
     def __init__(self, generator: torch.Generator | None) -> None:
         self._generator = generator
 
-    def accept(self, probability: Tensor) -> bool:
-        return bool(torch.rand((), generator=self._generator, device=probability.device) < probability)
-
-    def draw(self, probabilities: Tensor) -> int:
-        return draw(probabilities, self._generator)
-
-    def accept_each(self, probabilities: Tensor) -> Tensor:
+    def accept(self, probabilities: Tensor) -> Tensor:
         return torch.rand(probabilities.shape, generator=self._generator, device=probabilities.device) < probabilities
 
-    def drawn(self, probabilities: Tensor) -> Tensor:
+    def draw(self, probabilities: Tensor) -> Tensor:
         return drawn(probabilities, self._generator)
 
 
@@ -377,7 +359,7 @@ def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, 
             p = _residual(p, q, token)
         else:
             # 3. No child left: the target adds a token drawn from the residual.
-            return Verification(path, chooser.draw(p))
+            return Verification(path, int(chooser.draw(p)))
 
 
 def _walk_chain(
@@ -389,11 +371,11 @@ def _walk_chain(
     q_nv = q_nv.to(p_nv.dtype)
     # 1. Of every node as in `walk`; the first rejection ends the path.
     p_g, q_g = (part[: len(drafted_g1)].gather(1, drafted_g1)[:, 0].double() for part in (p_nv, q_nv))
-    accepted_g = chooser.accept_each((p_g / (lenience * q_g)).clamp_max(1.0))
+    accepted_g = chooser.accept((p_g / (lenience * q_g)).clamp_max(1.0))
     length_1 = accepted_g.long().cumprod(0).sum(0, keepdim=True)
     # 2. and 3. The residual at the path's end, or p if nothing was rejected.
     p_v, q_v = (part.index_select(0, length_1)[0] for part in (p_nv, q_nv))
-    next_1 = chooser.drawn(torch.where(length_1 < len(drafted_g1), _residual(p_v, q_v, -1), p_v)).view(1)
+    next_1 = chooser.draw(torch.where(length_1 < len(drafted_g1), _residual(p_v, q_v, -1), p_v)).view(1)
     length, next_token = tokens.read_with(torch.cat([length_1, next_1]))
     return Verification(list(range(length + 1)), next_token)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
 from draftsmith.models.cuda_attention import can_split, has_split_attention, split_attention
-from draftsmith.models.decoding.kv_cache import KVCache, aligned, zero_mask
+from draftsmith.models.decoding.kv_cache import KVCache, zero_mask
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
@@ -40,7 +40,6 @@ class CachedAttention(KVCache):
     A causal step (`begin_step`) has R rows: the pending real tokens, then the K masks. All are written after the
     `length` cached real tokens; only the real ones are kept, by the caller moving `length`. Causal order is
     exactly group attention here, since the masks of the newest group come after every real token.
-    A tree step (`begin_tree_step`) adds R nodes of a draft tree after the `length` tokens and the nodes before them.
 
     Args:
         window: Number of tokens that a row sees, up to and including its own position; None: all. As in
@@ -66,11 +65,6 @@ class CachedAttention(KVCache):
         self._causal = False  # whether the mask is that of causal order alone
         self._parents: list[int] | None = None  # of the nodes of a tree step that has no mask
 
-    def mark_static(self) -> None:
-        """Mark the cache as static for the compiler: CUDA graphs write into static memory only."""
-        for part in (self.keys, self.values):
-            torch._dynamo.mark_static_address(part)
-
     def begin_static_step(self, places: Tensor, hidden: Tensor) -> None:
         """Prepare a step that writes R rows at `places` and attends to the whole capacity.
 
@@ -88,52 +82,23 @@ class CachedAttention(KVCache):
         self.write_at(0, 0)
         self._mask = None
 
-    def store_at(self, places: Tensor, keys_values: Tensor) -> None:
-        """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
-        self.keys.index_copy_(3, places, keys_values[:, 0])
-        self.values.index_copy_(3, places, keys_values[:, 1])
-
     def is_beyond_window(self, positions: int) -> bool:
         """Return True if the last of N `positions` after the committed tokens does not see all of these."""
         return self._window is not None and self.length + positions > self._window
 
-    def _first_in_window(self) -> int:
-        """Return the first column that the first position after the committed tokens sees."""
-        return 0 if self._window is None else max(self.length + 1 - self._window, 0)
-
     def begin_step(self, num_rows: int, causal: bool = True) -> None:
         """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
-        begin, end = self.length, self.length + num_rows
-        if self.is_beyond_window(num_rows):
-            first = self._first_in_window()
+        begin, end, first, mask = self.length, self.length + num_rows, 0, None
+        window = self._window if self.is_beyond_window(num_rows) else None
+        if window is not None:
+            first = max(begin + 1 - window, 0)  # the first column that the first row sees
+        if window is not None or (causal and begin > 0):
             columns = torch.arange(first, end, device=self.keys.device)
-            hidden = masked_columns(columns, columns[-num_rows:], causal, self._window)
-            mask = zero_mask(*hidden.shape, dtype=self.keys.dtype, device=hidden.device)
-            self._prepare(begin, end, mask.masked_fill_(hidden, float("-inf")), first, is_open=not causal)
-            return
-        if begin == 0 or not causal:
-            self._prepare(begin, end, is_causal=causal, is_open=not causal)
-            return
-        shape, like = (num_rows, aligned(end)), self.keys
-        mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
-        self._prepare(begin, end, mask, is_causal=True)
-
-    def begin_tree_step(self, ancestors: Tensor, positions: Tensor) -> None:
-        """Prepare a step of R nodes.
-
-        Args:
-            ancestors: [R, M] bool, whether a row sees each of the M nodes there will be then, the last R of which are
-                the step's own. A node sees all its ancestors: a window is wider than a tree is deep.
-            positions: [R] of the rows; they see the real tokens in the window that ends there.
-        """
-        num_rows, num_nodes = ancestors.shape
-        end, first = self.length + num_nodes, self._first_in_window()
-        mask = zero_mask(num_rows, end - first, dtype=self.keys.dtype, device=self.keys.device)
-        mask[:, self.length - first :].masked_fill_(~ancestors.to(mask.device), float("-inf"))
-        if self._window is not None:
-            columns = torch.arange(first, end, device=mask.device)
-            mask.masked_fill_(columns <= positions[:, None] - self._window, float("-inf"))
-        self._prepare(end - num_rows, end, mask, first)
+            mask = zero_mask(num_rows, end - first, dtype=self.keys.dtype, device=columns.device)
+            mask.masked_fill_(masked_columns(columns, columns[-num_rows:], causal, window), float("-inf"))
+        self.write_at(begin, end)
+        self._mask, self._first, self._parents = mask, first, None
+        self._causal, self._open = causal and window is None, not causal
 
     def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
         """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
@@ -142,22 +107,9 @@ class CachedAttention(KVCache):
             parents: Of the M nodes of the tree, -1 for those below node 0.
         """
         end = self.length + (num_rows if parents is None else len(parents))
-        self._prepare(end - num_rows, end, is_causal=parents is None, parents=parents)
-
-    def _prepare(
-        self,
-        begin: int,
-        end: int,
-        mask: Tensor | None = None,
-        first: int = 0,
-        is_causal: bool = False,
-        is_open: bool = False,
-        parents: list[int] | None = None,
-    ) -> None:
-        """Set what all layers of a step share; its keys and values go to the cache's columns `begin` to `end`."""
-        self.write_at(begin, end)
-        self._mask, self._first = mask, first
-        self._causal, self._open, self._parents = is_causal, is_open, parents
+        self.write_at(end - num_rows, end)
+        self._mask, self._first, self._parents = None, 0, parents
+        self._causal, self._open = parents is None, False
 
     def run(
         self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
@@ -180,16 +132,6 @@ class CachedAttention(KVCache):
             inputs_re, (cos, sin), keys, values, start, mask, (layers.num_layers, FINAL_FEATURES),
             parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
         )  # fmt: skip
-
-    def run_fused(
-        self, layers: CpuLayers, inputs_re: Tensor, ids: Tensor, features: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Return fp32 logits [k, V'] of causal rows from the last fused one on; see `CpuLayers.forward_fused`."""
-        cos, sin = (part[0] for part in rotary)
-        first_kept = len(ids) - 1
-        return layers.forward_fused(
-            inputs_re, ids, features, (cos, sin), self.keys, self.values, self.length, first_kept
-        )
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """Return [1, R, H, Dh] for queries [1, H, R, Dh]; store the new keys and values [1, Hkv, R, Dh]."""

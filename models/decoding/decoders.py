@@ -1,7 +1,7 @@
 """Protocols of decoders, drafters while they decode one sequence, and the decoders made of cached decoder layers.
 
 A drafter whose depths do not depend on each other's tokens decodes with a `DrafterDecoder` (ParallelSpec, Medusa); one
-that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is `OneForward` too).
+that reads its own drafted tokens with a `StepwiseDecoder` (Hydra, EAGLE; a Markov head, which is a `PathDecoder` too).
 
 Of decoder layers are made `ParallelDecoder`, which drafts all depths in one forward, `PathDecoder`, which changes them
 by the tokens of a path (`MarkovDecoder`), and `TreeDecoder`, which grows a tree level by level: a queue of final tokens
@@ -47,17 +47,8 @@ class TokenColumns:
         self._known = frozenset(given)
         self._ids_on_device = torch.empty(0) if ids is None else ids  # on the device used last
 
-    @property
-    def reduced(self) -> bool:
-        """Return True for a draft vocabulary, which may lack tokens."""
-        return self.ids is not None
-
     def __contains__(self, token: int) -> bool:
         return self.ids is None or token in self._known
-
-    def vocabulary_of(self, logits: Tensor) -> int:
-        """Return V, for logits [..., V']."""
-        return logits.shape[-1] if self.ids is None else self._vocabulary
 
     def tokens(self, columns: list[int]) -> list[int]:
         """Return the target's ids of columns; -1, for no column, stays -1."""
@@ -115,23 +106,9 @@ class StepwiseDecoder(SequenceDecoder, Protocol):
     def expand(self, tokens: Any, parents: list[int]) -> Tensor:
         """Add W nodes below `parents`; fp32 logits [W, V'] of their children.
 
-        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. The tokens are a list, or, unless
-        the decoder `ReadsTokens`, a tensor on its device.
+        Nodes are numbered 1, 2, ... in the order given over all calls since `begin`. The tokens are a list, or a tensor
+        on the decoder's device.
         """
-
-
-@runtime_checkable
-class OneForward(Protocol):
-    """A stepwise decoder whose layers run in `begin` alone: `expand` costs next to nothing, however wide a level is."""
-
-    one_forward: bool
-
-
-@runtime_checkable
-class ReadsTokens(Protocol):
-    """A decoder that looks tokens up on the host: it is given lists, and tensors of the CPU, wherever the target is."""
-
-    reads_tokens: bool
 
 
 @runtime_checkable
@@ -182,7 +159,8 @@ class CachedDecoder:
         """
         if has_static_rope(self._drafter.layers_config):
             self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
-            self._cache.mark_static()
+            for part in (self._cache.keys, self._cache.values):  # CUDA graphs write into static memory only
+                torch._dynamo.mark_static_address(part)
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
@@ -217,7 +195,7 @@ class CachedDecoder:
         Its results are the hidden states [1+K, D] and fp32 logits [1+K, V'] of the newest token and the masks.
         """
         drafter, cache, masks_ke, window = self._drafter, self._cache, self._masks_ke, self._window
-        real_inputs, run_rows, has_residual = self._real_inputs, self._static_rows_of, self._has_residual
+        real_inputs, run_rows, has_residual = drafter.real_inputs, self._static_rows_of, self._has_residual
         columns = torch.arange(cache.capacity, device=self._device)
 
         def run(ids: Tensor, features: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,17 +216,11 @@ class CachedDecoder:
 
     def _static_rows_of(self, inputs_re: Tensor, places: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
         """Run rows of a compiled forward; hidden states [R, D], given the columns [R, S] that they do not see."""
-        assert self._rotary_table is not None
-        cos, sin = (part.index_select(1, positions) for part in self._rotary_table)
         self._cache.begin_static_step(places, hidden)
-        states: Tensor = self._drafter.run_layers(inputs_re[None], (cos, sin), cached_attention=self._cache)[0]
+        rotary = self._rotary_of(inputs_re, positions)
+        states: Tensor = self._drafter.run_layers(inputs_re[None], rotary, cached_attention=self._cache)[0]
         self._cache.end_static_step()
         return states
-
-    def _real_inputs(self, ids: Tensor, features: Tensor) -> Tensor:
-        """Return the inputs [n, E] of new tokens."""
-        inputs: Tensor = self._drafter.real_inputs(ids, features)
-        return inputs
 
     def _make_cache(self, capacity: int) -> CachedAttention:
         config, dtype = self._drafter.layers_config, self._drafter.dtype
@@ -311,7 +283,8 @@ class CachedDecoder:
                 break
             self._cache.begin_call(rows)
             self._hidden_of(
-                self._real_inputs(ids[:rows], features[:rows]), self._rotary_of(features, slice(begin, begin + rows))
+                self._drafter.real_inputs(ids[:rows], features[:rows]),
+                self._rotary_of(features, slice(begin, begin + rows)),
             )
             self._cache.length += rows
             ids, features = ids[rows:], features[rows:]
@@ -389,10 +362,11 @@ class ParallelDecoder(CachedDecoder):
             if inputs is None:
                 inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
                 self._inputs_of[len(ids)] = inputs
-            rotary = self._rotary_of(inputs, slice(begin, begin + rows))
-            logits_gv = self._cache.run_fused(layers, inputs, ids, features, rotary)
+            cos, sin = (part[0] for part in self._rotary_of(inputs, slice(begin, begin + rows)))
+            held = self._cache.keys, self._cache.values
+            logits_gv = layers.forward_fused(inputs, ids, features, (cos, sin), *held, begin, len(ids) - 1)
         else:
-            real_ne = self._real_inputs(ids, features)
+            real_ne = self._drafter.real_inputs(ids, features)
             masks_ke = self._masks_ke + real_ne[-1:] if self._has_residual else self._masks_ke
             _, logits_gv = self._causal_logits(torch.cat([real_ne, masks_ke]), len(ids) - 1)
         # The masks' keys and values are stored after `length`: the next round overwrites them.
@@ -403,15 +377,14 @@ class ParallelDecoder(CachedDecoder):
 class PathDecoder:
     """A `StepwiseDecoder` over one that drafts all depths in one forward; no layer runs after `begin`.
 
-    Subclasses add the effect of the previous token in `_after`.
+    So `expand` costs next to nothing, however wide a level is. Subclasses add the effect of the previous token in
+    `_after`.
 
     Args:
         decoder: Runs the one forward.
         num_depths: G.
         device: The drafter's.
     """
-
-    one_forward = True
 
     def __init__(self, decoder: DrafterDecoder, num_depths: int, device: torch.device) -> None:
         self.num_depths, self.columns = num_depths, decoder.columns
@@ -512,15 +485,6 @@ class GrowingTree:
         """Start a tree of node 0 alone."""
         self.depths, self.parents = [0], []
 
-    def forget(self) -> None:
-        """Drop the tree, until `begin`."""
-        self.depths = []
-
-    def add(self, tokens: list[int], parents: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Add W nodes as `grow` does; return tokens, parents and depths [W] on the device."""
-        depths = self.grow(parents)
-        return tuple(to_device([tokens, parents, depths], self._device))
-
     def grow(self, parents: list[int]) -> list[int]:
         """Add W nodes below `parents`; return their depths.
 
@@ -554,8 +518,9 @@ class TreeDecoder(CachedDecoder):
     A drafted node stands where the committed tokens end plus its depth, sees all of them and its own ancestors, and
     reads its parent's output (`drafted_inputs`) in place of the target's feature.
 
-    Compiled, a level is one `StaticCall`: nodes are padded to a power of two, and outputs, ancestors and depths of all
-    nodes stay on the device. The next level overwrites the padding.
+    A level is one function of tensors that stay on the device: outputs, ancestors and depths of all nodes. Compiled it
+    is a `StaticCall`, whose nodes are padded to a power of two; the next level overwrites the padding. On a CPU the
+    levels of a tree inside the window are calls of `CpuLayers` instead.
     """
 
     _static_rows = LONGEST_TREE_NODES
@@ -564,9 +529,18 @@ class TreeDecoder(CachedDecoder):
         super().__init__(drafter, max_length_tokens, extra_rows=LONGEST_TREE_NODES)
         self.num_depths, self.columns = num_depths, drafter.vocab.columns
         self._tree = GrowingTree(self._device)
-        self._feedback_md = torch.empty(0)
+        self._has_calls = False  # for the levels of this tree
         self._levels: dict[int, StaticCall] = {}  # by the number of nodes
-        self._held: list[Tensor] = []  # of all nodes, for compiled levels: outputs, ancestors and depths
+        # The last node is none, so that it is nobody's ancestor.
+        nodes, width = 2 * LONGEST_TREE_NODES + 1, drafter.layers_config.hidden_size
+        self._outputs = torch.zeros(nodes, width, dtype=drafter.dtype, device=self._device)
+        self._ancestors = torch.zeros(nodes, nodes, dtype=torch.uint8, device=self._device)
+        self._depths = torch.zeros(nodes, dtype=torch.int64, device=self._device)
+
+    def compile(self, backend: str = BACKEND) -> None:
+        super().compile(backend)
+        for part in (self._outputs, self._ancestors, self._depths):
+            torch._dynamo.mark_static_address(part)
 
     @torch.inference_mode()
     def begin(self) -> Tensor:
@@ -577,68 +551,49 @@ class TreeDecoder(CachedDecoder):
             results = self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         newest_1d, logits_1v = results
         self._cache.length += len(ids)
-        self._feedback_md = newest_1d
-        if self._backend is not None:
-            if not self._held:
-                self._hold_nodes(newest_1d)
-            self._held[0][:1].copy_(newest_1d)
+        self._outputs[:1].copy_(newest_1d)
         self._tree.begin()
+        is_inside = not self._cache.is_beyond_window(self.num_depths)
+        self._has_calls = self._few_rows is not None and self._backend is None and is_inside
         return logits_1v
 
     @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
-        first, nodes = len(self._tree.depths), len(tokens)
+        first, nodes = len(self._tree.depths), len(parents)
         depths = self._tree.grow(parents)
-        if (logits := self._static_level(tokens, parents, first)) is not None:
-            return logits
-        ids, parents_w, depths_w = with_tokens(tokens, self._device, parents, depths)
-        above = self._feedback_md.index_select(0, parents_w)
-        inputs_we = self._drafter.drafted_inputs(ids, above)
-        places = depths_w + (self._cache.length - 1)
-        if self._few_rows is not None and nodes <= MOST_CALL_ROWS and not self._cache.is_beyond_window(max(depths)):
+        if self._has_calls:
+            ids, parents_w, depths_w = with_tokens(tokens, self._device, parents, depths)
+            inputs_we = self._drafter.drafted_inputs(ids, self._outputs.index_select(0, parents_w))
             self._cache.begin_call(nodes, self._tree.parents)
-        else:
-            self._cache.begin_tree_step(self._tree.seen_by_last(nodes), places)
-        hidden_wd, logits_wv = self._run_rows(inputs_we, self._rotary_of(inputs_we, places))
-        self._feedback_md = torch.cat([self._feedback_md, hidden_wd])
-        return logits_wv
-
-    def _hold_nodes(self, like_1d: Tensor) -> None:
-        """Make the memory of all nodes. The last is none, so that it is nobody's ancestor."""
-        nodes = 2 * LONGEST_TREE_NODES + 1
-        outputs, depths = like_1d.new_zeros(nodes, like_1d.shape[-1]), torch.zeros(nodes, device=self._device)
-        self._held = [outputs, torch.zeros(nodes, nodes, dtype=torch.uint8, device=self._device), depths.long()]
-        for part in self._held:
-            torch._dynamo.mark_static_address(part)
-
-    def _static_level(self, tokens: list[int] | Tensor, parents: list[int], first: int) -> Tensor | None:
-        """Run new nodes from number `first` on, compiled; fp32 logits [W, V'], or None if that fails."""
-        if self._backend is None:
-            return None
-        size = max(FEWEST_STATIC_NODES, padded_rows(len(tokens)))
-        if size not in self._levels:
-            numbers = torch.zeros(3, size, dtype=torch.int64, device=self._device)
-            self._levels[size] = self._static_call(self._level_forward(), numbers)
-        call = self._levels[size]
-        write_level(call.inputs[0], tokens, parents, [first, self._cache.length])
-        logits: Tensor | None = call.results()
-        if logits is None:
-            self._feedback_md, self._backend = self._held[0][:first], None
-            return None
-        return logits[: len(tokens)]
+            rotary = self._rotary_of(inputs_we, depths_w + (self._cache.length - 1))
+            hidden_wd, logits_wv = self._run_rows(inputs_we, rotary)
+            self._outputs[first : first + nodes].copy_(hidden_wd)
+            return logits_wv
+        if self._backend is not None:
+            size = max(FEWEST_STATIC_NODES, padded_rows(nodes))
+            if size not in self._levels:
+                numbers = torch.zeros(4, size, dtype=torch.int64, device=self._device)
+                self._levels[size] = self._static_call(self._level_forward(), numbers)
+            call = self._levels[size]
+            write_level(call.inputs[0], tokens, parents, [first] * size, [self._cache.length] * size)
+            logits: Tensor | None = call.results()
+            if logits is not None:
+                return logits[:nodes]
+            self._backend = None
+        rows = with_tokens(tokens, self._device, parents, [first] * nodes, [self._cache.length] * nodes)
+        return self._level_forward()(torch.stack(rows))
 
     def _level_forward(self) -> Callable[[Tensor], Tensor]:
-        """Return a function of tokens, parents and (first node, length), [3, W], which is compiled."""
+        """Return a function of tokens, parents, first node and length, [4, W]; it may be compiled."""
         drafter, run_rows, window = self._drafter, self._static_rows_of, self._window
-        outputs, ancestors, depths = self._held
-        columns = torch.arange(self._cache.capacity, device=self._device)
+        outputs, ancestors, depths = self._outputs, self._ancestors, self._depths
+        columns, nodes = (torch.arange(each, device=self._device) for each in (self._cache.capacity, len(ancestors)))
 
         def run(numbers: Tensor) -> Tensor:
-            tokens, parents, state = numbers.unbind()
-            first, length = state[0], state[1]
-            node_w = first + columns[: len(tokens)]
-            is_itself = columns[None, : len(ancestors)] == node_w[:, None]
+            tokens, parents, firsts, lengths = numbers.unbind()
+            node_w, length = firsts + nodes[: len(tokens)], lengths[0]
+            is_itself = nodes == node_w[:, None]
             seen = ancestors.index_select(0, parents).masked_fill(is_itself, 1)
             depth_w = depths.index_select(0, parents) + 1
             # Node 0 is the newest committed token; what is beyond the nodes is seen by none.

@@ -306,7 +306,9 @@ class BlockDecoder(CachedDecoder):
             context, rows = drafter.context_of(features), columns[: len(features)]
             places = torch.where(rows < count, begin + rows, columns[-1])
             rotary = cos.index_select(1, places), sin.index_select(1, places)
-            cache.store_at(places, to_keys_values(context[None], rotary))
+            keys, values = to_keys_values(context[None], rotary).unbind(1)
+            cache.keys.index_copy_(3, places, keys)
+            cache.values.index_copy_(3, places, values)
             block = drafter.block_inputs(ids[:1], masks_kd)[0]
             places = begin + count + columns[: len(block)]
             hidden = run_rows(block, places, places, masked_columns(columns, places, causal, window))

@@ -116,12 +116,6 @@ class GroupedConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
 
-    @torch.no_grad()
-    def start_as_identity(self) -> None:
-        """Start as the identity."""
-        self.base_kernel.zero_()[:, 0] = 1.0
-        self.kernel_projection.weight.zero_()
-
     def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sublayer's input [1, N, D] and the kernels for `after`, from rows after its norm [1, N, D]."""
         deltas = self.kernel_projection(hidden).unflatten(-1, (2, len(self.base_kernel[0]), -1))
@@ -198,8 +192,9 @@ class CandidateDrafter(DFlashDrafter):
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         for module in self.layers.modules():
-            if isinstance(module, GroupedConvolution):
-                module.start_as_identity()
+            if isinstance(module, GroupedConvolution):  # starts as the identity
+                module.base_kernel.zero_()[:, 0] = 1.0
+                module.kernel_projection.weight.zero_()
         super().initialize_from_target(target)
 
     def tokens_of(self, columns: Tensor) -> Tensor:

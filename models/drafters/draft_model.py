@@ -49,13 +49,6 @@ class DraftModel(GroupWiseDrafter):
             layer.load_state_dict(source.layers[round(index * step)].state_dict())
         self.norm.load_state_dict(source.norm.state_dict())
 
-    def causal_lm(self, target: PreTrainedModel) -> PreTrainedModel:
-        """Build a separate language model with a copy of the target's embedding and whole LM head.
-
-        For transformers' assisted generation and for serving engines: `save_pretrained` it with the tokenizer.
-        """
-        return as_causal_lm(self, target, tied=bool(target.config.tie_word_embeddings))
-
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """Return inputs [..., E] of tokens [...]; nothing else is read."""
         return self.attached.embedding(input_ids).to(self.dtype)
@@ -63,6 +56,8 @@ class DraftModel(GroupWiseDrafter):
 
 def as_causal_lm(drafter: GroupWiseDrafter, target: PreTrainedModel, tied: bool) -> PreTrainedModel:
     """Put the drafter's layers between copies of the target's embedding and LM head, in the drafter's dtype.
+
+    For transformers' assisted generation and for serving engines: `save_pretrained` it with the tokenizer.
 
     Args:
         drafter: Reads embeddings only.

@@ -91,6 +91,12 @@ class Eagle3ShapeOptions(GroupWiseOptions, DepthOptions):
         return self
 
 
+class Eagle3ShapeConfig(DrafterConfig):
+    @property
+    def has_own_heads(self) -> bool:
+        return self.draft_vocab_size is not None
+
+
 class Eagle3Layer(nn.Module):
     """A decoder layer of the target's kind that reads a token and a feature side by side.
 
@@ -208,12 +214,8 @@ class Eagle3Shape(GroupWiseDrafter):
         return torch.cat([self.attached.embedding(input_ids).to(predicted_by.dtype), predicted_by], dim=-1)
 
 
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(Eagle3ShapeConfig):
     model_type = MODEL_TYPE_PREFIX + "eagle3"
-
-    @property
-    def has_own_heads(self) -> bool:
-        return self.draft_vocab_size is not None
 
     class Options(Eagle3ShapeOptions):
         """The keys of `drafter.options` in a recipe."""

@@ -19,7 +19,7 @@ Shapes: B batch, G heads, S sequence, N packed query rows, D hidden, V vocabular
 a call. "State" is the heads' input from the prefix: h_{t-1}, or prefix attention's output there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -113,6 +113,10 @@ class PrefixAttention(nn.Module):
         if self._rotary is None:
             raise ValueError("the drafter has no target: call drafter.attach(target) first")
         return self._rotary(hidden, position_ids)
+
+    def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
+        """Return the features [n, D] alone, in its dtype."""
+        return previous_features.to(self.dtype)
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Return an empty tensor: the heads read the states themselves."""
@@ -214,21 +218,20 @@ class HydraDecoder:
     def __init__(self, drafter: HydraDrafter, max_length_tokens: int) -> None:
         self.num_depths, self.columns = drafter.config.num_heads, drafter.vocab.columns
         self._drafter = drafter
-        self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens)
+        self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens, 0)
         self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]
-        self._rows: list[Tensor] = []  # of node i, [(depth + 2) * D]
+        self._hidden_size = drafter.config.target_config["hidden_size"]
+        # Of all nodes; a node at depth d has (d + 2) * D numbers.
+        shape = 2 * LONGEST_TREE_NODES, (self.num_depths + 1) * self._hidden_size
+        self._rows = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
         self._depths: list[int] = []
         self._backend: str | None = None  # of compilation
         self._levels: dict[tuple[int, int], StaticCall] = {}  # by depth and number of nodes
-        self._held_rows = torch.empty(0)  # of all nodes, for compiled levels
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the heads, a call for each level, and the layer over the prefix."""
-        drafter, self._backend = self._drafter, backend
-        width = (self.num_depths + 1) * drafter.config.target_config["hidden_size"]
-        shape = 2 * LONGEST_TREE_NODES, width
-        self._held_rows = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
-        torch._dynamo.mark_static_address(self._held_rows)
+        self._backend = backend
+        torch._dynamo.mark_static_address(self._rows)
         if self._attended is not None:
             self._attended.compile(backend)
 
@@ -251,63 +254,39 @@ class HydraDecoder:
         (newest_id, state_1d), self._newest = self._newest, None
         if self._attended is not None:
             state_1d = self._attended.newest_state()
+        self._rows[:1, : self._hidden_size].copy_(state_1d)
         self._depths = []
-        if self._backend is not None:
-            self._held_rows[:1, : state_1d.shape[-1]].copy_(state_1d)
-            if (logits := self._static_level(newest_id, [0], 0)) is not None:
-                self._depths = [0]
-                return logits
-        row = torch.cat([state_1d.to(self._drafter.dtype), self._drafter.embedded(newest_id)], dim=-1)
-        self._rows, self._depths = [row[0]], [0]
-        return self._drafter.logits_of(row, 0).float()
+        return self._level(newest_id, [0], [0])
 
     @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")
-        is_level = len(set(depths)) == 1  # as trees are grown
-        if self._backend is not None and not is_level:
-            each = zip(tokens, parents, strict=True)
-            return torch.cat([self.expand([token], [parent]).clone() for token, parent in each])
-        if self._backend is not None and (logits := self._static_level(tokens, parents, depths[0])) is not None:
-            self._depths += depths
-            return logits
-        (tokens_w,) = with_tokens(tokens, self._drafter.device)
-        embedded_wd = self._drafter.embedded(tokens_w)
-        rows: Sequence[Tensor]
-        if is_level:
-            level = torch.cat([torch.stack([self._rows[parent] for parent in parents]), embedded_wd], dim=-1)
-            rows, logits_wv = level.unbind(), self._drafter.logits_of(level, depths[0]).float()
-        else:
-            rows = [torch.cat([self._rows[p], embedded]) for p, embedded in zip(parents, embedded_wd, strict=True)]
-            all_logits = [self._drafter.logits_of(row[None], depth) for row, depth in zip(rows, depths, strict=True)]
-            logits_wv = torch.cat(all_logits).float()
-        self._rows += rows
-        self._depths += depths
-        return logits_wv
+        if len(set(depths)) == 1:  # as trees are grown
+            return self._level(tokens, parents, depths)
+        each = zip(tokens, parents, strict=True)
+        return torch.cat([self.expand([token], [parent]).clone() for token, parent in each])
 
-    def _static_level(self, tokens: list[int] | Tensor, parents: list[int], depth: int) -> Tensor | None:
-        """Run new nodes of one depth, compiled; fp32 logits [W, V'], or None if that fails."""
-        assert self._backend is not None
-        nodes = len(parents)
-        size = max(FEWEST_STATIC_NODES, padded_rows(nodes)) if depth else 1
-        if (depth, size) not in self._levels:
-            numbers = torch.zeros(3, size, dtype=torch.int64, device=self._drafter.device)
-            self._levels[depth, size] = StaticCall(self._level_forward(depth), [numbers], "Hydra", self._backend)
-        call = self._levels[depth, size]
-        write_level(call.inputs[0], tokens, parents, [len(self._depths)] * size)
-        logits: Tensor | None = call.results()
-        if logits is None:
-            hidden_size = self._held_rows.shape[-1] // (self.num_depths + 1)
-            self._rows = [self._held_rows[node, : (at + 2) * hidden_size] for node, at in enumerate(self._depths)]
+    def _level(self, tokens: list[int] | Tensor, parents: list[int], depths: list[int]) -> Tensor:
+        """Add new nodes of one depth; return fp32 logits [W, V'] of their children."""
+        nodes, first, depth, device = len(parents), len(self._depths), depths[0], self._drafter.device
+        self._depths += depths
+        if self._backend is not None:
+            size = max(FEWEST_STATIC_NODES, padded_rows(nodes)) if depth else 1
+            if (depth, size) not in self._levels:
+                numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
+                self._levels[depth, size] = StaticCall(self._level_forward(depth), [numbers], "Hydra", self._backend)
+            call = self._levels[depth, size]
+            write_level(call.inputs[0], tokens, parents, [first] * size)
+            logits: Tensor | None = call.results()
+            if logits is not None:
+                return logits[:nodes]
             self._backend = None
-            return None
-        return logits[:nodes]
+        return self._level_forward(depth)(torch.stack(with_tokens(tokens, device, parents, [first] * nodes)))
 
     def _level_forward(self, depth: int) -> Callable[[Tensor], Tensor]:
-        """Return a function of tokens, parents and the first node's number, [3, W], which is compiled."""
-        drafter, held = self._drafter, self._held_rows
-        hidden_size = held.shape[-1] // (self.num_depths + 1)
+        """Return a function of tokens, parents and the first node's number, [3, W]; it may be compiled."""
+        drafter, held, hidden_size = self._drafter, self._rows, self._hidden_size
 
         def run(numbers: Tensor) -> Tensor:
             tokens, parents, first = numbers.unbind()
@@ -323,18 +302,11 @@ class HydraDecoder:
 class _AttendedPrefix(CachedDecoder):
     """The prefix attention's layer over the features of all committed tokens, each once."""
 
-    def __init__(self, prefix: PrefixAttention, max_length_tokens: int) -> None:
-        super().__init__(prefix, max_length_tokens, extra_rows=0)
-        self._dtype = prefix.dtype
-
-    def _real_inputs(self, ids: Tensor, features: Tensor) -> Tensor:
-        return features.to(self._dtype)
-
     def newest_state(self) -> Tensor:
         """Run the queued tokens; return the state [1, D] before the newest committed token."""
         ids, features = self._read_ahead(*self._take_pending())
         results = self._run_static(ids, features)
-        states_1d, _ = results or self._causal_logits(features.to(self._dtype), len(ids) - 1)
+        states_1d, _ = results or self._causal_logits(self._drafter.real_inputs(ids, features), len(ids) - 1)
         self._cache.length += len(ids)
         return states_1d
 

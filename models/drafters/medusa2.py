@@ -12,9 +12,9 @@ that the autoregressive baseline, the methods and the proof of identity are all 
 so (`target_change`).
 
 The drafter owns a `LoraPair` for each linear layer that it changes, in a tree of modules with the target's own names,
-so that they are trained, saved and resumed with it; `inject` lends these very modules to peft's layers in the target.
-In its file they are named `lora.model.layers.0.self_attn.q_proj.lora_A.weight`, as in peft's own checkpoints. A target
-holds one such adapter at a time: `remove` takes an earlier one out.
+so that they are trained, saved and resumed with it; hooks of the target's layers add their outputs (`Lora`). In its
+file they are named `lora.model.layers.0.self_attn.q_proj.lora_A.weight`, as in peft's own checkpoints. A target holds
+one LoRA at a time: `remove` takes an earlier one out.
 
 Where we deviate: lambda_d are normalised as in `medusa.py`, so that the paper's lambda_0 of 0.2, times the sum of its
 0.8**d over five heads, is 0.54 here; no LoRA on the LM head and no dropout; lambda_0 is constant.
@@ -22,15 +22,14 @@ Where we deviate: lambda_d are normalised as in `medusa.py`, so that the paper's
 Shapes: B batch, S sequence, N labelled positions, D hidden.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
+from functools import partial
 from typing import Annotated, Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -44,7 +43,6 @@ from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput, Teacher, head_loss, safe_denominator
 from draftsmith.models.target.features import target_features
 
-ADAPTER_NAME = "draftsmith"
 ALL_LINEAR = "all-linear"
 
 
@@ -118,7 +116,8 @@ class Medusa2Drafter(MedusaDrafter):
                     f"this drafter changes layer {name} {shape} of its target ({config.target_name_or_path}), and this "
                     f"target has {shapes.get(name, 'no such layer')}: use it with that target, or train one for this"
                 )
-        inject(target, self.lora, config.lora_shapes, config.lora_rank, config.lora_alpha)
+        pairs = {name: self.lora.get_submodule(name) for name in config.lora_shapes}
+        _loras[target] = Lora(target, pairs, config.lora_alpha / config.lora_rank)
         return self
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
@@ -129,7 +128,7 @@ class Medusa2Drafter(MedusaDrafter):
 
     def freeze(self) -> Self:
         super().freeze()
-        merge(self.attached.target)
+        _loras[self.attached.target].merge()
         return self
 
     def training_features(
@@ -211,7 +210,7 @@ class Medusa2Drafter(MedusaDrafter):
         return output
 
 
-# ---- the LoRA: peft's layers inside the target, whose weights belong to the drafter ----
+# ---- the LoRA in the target ----
 
 
 class LoraPair(nn.Module):
@@ -226,6 +225,71 @@ class LoraPair(nn.Module):
         """Start as LoRA does: no change at all, since B is zero."""
         nn.init.kaiming_uniform_(self.lora_A.weight, a=5**0.5)
         nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.lora_B(self.lora_A(inputs.to(self.lora_A.weight.dtype)))
+
+
+class Lora:
+    """The change of a target's linear layers: added to their outputs, or after `merge` to their weights.
+
+    Args:
+        pairs: By name of the layer.
+        scale: Factor of the pairs' outputs.
+    """
+
+    def __init__(self, target: PreTrainedModel, pairs: Mapping[str, Any], scale: float) -> None:
+        self._pairs = {target.get_submodule(name): pair for name, pair in pairs.items()}
+        self._scale, self.is_on, self.is_merged = scale, True, False
+        self._hooks = [layer.register_forward_hook(partial(self._add, pair)) for layer, pair in self._pairs.items()]
+
+    def _add(self, pair: LoraPair, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Return the changed output of a layer, as its forward hook."""
+        return (output + pair(inputs[0]) * self._scale).to(output.dtype) if self.is_on else output
+
+    def merge(self) -> None:
+        """Add the change to the target's weights, so that the target runs as fast as without it."""
+        if not self.is_merged:
+            self._change_weights(1)
+            self.is_merged = True
+            self._remove_hooks()
+
+    def remove(self) -> None:
+        """Restore the target's layers; after a `merge`, up to rounding."""
+        if self.is_merged:
+            self._change_weights(-1)
+        self._remove_hooks()
+
+    @torch.no_grad()
+    def _change_weights(self, sign: int) -> None:
+        for layer, pair in self._pairs.items():
+            dtype = torch.promote_types(pair.lora_A.weight.dtype, torch.float32)
+            change = pair.lora_B.weight.to(dtype) @ pair.lora_A.weight.to(dtype)
+            layer.weight.add_((change.T if isinstance(layer, Conv1D) else change) * self._scale, alpha=sign)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+_loras: WeakKeyDictionary[PreTrainedModel, Lora] = WeakKeyDictionary()
+
+
+def remove(target: PreTrainedModel) -> None:
+    """Restore the target's own layers; after a `merge`, up to rounding."""
+    if (lora := _loras.pop(target, None)) is not None:
+        lora.remove()
+
+
+@contextmanager
+def switched_off(target: PreTrainedModel) -> Iterator[None]:
+    """Switch the LoRA off in this context, so that the target computes as without it."""
+    lora = _loras[target]
+    lora.is_on = False
+    try:
+        yield
+    finally:
+        lora.is_on = True
 
 
 def lora_tree(shapes: dict[str, list[int]], rank: int) -> nn.Module:
@@ -269,85 +333,6 @@ def linear_shapes(target: PreTrainedModel, endings: str | list[str]) -> dict[str
             )
     dotted = tuple(f".{part}" for part in endings)
     return {name: shape for name, shape in found.items() if name.endswith(dotted)}
-
-
-def inject(target: PreTrainedModel, lora: nn.Module, names: Iterable[str], rank: int, alpha: float) -> None:
-    """Insert the LoRA pairs of this module tree into the target, which must have no adapter."""
-    names = list(names)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=names,
-        fan_in_fan_out=all(isinstance(target.get_submodule(name), Conv1D) for name in names),
-    )
-    # On the meta device: peft's own weights are replaced below.
-    inject_adapter_in_model(config, target, ADAPTER_NAME, low_cpu_mem_usage=True)
-    for name, layer in adapted_layers(target).items():
-        pair = lora.get_submodule(name)
-        layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME] = pair.lora_A, pair.lora_B
-
-
-def remove(target: PreTrainedModel) -> None:
-    """Remove the adapter and restore the target's own layers; after a `merge`, up to rounding."""
-    for name, layer in adapted_layers(target).items():
-        with torch.no_grad():
-            if layer.merged:
-                layer.unmerge()
-                _count_change(layer)
-        parent, _, last = name.rpartition(".")
-        setattr(target.get_submodule(parent), last, layer.get_base_layer())
-    if hasattr(target, "peft_config"):
-        del target.peft_config
-
-
-@torch.no_grad()
-def merge(target: PreTrainedModel) -> None:
-    """Merge the LoRA into the target's weights, so that the target runs as fast as without an adapter."""
-    for layer in adapted_layers(target).values():
-        if not layer.merged:
-            layer.merge()
-            _count_change(layer)
-
-
-def _count_change(layer: Any) -> None:
-    """Increment the version of a weight that peft changed through `.data`, for readers such as `PackedLinear`."""
-    torch.autograd.graph.increment_version(layer.get_base_layer().weight)
-
-
-@contextmanager
-def switched_off(target: PreTrainedModel) -> Iterator[None]:
-    """Switch the adapter off in this context, so that the target computes as without it."""
-    layers = list(adapted_layers(target).values())
-    # peft freezes layers that it switches off, and makes layers trainable that it switches on.
-    pairs = [pair[ADAPTER_NAME] for layer in layers for pair in (layer.lora_A, layer.lora_B)]
-    flags = [(pair.weight, pair.weight.requires_grad) for pair in pairs]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for weight, flag in flags:
-            weight.requires_grad_(flag)
-
-
-def adapted_layers(target: PreTrainedModel) -> dict[str, Any]:
-    """Return peft's layers that hold our adapter, by name.
-
-    Raises:
-        UserError: The target has an adapter that is not ours.
-    """
-    layers: dict[str, Any] = {}
-    for name, module in target.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            if not isinstance(module, LoraLayer) or set(module.lora_A) != {ADAPTER_NAME}:
-                raise UserError(
-                    f"target.model {target.config.name_or_path} already has an adapter, to which this drafter's LoRA "
-                    "cannot be added: merge it into the weights first (peft: merge_and_unload, save_pretrained)"
-                )
-            layers[name] = module
-    return layers
 
 
 def _shape(module: Any) -> list[int]:

@@ -20,15 +20,11 @@ from torch import Tensor, nn
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import MaskOptions, MaskTokenId
 from draftsmith.models.base.options import NumLayers
-from draftsmith.models.drafters.eagle3 import Eagle3Shape, Eagle3ShapeOptions
+from draftsmith.models.drafters.eagle3 import Eagle3Shape, Eagle3ShapeConfig, Eagle3ShapeOptions
 
 
-class PEagleConfig(DrafterConfig):
+class PEagleConfig(Eagle3ShapeConfig):
     model_type = MODEL_TYPE_PREFIX + "peagle"
-
-    @property
-    def has_own_heads(self) -> bool:
-        return self.draft_vocab_size is not None
 
     class Options(Eagle3ShapeOptions, MaskOptions):
         """The keys of `drafter.options` in a recipe."""

@@ -8,6 +8,7 @@ or the last one. Embedding and head are copies of the target's; readers take who
 import json
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,14 +92,9 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
     return Parameters("parallel", options, state, borrowed, other_row=mask_token_id)
 
 
+_whole = partial(Exporter, read=parameters, needs_target=always, logits_fit=has_targets_class)
 EXPORTERS = {
-    ("draft_model", "vllm"): Exporter(
-        to_draft_model, parameters, DRAFT_MODEL_RULES, "draft_model", needs_target=always, logits_fit=has_targets_class
-    ),
-    ("parallel", "vllm"): Exporter(
-        to_pard, parameters, PARD_RULES, "draft_model", parallel=True, needs_target=always, logits_fit=has_targets_class
-    ),
-    ("draft_model", "sglang"): Exporter(
-        to_draft_model, parameters, DRAFT_MODEL_RULES, "STANDALONE", needs_target=always, logits_fit=has_targets_class
-    ),
+    ("draft_model", "vllm"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="draft_model"),
+    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True),
+    ("draft_model", "sglang"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="STANDALONE"),
 }

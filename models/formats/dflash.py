@@ -265,7 +265,12 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
             if (known.get(key) or plain) != plain:
                 raise UserError(f"config.json: {key} is {known[key]}, which is not supported here, only {plain}")
         if "lilicorr.out_head.weight" in state:
-            return _read_lattice(options, known, state, borrowed, target_config["hidden_size"])
+            options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
+            options["lattice_hidden_size"] = options["lattice_hidden_size"] or target_config["hidden_size"]
+            options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
+            if options["conv_kernel_size"]:
+                options["conv_group_size"] = known["conv_group_size"]
+            return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
         return Parameters("dflash2", options | {key: known[key] for key in DFLASH2_KEYS}, state, borrowed)
     if "markov_head.markov_w1.weight" not in state:
         return Parameters("dflash", options, state, borrowed)
@@ -276,55 +281,25 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
     return Parameters("dspark", options, state, borrowed)
 
 
-def _read_lattice(
-    options: dict[str, Any],
-    known: Mapping[str, Any],
-    state: dict[str, Tensor],
-    borrowed: dict[str, Tensor],
-    hidden_size: int,
-) -> Parameters:
-    """Read LiLiCorr's options and tensors, in addition to DFlash's `options`."""
-    options |= {key: known[theirs] for key, theirs in LATTICE_KEYS.items()}
-    options["lattice_hidden_size"] = options["lattice_hidden_size"] or hidden_size
-    options["conv_kernel_size"] = known.get("conv_kernel_size") or 0
-    if options["conv_kernel_size"]:
-        options["conv_group_size"] = known["conv_group_size"]
-    return Parameters("lilicorr", options, renamed(state, TWO_LAYER_NAMES, back=True), borrowed)
-
-
+_in_blocks = partial(Exporter, read=parameters, needs_target=has_draft_vocabulary, in_blocks=True)
 EXPORTERS = {
-    ("dflash", "vllm"): Exporter(
-        to_dflash, parameters, DFLASH_RULES, "dflash", needs_target=has_draft_vocabulary, in_blocks=True
-    ),
-    ("dflash", "sglang"): Exporter(to_dflash, parameters, (*DFLASH_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
-    ("dflash2", "vllm"): Exporter(
-        to_dflash2, parameters, DFLASH2_RULES, "dflash", in_blocks=True, first_vllm=FIRST_DFLASH2
-    ),
-    ("dflash2", "sglang"): Exporter(to_dflash2, parameters, (*DFLASH2_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True),
-    ("dflash", "speculators"): Exporter(
+    ("dflash", "vllm"): _in_blocks(to_dflash, refusals=DFLASH_RULES, method="dflash"),
+    ("dflash", "sglang"): _in_blocks(to_dflash, refusals=(*DFLASH_RULES, *SGLANG_RULES), method="DFLASH"),
+    ("dflash2", "vllm"): _in_blocks(to_dflash2, refusals=DFLASH2_RULES, method="dflash", first_vllm=FIRST_DFLASH2),
+    ("dflash2", "sglang"): _in_blocks(to_dflash2, refusals=(*DFLASH2_RULES, *SGLANG_RULES), method="DFLASH"),
+    ("dflash", "speculators"): _in_blocks(
         partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator"),
-        parameters,
-        (*DFLASH_RULES, *SPECULATORS_RULES),
-        "dflash",
-        needs_target=has_draft_vocabulary,
-        in_blocks=True,
+        refusals=(*DFLASH_RULES, *SPECULATORS_RULES),
+        method="dflash",
     ),
-    ("dflash2", "speculators"): Exporter(
+    ("dflash2", "speculators"): _in_blocks(
         partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel"),
-        parameters,
-        (*DFLASH2_RULES, *SPECULATORS_RULES),
-        "dflash",
-        in_blocks=True,
+        refusals=(*DFLASH2_RULES, *SPECULATORS_RULES),
+        method="dflash",
         first_vllm=FIRST_DFLASH2,
     ),
-    ("lilicorr", "vllm"): Exporter(
-        to_lilicorr, parameters, LILICORR_RULES, "dflash", in_blocks=True, first_vllm="0.32"
-    ),
-    ("lilicorr", "sglang"): Exporter(
-        to_lilicorr, parameters, (*LILICORR_RULES, *SGLANG_RULES), "DFLASH", in_blocks=True
-    ),
-    ("dspark", "vllm"): Exporter(
-        to_dspark, parameters, DSPARK_RULES, "dspark", needs_target=has_draft_vocabulary, in_blocks=True
-    ),
-    ("dspark", "sglang"): Exporter(to_dspark, parameters, (*DSPARK_RULES, *SGLANG_RULES), "DSPARK", in_blocks=True),
+    ("lilicorr", "vllm"): _in_blocks(to_lilicorr, refusals=LILICORR_RULES, method="dflash", first_vllm="0.32"),
+    ("lilicorr", "sglang"): _in_blocks(to_lilicorr, refusals=(*LILICORR_RULES, *SGLANG_RULES), method="DFLASH"),
+    ("dspark", "vllm"): _in_blocks(to_dspark, refusals=DSPARK_RULES, method="dspark"),
+    ("dspark", "sglang"): _in_blocks(to_dspark, refusals=(*DSPARK_RULES, *SGLANG_RULES), method="DSPARK"),
 }

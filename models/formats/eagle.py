@@ -290,15 +290,15 @@ EAGLE_RULES = (
 FC_BIAS = only("fc_bias", False, "vLLM drops the bias of fc without a word")
 
 
-def eagle_to_vllm(drafter: Drafter) -> Checkpoint:
-    """Convert an EAGLE drafter for vLLM."""
-    written = _eagle(drafter, architectures=["LlamaForCausalLM"])
-    return Checkpoint(written.config, with_output_biases(written.tensors, written.config))
+def eagle_to_vllm(drafter: Drafter, architecture: str = "LlamaForCausalLM", **keys: Any) -> Checkpoint:
+    """Convert an EAGLE drafter for vLLM, or with further keys for other readers."""
+    config = {**llama_config(drafter.config, 1, dtype_name(drafter)), "architectures": [architecture], **keys}
+    return Checkpoint(config, with_output_biases(dict(drafter.state_dict()), config))
 
 
 def eagle_to_sglang(drafter: Drafter) -> Checkpoint:
     """Convert an EAGLE drafter for SGLang."""
-    written = _eagle(drafter, architectures=["LlamaForCausalLMEagle"])
+    written = eagle_to_vllm(drafter, "LlamaForCausalLMEagle")
     fc = written.tensors["fc.weight"]
     written.tensors.setdefault("fc.bias", fc.new_zeros(len(fc)))
     return written
@@ -306,12 +306,7 @@ def eagle_to_sglang(drafter: Drafter) -> Checkpoint:
 
 def eagle_to_authors(drafter: Drafter) -> Checkpoint:
     """Convert an EAGLE drafter for the authors' code."""
-    return _eagle(drafter, architectures=["LlamaForCausalLM"], bias=bool(drafter.config.fc_bias))
-
-
-def _eagle(drafter: Drafter, **keys: Any) -> Checkpoint:
-    config = llama_config(drafter.config, 1, dtype_name(drafter))
-    return Checkpoint({**config, **keys}, dict(drafter.state_dict()))
+    return eagle_to_vllm(drafter, bias=bool(drafter.config.fc_bias))
 
 
 def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Parameters:

@@ -6,9 +6,7 @@ depends on its config only, so that this can be checked before training. A forma
 """
 
 import json
-import os
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.files import check_writable, share_as_usual
+from draftsmith.files import check_writable, written_whole
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
@@ -328,15 +326,12 @@ def export_drafter(
         command=serving_command(config, to, target, str(folder.absolute()), loading),
         drafter_sha256=weights_sha256(drafter_folder),
     )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
     tokenizer = [] if gguf is None else llamacpp.tokenizer_of(gguf.file, config.target_config)
-    try:
-        written = exporter.write(drafter)
-        partial.mkdir()
+    written = exporter.write(drafter)
+    # Copies: safetensors refuses tensors that share memory.
+    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in written.tensors.items()}
+    with written_whole(folder) as partial:
         (partial / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
-        # Copies: safetensors refuses tensors that share memory.
-        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in written.tensors.items()}
         if gguf is not None:
             whole = Checkpoint(written.config, tensors)
             architecture = llamacpp.architecture_of(exporter.method, config.layers_of)
@@ -345,15 +340,8 @@ def export_drafter(
             save_file(tensors, partial / exporter.weights_file, {"format": "pt"})
         else:
             torch.save(tensors, partial / exporter.weights_file)
-        share_as_usual(partial)
         check_written(partial, drafter, exporter, None if gguf is None else gguf.dtype)
         (partial / EXPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-    finally:
-        for rest in (partial, old):
-            shutil.rmtree(rest, ignore_errors=True)
     return made
 
 

@@ -6,9 +6,7 @@ of a training without steps, so that every command for drafters accepts it.
 """
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError, reason
-from draftsmith.files import check_writable, file_sha256, read_json, share_as_usual
+from draftsmith.files import check_writable, file_sha256, read_json, written_whole
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
@@ -86,11 +84,8 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
         raise UserError(f"{folder} already exists: name another folder with --to")
     source = _place(location)
     drafter, assumed = _as_drafter(read_checkpoint(source), target)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with written_whole(folder) as partial:
         drafter.save_pretrained(partial)
-        share_as_usual(partial)
         kind = drafter.config.model_type.removeprefix("draftsmith-")
         files = {file.name: file_sha256(file) for file in _weights_files(source)}
         made = Imported(location, kind, target.config._name_or_path, files, list(assumed))
@@ -102,11 +97,6 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
             "weights_sha256": weights_sha256(partial),
         }
         (partial / TRAINING_FILE).write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return made
 
 

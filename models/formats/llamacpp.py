@@ -27,7 +27,6 @@ from draftsmith.models.formats import causal_lm, dflash, eagle
 from draftsmith.models.formats.layout import (
     NO_ATTENTION_BIAS,
     Checkpoint,
-    Exporter,
     Refusal,
     has_plain_logits,
     no_layers,
@@ -43,33 +42,25 @@ DTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BLOCK = 32  # values that q8_0 and q4_0 scale together
 # How far a weight may be from the drafter's, as a share of the largest of its tensor.
 ROUNDING = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 2**-7, "q4_0": 2**-3}
-# Ours to theirs; `#` is a number.
+# Prefixes of names, an engine's to theirs. What no prefix fits has the same name.
 NAMES = {
-    "lm_head": "output",
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "hidden_norm": "enc.output_norm",
-    "input_norm": "enc.output_norm",
-    "markov_head.markov_w1": "markov_w1",
-    "markov_head.markov_w2": "markov_w2",
-    "confidence_head.proj": "conf_proj",
-    "candidate_selector.hidden_projection": "selector_hidden",
-}
-LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "hidden_norm": "attn_norm_2",
-    "attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.kernel_projection": "ffn_conv_proj",
-}  # fmt: skip
-# Whose names are not those of modules with `weight` and `bias`; they stay in fp32 where they are no table of tokens.
-WHOLE_NAMES = {
+    "embed_tokens.": "token_embd.",
+    "norm.": "output_norm.",
+    "markov_head.markov_w1.": "markov_w1.",
+    "markov_head.markov_w2.": "markov_w2.",
+    "confidence_head.proj.": "conf_proj.",
+    "candidate_selector.hidden_projection.": "selector_hidden.",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+LAYER_NAMES = {
+    "self_attn.q_proj.": "attn_q.", "self_attn.k_proj.": "attn_k.", "self_attn.v_proj.": "attn_v.",
+    "self_attn.o_proj.": "attn_output.", "self_attn.q_norm.": "attn_q_norm.", "self_attn.k_norm.": "attn_k_norm.",
+    "mlp.gate_proj.": "ffn_gate.", "mlp.up_proj.": "ffn_up.", "mlp.down_proj.": "ffn_down.",
+    "input_layernorm.": "attn_norm.", "post_attention_layernorm.": "ffn_norm.", "hidden_norm.": "attn_norm_2.",
+    "attention_conv.kernel_projection.": "attn_conv_proj.", "mlp_conv.kernel_projection.": "ffn_conv_proj.",
     "attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base",
 }  # fmt: skip
-OF_A_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
-OF_A_LAYER_WHOLE = re.compile(r"layers\.(\d+)\.(\w+\.base_kernel)")
 # Architectures by method; of draft models by the target's model_type; those whose RoPE rotates neighbouring dimensions.
 OF_METHODS = {"draft-eagle3": "eagle3", "draft-dflash": "dflash", "draft-dspark": "dflash"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -97,7 +88,6 @@ EAGLE3_RULES = (
     ),
     only("fc_norm", False, "its EAGLE-3 loader knows no fc_norm"),
     only("norm_output", False, "its EAGLE-3 loader knows no norm_output"),
-    ROPE,
 )  # fmt: skip
 OF_ITS_SELECTOR = Refusal(
     "more candidates than fit into a row",
@@ -108,30 +98,26 @@ OF_ITS_SELECTOR = Refusal(
 DRAFT_MODEL_RULES = (
     *causal_lm.DRAFT_MODEL_RULES,
     no_layers_but(ARCHITECTURES, "draft models of {config.layers_of[model_type]}'s layers are not written yet"),
-    ROPE,
 )
 
 
-def _for_llamacpp(exporter: Exporter, method: str, *refusals: Refusal) -> Exporter:
-    """Return an exporter of this layout to a GGUF file; a head of all tokens stays the target's."""
-    return replace(exporter, method=method, refusals=refusals, weights_file=FILE, logits_fit=has_plain_logits)
-
-
+# An engine's layout in a GGUF file; a head of all tokens stays the target's.
 EXPORTERS = {
-    ("eagle3", "gguf"): _for_llamacpp(eagle.EXPORTERS["eagle3", "vllm"], "draft-eagle3", *EAGLE3_RULES),
-    ("dflash", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dflash", "vllm"], "draft-dflash", *dflash.DFLASH_RULES, ROPE
-    ),
-    ("dflash2", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dflash2", "vllm"], "draft-dflash", *dflash.DFLASH2_RULES, OF_ITS_SELECTOR, ROPE
-    ),
-    ("dspark", "gguf"): _for_llamacpp(
-        dflash.EXPORTERS["dspark", "vllm"], "draft-dspark", *dflash.DSPARK_RULES, ROPE
-    ),
-    ("draft_model", "gguf"): _for_llamacpp(
-        causal_lm.EXPORTERS["draft_model", "vllm"], "draft-simple", *DRAFT_MODEL_RULES
-    ),
-}  # fmt: skip
+    (kind, "gguf"): replace(
+        exporters[kind, "vllm"],
+        method=method,
+        refusals=(*rules, ROPE),
+        weights_file=FILE,
+        logits_fit=has_plain_logits,
+    )
+    for kind, method, exporters, rules in (
+        ("eagle3", "draft-eagle3", eagle.EXPORTERS, EAGLE3_RULES),
+        ("dflash", "draft-dflash", dflash.EXPORTERS, dflash.DFLASH_RULES),
+        ("dflash2", "draft-dflash", dflash.EXPORTERS, (*dflash.DFLASH2_RULES, OF_ITS_SELECTOR)),
+        ("dspark", "draft-dspark", dflash.EXPORTERS, dflash.DSPARK_RULES),
+        ("draft_model", "draft-simple", causal_lm.EXPORTERS, DRAFT_MODEL_RULES),
+    )
+}
 
 
 # ---- ours to theirs ----
@@ -168,16 +154,13 @@ def write_gguf(
         name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](name, value)
-    for name, value in renamed(written.tensors, eagle.NAMES, back=True).items():
-        if name == "t2d":
-            continue
+    tensors = _turned(renamed(written.tensors, eagle.NAMES, back=True), architecture, written.config)
+    for name, value in renamed(tensors, _names(architecture)).items():
         if name == "d2t":
             ids = value + torch.arange(len(value))
             writer.add_tensor(name, ids.to(torch.int64).numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
-            continue
-        if architecture in TURNS_NEIGHBOURS:
-            value = _turned(name, value, written.config)
-        _add(gguf, writer, theirs(name), value.float().numpy(), dtype)
+        elif name != "t2d":
+            _add(gguf, writer, name, value.float().numpy(), dtype)
     if (factors := _rope_factors(layers_of)) is not None:
         _add(gguf, writer, "rope_freqs.weight", factors.numpy(), "f32")
     writer.write_header_to_file()
@@ -232,17 +215,14 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def theirs(name: str) -> str:
-    """Return llama.cpp's name of a tensor of an engine's layout."""
-    name = name.removeprefix("model.")
-    if name in WHOLE_NAMES:
-        return WHOLE_NAMES[name]
-    if found := OF_A_LAYER_WHOLE.fullmatch(name):
-        return f"blk.{found[1]}.{WHOLE_NAMES[found[2]]}"
-    if found := OF_A_LAYER.fullmatch(name):
-        return f"blk.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
-    stem, _, what = name.rpartition(".")
-    return f"{NAMES.get(stem, stem)}.{what}"
+def _names(architecture: str) -> dict[str, str]:
+    """Return prefixes of names in an engine's layout, with llama.cpp's, for `renamed`."""
+    features_norm = "input_norm." if architecture == "eagle3" else "hidden_norm."
+    of_layers = {f"layers.#.{name}": f"blk.#.{theirs}" for name, theirs in LAYER_NAMES.items()}
+    names = {**NAMES, **of_layers, features_norm: "enc.output_norm."}
+    if architecture in ARCHITECTURES.values():
+        names = {f"model.{name}": theirs for name, theirs in names.items()}
+    return {**names, "lm_head.": "output."}
 
 
 def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> None:
@@ -255,14 +235,17 @@ def _add(gguf: Any, writer: Any, name: str, values: np.ndarray, dtype: str) -> N
     writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
 
 
-def _turned(name: str, value: Tensor, config: Mapping[str, Any], back: bool = False) -> Tensor:
-    """Interleave the two halves of a head's rows [H*Dh, I], or undo it; other tensors stay."""
-    found = re.search(r"self_attn\.([qk])_proj\.", name)
-    if not found:
-        return value
-    heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
-    parts = (heads, -1, 2) if back else (heads, 2, -1)
-    return value.unflatten(0, parts).transpose(1, 2).flatten(0, 2)
+def _turned(
+    tensors: Mapping[str, Tensor], architecture: str, config: Mapping[str, Any], back: bool = False
+) -> dict[str, Tensor]:
+    """Interleave the two halves of a head's rows [H*Dh, I] of queries and keys, or undo it, if RoPE needs it."""
+    result = dict(tensors)
+    for name, value in tensors.items() if architecture in TURNS_NEIGHBOURS else ():
+        if found := re.search(r"self_attn\.([qk])_proj\.", name):
+            heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+            parts = (heads, -1, 2) if back else (heads, 2, -1)
+            result[name] = value.unflatten(0, parts).transpose(1, 2).flatten(0, 2)
+    return result
 
 
 def _rope_factors(layers_of: Mapping[str, Any]) -> Tensor | None:
@@ -326,31 +309,14 @@ def read_gguf(file: Path, config: Mapping[str, Any], architecture: str) -> dict[
         architecture: Result of `architecture_of`.
     """
     gguf = _package()
-    tensors = {}
-    turned, is_eagle3 = architecture in TURNS_NEIGHBOURS, architecture == "eagle3"
-    prefix = "model." if architecture in ARCHITECTURES.values() else ""
-    ours = {value: key for key, value in LAYER_NAMES.items()}
-    wholes = {value: key for key, value in WHOLE_NAMES.items()}
-    foreign = "hidden_norm" if is_eagle3 else "input_norm"  # both are called enc.output_norm
-    others = {value: key for key, value in NAMES.items() if key != foreign}
+    tensors: dict[str, Tensor] = {}
     for tensor in gguf.GGUFReader(file).tensors:
-        if tensor.name == "rope_freqs.weight":
-            continue
         if tensor.name == "d2t":
             ids = torch.from_numpy(tensor.data.copy())
             tensors["d2t"] = ids - torch.arange(len(ids))
-            continue
-        value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).copy())
-        value = value.reshape(tuple(int(size) for size in reversed(tensor.shape)))
-        stem, _, what = tensor.name.rpartition(".")
-        if (whole := re.sub(r"^blk\.\d+\.", "", tensor.name)) in wholes:
-            layer = tensor.name.removesuffix(whole).replace("blk.", "layers.")
-            tensors[layer + wholes[whole]] = value
-            continue
-        if found := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
-            name = f"{prefix}layers.{found[1]}.{ours[found[2]]}.{what}"
-        else:
-            name = f"{others.get(stem, stem)}.{what}"
-            name = name if name.startswith("lm_head") else prefix + name
-        tensors[name] = _turned(name, value, config, back=True) if turned else value
-    return renamed(tensors, eagle.NAMES) if is_eagle3 else tensors
+        elif tensor.name != "rope_freqs.weight":
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            tensors[tensor.name] = torch.from_numpy(values.copy()).reshape(shape)
+    tensors = _turned(renamed(tensors, _names(architecture), back=True), architecture, config, back=True)
+    return renamed(tensors, eagle.NAMES) if architecture == "eagle3" else tensors

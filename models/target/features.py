@@ -66,7 +66,7 @@ def _forward(
     layers: tuple[int, ...] = (FINAL_FEATURES,),
     with_gradient: bool = False,
 ) -> Tensor:
-    with torch.set_grad_enabled(with_gradient), FeatureTap(target, layers, stop_early=True) as tap:
+    with torch.set_grad_enabled(with_gradient), contextlib.closing(FeatureTap(target, layers, stop_early=True)) as tap:
         with contextlib.suppress(_AllTapped):
             target.base_model(input_ids=input_ids_bs, position_ids=position_ids_bs, use_cache=False)
         return tap.take()
@@ -169,12 +169,6 @@ class FeatureTap:
             else:
                 self._hooks.append(blocks[layer - 1].register_forward_hook(self._catch_output(layer)))
 
-    def __enter__(self) -> "FeatureTap":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Remove the hooks from the target."""
         for hook in self._hooks:
@@ -196,10 +190,6 @@ class FeatureTap:
                     "final features only (parallel, medusa, hydra, eagle)"
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def forget(self) -> None:
-        """Drop the hidden states of a forward that failed."""
-        self._caught.clear()
 
     def _catch_output(self, layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -4,8 +4,6 @@ transformers dequantizes the architectures and quantizations that it supports (`
 draftsmith's cache, is named after a hash of the file and the dtype, and gets this name once it is complete.
 """
 
-import os
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_gguf_available
 
 from draftsmith.errors import UserError
-from draftsmith.files import cache_root
+from draftsmith.files import cache_root, written_whole
 from draftsmith.models.weights import read_pretrained, sampled_hash
 from draftsmith.recipes.schema import TargetRecipe
 
@@ -91,13 +89,6 @@ def _convert(recipe: TargetRecipe, file: Path, folder: Path, dtype: torch.dtype)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
+    with written_whole(folder) as partial:
         plain.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        # Some writers make weights readable to their owner only, and a server may run as another user.
-        for file in partial.iterdir():
-            file.chmod(partial.stat().st_mode & 0o666)
-        partial.replace(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -260,7 +260,8 @@ def target_location(recipe: TargetRecipe) -> str:
                 "checkpoint: install draftsmith again, or train one by `make target` (hours)"
             )
         return str(EMBEDDED_TARGET)
-    if _looks_like_a_path(recipe.model) and not Path(recipe.model).expanduser().is_dir():
+    is_path = recipe.model.startswith((".", "/", "~")) or recipe.model.count("/") > 1
+    if is_path and not Path(recipe.model).expanduser().is_dir():
         raise UserError(f"target.model {recipe.model} is not a folder: give a model folder, a Hub id, or `embedded`")
     if recipe.gguf_file is not None:
         from draftsmith.models.target.gguf_file import converted_folder
@@ -320,10 +321,6 @@ def longest_sequence_tokens(target: Any) -> int | None:
 def session_tokens(target: Any, most: int) -> int:
     """Return `most` tokens, or the target's limit if that is lower."""
     return min(most, longest_sequence_tokens(target) or most)
-
-
-def _looks_like_a_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def _read(location: str, load: Any) -> Any:

@@ -109,17 +109,11 @@ def get_windows(target: Any) -> Windows:
     For a target without weights, as in a plan, the class is not tested.
     """
     windows = _from_config(target.config.get_text_config())
-    if not windows.by_type or not _has_values(target):
+    if not windows.by_type or target.get_input_embeddings().weight.is_meta:
         return windows
     if target not in _windows:
         _windows[target] = windows if _uses_windows(target) else Windows({}, windows.types, windows.unknown)
     return _windows[target]
-
-
-def _has_values(target: Any) -> bool:
-    """Return False for a target on the meta device, whose weights have no values."""
-    weight = target.get_input_embeddings().weight
-    return not weight.is_meta
 
 
 @torch.no_grad()
@@ -171,7 +165,7 @@ def takes_masks(target: Any) -> bool:
     windows = get_windows(target)
     if windows.unknown is not None:
         return False
-    if len(windows.types) == 1 or not windows.by_type or not _has_values(target):
+    if len(windows.types) == 1 or not windows.by_type or target.get_input_embeddings().weight.is_meta:
         return True
     if target not in _taking_masks:
         _taking_masks[target] = _accepts_masks(target, windows)

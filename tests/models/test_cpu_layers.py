@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def transformers_outputs(target: PreTrainedModel, rows: Rows) -> Outputs:
     if rows.context:
         for layer, (keys, values) in enumerate(zip(rows.keys.to(dtype), rows.values.to(dtype), strict=True)):
             cache.update(keys, values, layer)
-    with FeatureTap(target, TAPS) as tap:
+    with closing(FeatureTap(target, TAPS)) as tap:
         logits = target(
             input_ids=rows.ids[None],
             position_ids=rows.positions[None],

@@ -81,6 +81,11 @@ def paths_in(tree: DraftTree) -> list[Path]:
     return [tuple(tree.tokens[step] for step in tree.shape.path_to(node)[1:]) for node in range(1, len(tree))]
 
 
+def leaf_paths(tree: DraftTree) -> list[list[int]]:
+    """Return for each leaf the nodes from the root to it."""
+    return [tree.shape.path_to(node) for node in range(len(tree)) if node not in tree.parents]
+
+
 def draw_rows(
     chooser: Outcomes, q: Tensor, count: int, _: object, columns: TokenColumns = ALL_TOKENS
 ) -> list[list[int]]:
@@ -89,7 +94,7 @@ def draw_rows(
     for row in q:
         left, drawn = row.clone(), []
         for _ in range(count):
-            drawn.append(chooser.draw(left / left.sum()) if left.sum() > 0 else -1)
+            drawn.append(int(chooser.draw(left / left.sum())) if left.sum() > 0 else -1)
             left[drawn[-1]] = 0 if drawn[-1] >= 0 else left[drawn[-1]]
         rows.append(columns.tokens(drawn))
     return rows

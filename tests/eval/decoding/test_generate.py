@@ -243,10 +243,10 @@ def enumerate_answers(
         chooser = Outcomes(scripts.pop())
 
         def first(logits: Tensor, sampling: Sampling, _: Any, chooser: Outcomes = chooser) -> int:
-            return chooser.draw(sampling.probabilities(logits))
+            return int(chooser.draw(sampling.probabilities(logits)))
 
         def rows(q: Tensor, _: Any, chooser: Outcomes = chooser) -> Tensor:
-            return torch.tensor([chooser.draw(row) for row in q])
+            return torch.stack([chooser.draw(row) for row in q])
 
         monkeypatch.setattr(generate_module, "first_token", first)
         monkeypatch.setattr(verify_module, "RandomChooser", lambda _, chooser=chooser: chooser)

@@ -194,6 +194,6 @@ def test_step_padded_to_a_tree_is_bitwise_equal(rows: int, monkeypatch: pytest.M
             step = session.forward_tree(root_only(token))
             assert torch.equal(step.logits[0], at_once[node]), node
             session.commit([0])
-            assert session.length_tokens == len(PROMPT) + node + 1
+            assert session.cache.length == len(PROMPT) + node + 1
         assert session.compiled is not None
         assert session.compiled.sizes == [-(-rows // 8) * 8]

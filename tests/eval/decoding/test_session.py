@@ -91,7 +91,7 @@ def test_commit_keeps_only_the_path(name: str) -> None:
                 )
                 session.commit(path)
                 committed += [tree.tokens[node] for node in path]
-                assert session.length_tokens == len(committed)
+                assert session.cache.length == len(committed)
             step = session.forward_tree(DraftTree([1], TreeShape.chain(0)))
             torch.testing.assert_close(
                 step.logits[0], forward_without_cache(model, [*committed, 1])[0][-1], atol=1e-6, rtol=1e-5

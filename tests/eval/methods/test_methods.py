@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from support.table_decoder import leaf_paths
 from support.tiny_models import VOCABULARY, tiny_target
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -167,7 +168,7 @@ class TestLookahead:
         }
         method.observe([1], NO_FEATURES)
         guessed = method.propose()
-        assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in guessed.paths()]
+        assert [1, 4, 7, 31] in [[guessed.tokens[node] for node in path] for path in leaf_paths(guessed)]
 
     def test_window_fills_level_by_level(self) -> None:
         """W=2, N=4: 4 tokens of the prompt; each of the first two rounds adds a level and drops a column."""
@@ -189,7 +190,7 @@ class TestLookahead:
         assert run(30).tokens == [20, a, b, c]
         assert method._levels == [[a, b, c], [31, 32, 33]]
         tree = run(40)
-        assert [[tree.tokens[node] for node in path] for path in tree.paths()] == [
+        assert [[tree.tokens[node] for node in path] for path in leaf_paths(tree)] == [
             [20, 31],
             [20, b, 32],
             [20, b, c, 33],

@@ -64,7 +64,7 @@ def every_tree(grow: Callable[[], DraftTree], monkeypatch: pytest.MonkeyPatch) -
         chooser = Outcomes(scripts.pop())
 
         def draw_rows(q: Tensor, count: int, *_: Any, chooser: Outcomes = chooser) -> list[list[int]]:
-            return [[chooser.draw(row) for _ in range(count)] for row in q]
+            return [[int(chooser.draw(row)) for _ in range(count)] for row in q]
 
         monkeypatch.setattr(specinfer, "draw_independently", draw_rows)
         tree = grow()

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.table_decoder import DepthsDecoder
+from support.table_decoder import DepthsDecoder, leaf_paths
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
@@ -23,7 +23,7 @@ def test_tree_by_hand() -> None:
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1)))
     assert tree.depths == (0, 1, 1, 2)
     assert tree.children(0) == (1, 2)
-    assert tree.paths() == [[0, 2], [0, 1, 3]]
+    assert leaf_paths(tree) == [[0, 2], [0, 1, 3]]
     assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     cut = tree.cut_to_depth(1)
     assert (cut.tokens, cut.parents) == ([7, 1, 2], (-1, 0, 0))
@@ -41,7 +41,7 @@ def test_only_candidates_are_accepted() -> None:
     """The target runs all four; only 1 can be accepted, although the target agrees with 2 and 3 too."""
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
     assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
-    assert tree.paths() == [[0, 2], [0, 1, 3]]
+    assert leaf_paths(tree) == [[0, 2], [0, 1, 3]]
     assert verify_greedy(tree, [1, 3, 0, 0]) == Verification([0, 1], 3)
     assert verify_greedy(tree, [2, 3, 0, 0]) == Verification([0], 2)
     cut = DraftTree([7, 1, 5, 2], TreeShape.of((-1, 0, 1, 0), num_candidates=3)).cut_to_depth(1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.tiny_models import random_batch, tiny_drafter_of, tiny_target
 
-from draftsmith.models.drafters.draft_model import DraftModel
+from draftsmith.models.drafters.draft_model import DraftModel, as_causal_lm
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_logits_equal_those_of_the_language_model(model_type: str, window: int |
     target.config.sliding_window = 3
     drafter = tiny_drafter_of("draft_model", target, num_layers=2, sliding_window=window)
     assert isinstance(drafter, DraftModel)
-    model = drafter.causal_lm(target)
+    model = as_causal_lm(drafter, target, tied=False)
     if window is not None:
         model.config.sliding_window = window
     ids = random_batch(target)["input_ids"]
