@@ -42,7 +42,7 @@ def run_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         ("facts", ["| launch | ", "| large read | "]),
         pytest.param("kinds_1", ["| parallel | ", " | yes | yes | 2 of 2 |"], marks=pytest.mark.slow),
         pytest.param("distill", ["| distilling, engine: transformers | "], marks=pytest.mark.slow),
-        ("training", ["| training, 135M, 2,048 tokens a step | "]),
+        pytest.param("training", ["| training, 135M, 2,048 tokens a step | "], marks=pytest.mark.slow),
         pytest.param(
             "step_cost",
             ["| uncompiled | 8 | ", "| compiled | 1 | ", "| parallel: tree of 7 | ", "| eagle | "],

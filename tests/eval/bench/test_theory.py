@@ -17,7 +17,6 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, Verification
-from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
@@ -121,8 +120,10 @@ TREES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "shape", "temperature"),
     [
-        *(pytest.param(kind, "chain", 1.5, marks=pytest.mark.slow) for kind in drafter_kinds() if kind != "parallel"),
-        *(("parallel", shape, temperature) for shape in TREES for temperature in (0.0, 1.5)),
+        ("parallel", "chain", 0.0),
+        ("parallel", "best first", 1.5),
+        ("parallel", "static", 0.0),
+        ("hydra", "chain", 1.5),
         ("eagle", "best first", 0.0),
         ("eagle", "static", 1.5),
     ],
@@ -138,7 +139,7 @@ def test_meter_does_not_change_answers(kind: str, shape: str, temperature: float
         for drafts in (method, meter):
             generator.manual_seed(5)
             watch = meter.on_round if drafts is meter else None
-            answers.append(generate(session, drafts, PROMPT, sampling, 24, (), generator, on_round=watch))
+            answers.append(generate(session, drafts, PROMPT, sampling, 16, (), generator, on_round=watch))
     assert answers[0].ids == answers[1].ids
     assert sum(answers[1].accept_lengths[1:]) == meter.committed_tokens
     assert len(meter.overlap) == answers[1].tried == len(meter.drafter)
