@@ -18,7 +18,6 @@ from draftsmith.eval.commands.console import console
 from draftsmith.recipes.schema import MethodConfig
 
 LONGEST_S = 30.0  # for a command; a run takes a second or two
-INPUTS = ("chats.jsonl", "questions.jsonl", "run.yaml")
 
 
 class Hangs(BaseException):
