@@ -18,7 +18,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
@@ -52,13 +52,7 @@ NEW_TOKENS = 48
 
 
 def build_run(folder: Path) -> Recipe:
-    """Return a recipe with an untrained drafter."""
-    method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}
-    recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]})
-    torch.manual_seed(0)
-    drafter = load_drafter_class("parallel").from_target(load_target(recipe.target)[0], {"num_masks": 2})
-    drafter.save_pretrained(RunFolder(recipe).drafter)
-    return recipe
+    return untrained_run(folder, methods=[{"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}])
 
 
 def record(*ids: int) -> Any:
