@@ -36,6 +36,7 @@ from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
+DEFAULTS = [(kind, TINY.get(kind, {})) for kind in drafter_kinds()]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 
 
@@ -207,8 +208,10 @@ def test_save_and_load_keep_the_logits_without_the_targets_weights(
         assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
 
 
-@every_drafter
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [*((*case, torch.bfloat16) for case in CASES), *((*case, torch.float16) for case in DEFAULTS)],
+)
 def test_autocast_in_bf16(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """It has nearly the fp32 loss, also with features in fp16, which have no common dtype with bf16."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).to(dtype)
@@ -448,7 +451,7 @@ def test_packed_loss_equals_unpacked_loss(kind: str, options: dict[str, Any], ba
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
+@pytest.mark.parametrize(("kind", "options"), [*DEFAULTS, *BY_GROUPS])
 def test_losses_of_micro_batches_add_up(kind: str, options: dict[str, Any]) -> None:
     """Any split of a batch, also with an empty part, sums to its loss and gradients, scaled by its `label_counts`.
 
