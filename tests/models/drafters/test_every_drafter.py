@@ -38,6 +38,10 @@ from draftsmith.train.drafter.trainer import collate_right_padded
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 DEFAULTS = [(kind, TINY.get(kind, {})) for kind in drafter_kinds()]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
+# With the variants of options in `make test` only.
+every_kind = pytest.mark.parametrize(
+    ("kind", "options"), [c if c in DEFAULTS else pytest.param(*c, marks=pytest.mark.slow) for c in CASES], ids=IDS
+)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, ("parallel", {"num_masks": 0, "init": "random"})])
@@ -166,7 +170,7 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
         assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1])
 
 
-@every_drafter
+@every_kind
 def test_greedy_identity(kind: str, options: dict[str, Any]) -> None:
     """A tree of candidates; and one kind of each decoder also drafts the other trees."""
     target, drafter = target_and_drafter(kind, options)
@@ -184,7 +188,7 @@ def test_greedy_identity(kind: str, options: dict[str, Any]) -> None:
             assert generate(session, method, prompt, greedy, 20).ids == plain.ids, tree
 
 
-@every_drafter
+@every_kind
 def test_save_and_load_keep_the_logits_without_the_targets_weights(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -210,7 +214,10 @@ def test_save_and_load_keep_the_logits_without_the_targets_weights(
 
 @pytest.mark.parametrize(
     ("kind", "options", "dtype"),
-    [*((*case, torch.bfloat16) for case in CASES), *((*case, torch.float16) for case in DEFAULTS)],
+    [
+        *((*case, dtype) for case in DEFAULTS for dtype in (torch.bfloat16, torch.float16)),
+        *(pytest.param(*c, torch.bfloat16, marks=pytest.mark.slow) for c in CASES if c not in DEFAULTS),
+    ],
 )
 def test_autocast_in_bf16(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """It has nearly the fp32 loss, also with features in fp16, which have no common dtype with bf16."""
@@ -226,7 +233,7 @@ def test_autocast_in_bf16(kind: str, options: dict[str, Any], dtype: torch.dtype
     torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
 
 
-@every_drafter
+@every_kind
 def test_drafter_is_loaded_in_the_targets_dtype(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Draft logits are in fp32, and finite for all candidates."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
@@ -245,7 +252,7 @@ def test_drafter_is_loaded_in_the_targets_dtype(kind: str, options: dict[str, An
     assert torch.isfinite(drafted).sum(-1).tolist() == [candidates] * len(drafted)
 
 
-@every_drafter
+@every_kind
 def test_every_parameter_gets_a_gradient_and_the_target_none(kind: str, options: dict[str, Any]) -> None:
     """Padding does not change the loss; without labels the loss is 0 and no gradient is NaN."""
     target, drafter = target_and_drafter(kind, options)
