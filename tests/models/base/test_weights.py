@@ -72,6 +72,3 @@ def test_dpace_has_no_ramp() -> None:
         load_drafter_class("parallel").from_target(tiny_target(), {"dpace_alpha": 0.5, "depth_ramp": 0.3})
     with pytest.raises(UserError, match="dpace_alpha`: input should be greater than 0, not 0"):
         load_drafter_class("medusa").from_target(tiny_target(), {"dpace_alpha": 0})
-
-
-# ---- the loss of rows ----
