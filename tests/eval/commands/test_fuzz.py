@@ -18,8 +18,6 @@ import yaml
 from click.testing import Result
 from support.finished_run import FinishedRun
 
-from draftsmith.eval.commands import evaluate
-
 SEED, TIMES = (int(part) for part in os.environ.get("DRAFTSMITH_FUZZ", "1 1").split())
 ODD: list[Any] = [
     None, -1, 0, 1.5, 10**30, float("nan"), float("inf"), True, "", "x", "\0", "é\ud800", "../../x", [], [[]], {},
@@ -31,8 +29,6 @@ GONE = object()
 @pytest.fixture
 def run(finished: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
     monkeypatch.chdir(tmp_path)  # for paths in random recipes
-    for pictures in ("draw_charts", "draw_theory"):  # they take most of the time
-        monkeypatch.setattr(evaluate, pictures, lambda *_: [])
     return finished
 
 

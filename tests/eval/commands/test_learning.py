@@ -48,6 +48,7 @@ from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, SourceRecipe
 
+pytestmark = pytest.mark.slow
 NEW_TOKENS = 48
 
 
@@ -233,7 +234,6 @@ def test_candidate_is_interpolated_with_its_initial_weights(again: Recipe, tmp_p
     )  # its weights match the recorded hashes
 
 
-@pytest.mark.slow
 def test_learner_improves_the_drafter_and_answers_stay_equal(
     again: Recipe, served: tuple[Recipe, list[list[int]], list[list[int]]], monkeypatch: Any
 ) -> None:
@@ -399,7 +399,6 @@ def test_only_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -
     second.join(10)
 
 
-@pytest.mark.slow
 def test_last_good_drafter_serves_after_a_kill_at_any_moment(again: Recipe) -> None:
     """Unfinished files of a killed process are not read."""
     learned = Learned(again)
