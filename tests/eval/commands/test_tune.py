@@ -55,6 +55,7 @@ def test_best_candidate_depends_on_the_costs() -> None:
     assert looking[0].tau == 1 + 6 / 2
 
 
+@pytest.mark.slow
 def test_predicted_tau_equals_measured_tau() -> None:
     """Exact for the traced tree; approximate for a smaller one and a chain, whose rounds start elsewhere."""
     target = tiny_target(max_position_embeddings=512).double()
