@@ -51,6 +51,7 @@ def test_training_equals_decoding(kind: str, options: dict[str, Any]) -> None:
         check_training_equals_decoding(target, drafter, offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in SUPPORTED_MODEL_TYPES if name != "llama"])
 @pytest.mark.parametrize("kind", ["dflash", "eagle", "eagle3", "medusa2", "parallel", "pass_embeddings"])
 def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", EXPERTS)
 @pytest.mark.parametrize(("kind", "layers"), OTHER_LAYERS)
 def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
