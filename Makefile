@@ -11,6 +11,8 @@ EXTRAS ?= dev
 # The embedded target is so small that more threads cost more than they give.
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
+# Compiled tests are kept, which saves each of their workers seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -1,47 +1,42 @@
-"""Fixtures shared by several test files, and settings made before any test runs."""
+"""Settings made before any test runs; `FIXTURES` are modules with fixtures that several test files share."""
 
+import gc
 import os
-from collections.abc import Iterator
 
-import openai
 import pytest
-import torch
-from support.openai_setup import StartEngine, StartServer, starting_engines, starting_servers
 
-from draftsmith.data.engines import openai_engine
-from draftsmith.models.compiling import SWITCH
-from draftsmith.models.cpu_kernels import has_kernels
-
-# Compiling takes longer than the tested code, so tests that need it enable it. Subprocesses inherit this.
-os.environ.setdefault(SWITCH, "0")
+FIXTURES = ("support.tiny_runs", "support.finished_run", "support.tiny_disk", "support.openai_setup")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Build the CPU kernels into the user's cache before a test changes its path. Tests on a GPU need none."""
+    """Import what tests need, and build the CPU kernels into the user's cache before a test changes its path.
+
+    Not in the process that only hands out tests to workers, which would wait for the imports. Tests on a GPU need no
+    kernels.
+    """
+    if config.getoption("dist", "no") != "no":
+        return
+    gc.disable()
+    from draftsmith.models.compiling import SWITCH
+    from draftsmith.models.cpu_kernels import has_kernels
+
+    # Compiling takes longer than the tested code, so tests that need it enable it. Subprocesses inherit this.
+    os.environ.setdefault(SWITCH, "0")
     if config.option.markexpr != "cuda":
         has_kernels()
+    for name in FIXTURES:
+        config.pluginmanager.import_plugin(name)
 
 
-# Modules with fixtures, each before those that import it.
-pytest_plugins = ["support.tiny_runs", "support.finished_run", "support.tiny_disk"]
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported from garbage collection, which would take a quarter of the tests' time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("cuda") is not None:
+        import torch
 
-
-@pytest.fixture
-def start_server() -> Iterator[StartServer]:
-    with starting_servers() as start:
-        yield start
-
-
-@pytest.fixture
-def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
-    """Start openai engines with short pauses."""
-    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
-    monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
-    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
-    with starting_engines() as start:
-        yield start
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -34,11 +34,3 @@ def test_image_installs_existing_extras() -> None:
     extras = re.findall(r"/src\[([\w,]+)\]", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     assert len(extras) == 1
     assert set(extras[0].split(",")) <= PROJECT["optional-dependencies"].keys()
-
-
-def test_issue_forms_have_githubs_required_keys() -> None:
-    for name in ("bug", "feature"):
-        form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
-        assert {"name", "description", "body"} <= form.keys()
-        ids = [field["id"] for field in form["body"]]
-        assert len(ids) == len(set(ids)) > 1

@@ -107,7 +107,7 @@ def launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_module(options.training_script, run_name="__main__")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_of_the_training_guide(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = {}
     for program, *words in guide_commands():

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from support.places import PACKAGES, ROOT
-from support.tree import source_files
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,6 +27,12 @@ OF_THE_SDIST = {
     *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "NOTICE", "README.md", "pyproject.toml"),
     *(".gitattributes", ".git_archival.txt", "embedded_target", "examples", "licenses", *PACKAGES),
 }
+
+
+def source_files() -> list[str]:
+    """Return the files that git tracks or would add."""
+    listing = call("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    return [name for name in listing.splitlines() if (ROOT / name).exists()]
 
 
 def call(*command: str | Path, cwd: Path) -> str:

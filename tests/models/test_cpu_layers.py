@@ -23,10 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from draftsmith.eval.decoding.compiled_forward import Compiler
-from draftsmith.eval.decoding.generate import generate
-from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession, open_session
-from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
+from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import cpu_kernels
 from draftsmith.models.base.registry import drafter_kinds
@@ -52,7 +50,8 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+# With biases, and with QK norms: the others have a part of these.
+EVERY_FAMILY = pytest.mark.parametrize("family", ["llama", "qwen3"])
 NUM_LAYERS, VOCAB_SIZE = 2, 333
 # The embeddings, the residual stream between and after the layers, and the LM head's input.
 TAPS = (0, 1, NUM_LAYERS, FINAL_FEATURES)
@@ -247,15 +246,11 @@ def is_covered(head_size: int) -> bool:
 
 # ---- against transformers ----
 
-# Every family with every head size, every number of heads with every context at least once.
+# Every family with two sizes and numbers of heads, and contexts from none to several pages.
 SHAPES = [
-    (family, heads, head_size, context)
-    for (family, head_size), (heads, context) in zip(
-        itertools.product(FAMILIES, (32, 64, 96, 128)),
-        itertools.cycle(zip(((4, 4), (9, 3), (8, 1)), (0, 37, 600), strict=True)),
-        strict=False,
-    )
-] + [("qwen3", (9, 3), 64, 4096), ("qwen2", (8, 1), 96, 1), ("mistral", (4, 4), 128, 600), ("llama", (8, 1), 32, 2)]
+    ("llama", (9, 3), 32, 0), ("llama", (8, 1), 96, 37), ("mistral", (4, 4), 128, 600), ("mistral", (9, 3), 64, 2),
+    ("qwen2", (8, 1), 96, 1), ("qwen2", (4, 4), 64, 37), ("qwen3", (9, 3), 64, 4096), ("qwen3", (4, 4), 32, 600),
+]  # fmt: skip
 EVERY_SHAPE = pytest.mark.parametrize(("family", "heads", "head_size", "context"), SHAPES)
 ROW_COUNTS = (1, 2, 13, 14, 15, 33, 64)
 
@@ -329,14 +324,11 @@ def test_parents_and_mask_are_bitwise_equal(family: str, dtype: torch.dtype) -> 
 
 @EVERY_DTYPE
 def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
-    """1 to 64 rows have the bits of all 64, which in fp32 are transformers'."""
+    """1 to 63 rows have the bits of all 64."""
     target = random_target("qwen3", (9, 3), 32, dtype)
-    exact, ours = copy.deepcopy(target).double(), packed_target(target)
+    ours = packed_target(target)
     rows = random_rows(target, MOST_TREE_NODES, 50, "tree")
     whole = our_outputs(ours, rows)
-    if dtype == torch.float32:
-        for our_part, their_part in zip(whole.tensors(), transformers_outputs(exact, rows).tensors(), strict=True):
-            torch.testing.assert_close(our_part.double(), their_part, **CLOSE)
     for count in range(1, MOST_TREE_NODES):
         assert_same_bits(our_outputs(ours, rows.first(count)), whole.first(count))
 
@@ -781,7 +773,7 @@ def test_inconsistent_layers_are_refused() -> None:
 
 # ---- in sessions ----
 
-# The prompt reaches two windows, the answer one; the last target has different layers, so it runs unchanged.
+# Prompt and rounds reach beyond the windows; the last target has different layers, so it runs unchanged.
 SESSION_TARGETS: dict[str, tuple[dict[str, Any], bool]] = {
     "llama": ({}, True),
     "qwen3": ({"num_attention_heads": 9, "num_key_value_heads": 3}, True),
@@ -852,33 +844,6 @@ def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.Monke
                 assert calls == (rows if in_one_call else [1, 1][: len(calls)])
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
-
-
-@pytest.mark.parametrize("tree", ["chain", "static", "best_first"])
-@pytest.mark.parametrize("name", SESSION_TARGETS)
-def test_greedy_answers_equal_the_unpacked_targets(name: str, tree: str) -> None:
-    """With a drafter that is sometimes right, and without a drafter."""
-    answers = []
-    for packed in (False, True):
-        target = session_target(name, packed)
-        drafter = tiny_drafter_of("eagle", target).freeze()
-        if packed:
-            pack_linears(drafter)
-        recipe = MethodConfig.model_validate(
-            {
-                "name": "x",
-                "tree": tree,
-                "nodes": 9,
-                "branch": 3,
-                "paths": [[0], [1], [0, 0]] if tree == "static" else None,
-            }
-        )
-        with TargetSession(target, 64, drafter.feature_layers) as session:
-            decoder = drafter.decoder(64)
-            method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), GREEDY)
-            for one in (method, Autoregressive()):
-                answers.append(generate(session, one, PROMPT, GREEDY, 30).ids)
-    assert all(answer == answers[0] for answer in answers)
 
 
 @EVERY_DTYPE
@@ -1009,8 +974,13 @@ def counting(run: Any, rows: list[int]) -> Any:
     return counted
 
 
-@pytest.mark.parametrize(("kind", "options"), DRAFTERS, ids=[f"{kind}-{n}" for n, (kind, _) in enumerate(DRAFTERS)])
-@EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        *((*drafter, torch.float32) for drafter in DRAFTERS),
+        *((*drafter, torch.bfloat16) for drafter in DRAFTERS if drafter[0] in IN_ONE_CALL and not drafter[1]),
+    ],
+)
 def test_drafts_equal_those_of_unpacked_layers(
     kind: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_scaled_target_trains_and_drafts_like_its_unscaled_twin(kind: str, optio
             generator = torch.Generator().manual_seed(3)
             method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), sampling, generator)
             with TargetSession(target, 64, drafter.feature_layers) as session:
-                record = generate(session, method, [5, 9, 20, 33], sampling, 24, frozenset(), generator)
+                record = generate(session, method, [5, 9, 20, 33], sampling, 12, frozenset(), generator)
             answers[-1].append((record.ids, record.accept_lengths))
     torch.testing.assert_close(losses[0], losses[1])
     torch.testing.assert_close(grads[0], grads[1])

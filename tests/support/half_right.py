@@ -59,7 +59,6 @@ TINY = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "mistral with a window": MistralConfig(**SIZES, sliding_window=64),  # longer than the sequences, so without effect
     "gemma": GemmaConfig(**SIZES, head_dim=8),
     "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=64),
     "phi": PhiConfig(**SIZES),

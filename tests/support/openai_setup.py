@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import openai
+import pytest
 from support import tiny_tokenizers as templates
 from support.fake_openai_server import END_ID, FakeServer, answer_ids
 from support.tiny_tokenizers import tiny_tokenizer
 
+from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import (
     Completion,
     EngineSetting,
@@ -24,8 +26,8 @@ StartServer = Callable[..., FakeServer]
 StartEngine = Callable[..., OpenAIEngine]
 
 
-@contextmanager
-def starting_servers() -> Iterator[StartServer]:
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
     started: list[FakeServer] = []
 
     def start(*script: Any, **how: Any) -> FakeServer:
@@ -37,8 +39,12 @@ def starting_servers() -> Iterator[StartServer]:
         server.stop()
 
 
-@contextmanager
-def starting_engines() -> Iterator[StartEngine]:
+@pytest.fixture
+def start_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartEngine]:
+    """Start openai engines with short pauses."""
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(openai._base_client, "MAX_RETRY_DELAY", 0.05)
+    monkeypatch.setattr(openai_engine, "PROBE_PAUSE_S", 0.05)
     started: list[OpenAIEngine] = []
 
     def start(

@@ -12,6 +12,8 @@ from support.tiny_models import VOCABULARY, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -81,6 +83,15 @@ def recipe_in(folder: Path, name: str = "run", **sections: Any) -> Recipe:
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes} if isinstance(changes, dict) else changes
     return Recipe.model_validate(values)
+
+
+def untrained_run(folder: Path, **evaluation: Any) -> Recipe:
+    """Return a recipe for the embedded target with an untrained drafter, which changes no answer."""
+    recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, eval=evaluation)
+    torch.manual_seed(0)
+    drafter = load_drafter_class("parallel").from_target(load_target(recipe.target)[0], {"num_masks": 2})
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    return recipe
 
 
 def recipe_file(recipe: Recipe) -> str:

@@ -58,6 +58,7 @@ def write_questions(folder: Path) -> str:
     return str(folder / "q.jsonl")
 
 
+@pytest.mark.slow
 def test_all_sides_give_equal_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

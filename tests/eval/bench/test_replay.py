@@ -15,13 +15,21 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.recipes.schema import MethodConfig
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
+
+
+BEST_FIRST = {"tree": "best_first", "nodes": 8, "branch": 3}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("parallel", {"num_masks": 2}), ("medusa", {}), ("eagle", {}), ("draft_model", {})]
+    ("kind", "options", "tree"),
+    [
+        ("parallel", {"num_masks": 2}, BEST_FIRST),
+        ("medusa", {}, {"tree": "chain"}),
+        ("eagle", {}, BEST_FIRST),
+        ("draft_model", {}, {"tree": "chain"}),
+    ],
 )
-@pytest.mark.parametrize("tree", [{"tree": "chain"}, {"tree": "best_first", "nodes": 8, "branch": 3}])
 def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, Any], tree: dict[str, Any]) -> None:
     """New drafters start as the target's layers or heads, so that some draft tokens are accepted."""
     torch.manual_seed(0)

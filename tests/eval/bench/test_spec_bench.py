@@ -246,6 +246,7 @@ def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: 
     assert answer.turns[0].prompt_tokens == 72  # two before the 70 letters
 
 
+@pytest.mark.slow
 def test_compiled_run_gives_equal_answers(
     target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm], tmp_path: Path
 ) -> None:

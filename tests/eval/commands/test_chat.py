@@ -9,27 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands import chat
 from draftsmith.eval.commands.cli import app
-from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.run_folder import RunFolder
 
 QUESTION, OTHER = "What does os.path.join do?", "Show me an example."
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a recipe with an untrained drafter, which does not change answers."""
-    made = recipe_in(tmp_path_factory.mktemp("chat"), target={"model": "embedded", "dtype": "float32"})
-    torch.manual_seed(0)
-    drafter = load_drafter_class("parallel").from_target(load_target(made.target)[0], {"num_masks": 2})
-    drafter.save_pretrained(RunFolder(made).drafter)
-    return recipe_file(made)
+    return recipe_file(untrained_run(tmp_path_factory.mktemp("chat")))
 
 
 def talk(recipe: str, tmp_path: Path, *messages: str) -> tuple[list[dict[str, Any]], str]:

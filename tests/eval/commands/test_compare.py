@@ -115,6 +115,7 @@ def test_data_are_reused_only_if_settings_match(tmp_path: Path) -> None:
         assert (RunFolder(second).data / "tokens").is_dir() == (name == "same")
 
 
+@pytest.mark.slow
 def test_compare_command_end_to_end(finished: FinishedRun) -> None:
     """Two kinds of drafters; the second reuses the conversations of the first."""
     medusa = ["drafter.kind=medusa", "drafter.options={num_heads: 2}", "eval.methods=[{name: medusa-chain}]"]

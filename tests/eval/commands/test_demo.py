@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.tiny_runs import untrained_run
 
 from draftsmith.eval.bench import measured_methods
 from draftsmith.eval.commands.demo import QUESTIONS, Demo, DemoAnswer, demonstrate, show
-from draftsmith.models.base.registry import SHIPPED_DRAFTER, load_drafter_class, read_drafter, read_training
-from draftsmith.models.target.loading import load_target
+from draftsmith.models.base.registry import SHIPPED_DRAFTER, read_drafter, read_training
 from draftsmith.models.target.smollm2_wheel import HUB_ID
-from draftsmith.recipes.schema import TargetRecipe
+from draftsmith.recipes.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("question", ["What does os.path.join do?", None])
@@ -19,10 +18,8 @@ def test_answer_is_equal_with_and_without_the_drafter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], question: str | None
 ) -> None:
     """The drafter is untrained, which does not change the answer."""
-    recipe = TargetRecipe(model="embedded", dtype="float32")
-    torch.manual_seed(0)
-    load_drafter_class("parallel").from_target(load_target(recipe)[0], {"num_masks": 2}).save_pretrained(tmp_path)
-    found = demonstrate(recipe, question, 12, tmp_path)
+    run = untrained_run(tmp_path)
+    found = demonstrate(run.target, question, 12, RunFolder(run).drafter)
     show(found)
     printed = " ".join(capsys.readouterr().out.split())
     assert [each.question for each in found.shown] == ([question] if question else list(QUESTIONS))
@@ -38,9 +35,7 @@ def test_answer_is_equal_with_and_without_the_drafter(
 
 def test_times_are_medians_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides answer in turns, after a warm-up answer of each: 1, 9 and 2 s without, 1, 1 and 3 s with a drafter."""
-    recipe = TargetRecipe(model="embedded", dtype="float32")
-    torch.manual_seed(0)
-    load_drafter_class("parallel").from_target(load_target(recipe)[0], {"num_masks": 2}).save_pretrained(tmp_path)
+    run = untrained_run(tmp_path)
     seconds, asked, answer = iter([0, 0, 1, 1, 9, 1, 2, 3]), list[str](), measured_methods.Arm.answer
 
     def timed(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -50,7 +45,7 @@ def test_times_are_medians_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return record
 
     monkeypatch.setattr(measured_methods.Arm, "answer", timed)
-    (shown,) = demonstrate(recipe, "What does os.path.join do?", 12, tmp_path).shown
+    (shown,) = demonstrate(run.target, "What does os.path.join do?", 12, RunFolder(run).drafter).shown
     assert asked == ["autoregressive", "shipped"] * 4
     assert (shown.plain_s, shown.drafted_s) == (pytest.approx(2), pytest.approx(1))
 

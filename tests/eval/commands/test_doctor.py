@@ -25,7 +25,6 @@ from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.eval.commands import cli, doctor
-from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import ParallelDecoder
 
 VOCABULARY = 400
@@ -443,9 +442,9 @@ def test_engines_that_load_the_drafter_are_listed(
     assert sentence in engines["sentence"]
 
 
-@pytest.mark.parametrize("kind", drafter_kinds())
+@pytest.mark.parametrize("kind", ["dflash2", "lilicorr", "medusa", "medusa2", "pass_embeddings"])
 def test_target_of_experts_is_supported_or_explained(tmp_path: Path, kind: str) -> None:
-    """Every kind works, or its message names the line to change."""
+    """A kind works, or its message names the line to change; `test_every_drafter.py` has the other kinds."""
     mine = clinic(tmp_path, model_type="qwen3_moe", num_hidden_layers=4, **EXPERTS["qwen3_moe"])
     code, findings, printed = mine.examine(f"drafter.kind={kind}", "drafter.options={}")
     if kind == "pass_embeddings":

@@ -46,15 +46,25 @@ def error_line(result: Result) -> str:
 NOTHING_WRONG = {("provenance.json", "distill")}  # with an unknown stage
 
 
-@pytest.mark.parametrize("content", [b'{"x": {}}', b"\x89PNG\xff"])
 @pytest.mark.parametrize(
-    ("name", "command"),
+    ("name", "command", "content"),
     [
-        ("provenance.json", "distill"), ("provenance.json", "report"), ("drafter/config.json", "prove"),
-        ("drafter/settings.json", "train"), ("drafter/training.json", "eval"), ("drafter/training.json", "train"),
-        ("eval/settings.json", "eval"), ("eval/settings.json", "report"), ("eval/notes.json", "report"),
-        ("eval/proof.json", "eval"), ("features/index.json", "features"),
-        ("eval/traced.json", "eval"), ("eval/traced.json", "report"),
+        *(
+            (name, command, b'{"x": {}}')
+            for name, command in (
+                ("provenance.json", "distill"), ("drafter/config.json", "prove"), ("drafter/settings.json", "train"),
+                ("drafter/training.json", "eval"), ("eval/settings.json", "report"), ("eval/notes.json", "report"),
+                ("eval/proof.json", "eval"), ("features/index.json", "features"),
+                ("eval/traced.json", "report"),
+            )
+        ),
+        *(
+            (name, command, b"\x89PNG\xff")
+            for name, command in (
+                ("provenance.json", "report"), ("drafter/training.json", "train"), ("eval/settings.json", "eval"),
+                ("eval/traced.json", "eval"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_damaged_file_is_named(run: FinishedRun, name: str, command: str, content: bytes) -> None:

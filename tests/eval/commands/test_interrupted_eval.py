@@ -21,8 +21,15 @@ def read_answers(run: FinishedRun) -> dict[tuple[int, Any], Any]:
     }
 
 
-@pytest.mark.parametrize("where", ["first forward", "later forward", "before a record", "after a record"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("where", "number", "code"),
+    [
+        ("first forward", signal.SIGTERM, 143),
+        ("later forward", signal.SIGINT, 130),
+        ("before a record", signal.SIGTERM, 143),
+        ("after a record", signal.SIGINT, 130),
+    ],
+)
 def test_interrupted_measurement_resumes(
     finished: FinishedRun, monkeypatch: pytest.MonkeyPatch, where: str, number: signal.Signals, code: int
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
@@ -48,17 +48,12 @@ from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, SourceRecipe
 
+pytestmark = pytest.mark.slow
 NEW_TOKENS = 48
 
 
 def build_run(folder: Path) -> Recipe:
-    """Return a recipe with an untrained drafter."""
-    method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}
-    recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]})
-    torch.manual_seed(0)
-    drafter = load_drafter_class("parallel").from_target(load_target(recipe.target)[0], {"num_masks": 2})
-    drafter.save_pretrained(RunFolder(recipe).drafter)
-    return recipe
+    return untrained_run(folder, methods=[{"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}])
 
 
 def record(*ids: int) -> Any:
@@ -239,7 +234,6 @@ def test_candidate_is_interpolated_with_its_initial_weights(again: Recipe, tmp_p
     )  # its weights match the recorded hashes
 
 
-@pytest.mark.slow
 def test_learner_improves_the_drafter_and_answers_stay_equal(
     again: Recipe, served: tuple[Recipe, list[list[int]], list[list[int]]], monkeypatch: Any
 ) -> None:
@@ -390,7 +384,6 @@ def test_only_one_process_learns_in_a_folder(tmp_path: Path, monkeypatch: Any) -
     second.join(10)
 
 
-@pytest.mark.slow
 def test_last_good_drafter_serves_after_a_kill_at_any_moment(again: Recipe) -> None:
     """Unfinished files of a killed process are not read."""
     learned = Learned(again)

@@ -103,7 +103,10 @@ FIGURES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("command", FIGURES)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("prove", "run", "tune") else name for name in FIGURES],
+)
 def test_every_command_writes_its_figures(finished: FinishedRun, command: str) -> None:
     result = finished.call(command, "--json", *(["--dry-run"] if command == "push" else []))
     assert result.exit_code == 0 or command == "doctor", result.stderr

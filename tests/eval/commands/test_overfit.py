@@ -62,6 +62,7 @@ def test_features_of_the_wrong_position_are_found(tmp_path: Path, monkeypatch: p
     assert findings["train = decode"]["severity"] == "ok"  # which does not cover the trainer's call of the drafter
 
 
+@pytest.mark.slow
 def test_too_few_steps_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter has not learned its labels."""
     monkeypatch.setattr(overfit, "STEPS", 2)

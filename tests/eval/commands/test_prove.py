@@ -59,6 +59,7 @@ def distribution_proof(temperature: float = 1.0, answers: int = 60, tokens: int 
     return _test(target, measured, drawn)
 
 
+@pytest.mark.slow
 def test_lossless_sampling_passes_and_lossy_sampling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verifier that accepts twice as often barely changes the text, but is found; so are greedy answers."""
     proof = distribution_proof()

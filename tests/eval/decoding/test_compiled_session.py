@@ -28,6 +28,7 @@ from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodConfig
 
+pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7, 8], [90, 3]]
 TREE = DraftTree([7, 3, 20, 21, 22, 23, 24, 25], TreeShape.of((-1, 0, 0, 1, 2, 2, 4, 6)))
 
@@ -50,7 +51,7 @@ def methods(answer: list[int]) -> list[Method]:
     "name",
     [
         "llama",
-        pytest.param("gemma2", marks=pytest.mark.slow),
+        "gemma2",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in TINY if name not in ("llama", "gemma2")),
     ],
 )
@@ -131,7 +132,6 @@ def test_tree_larger_than_any_known_runs_without_compilation() -> None:
         assert session.compiled.sizes == [1]
 
 
-@pytest.mark.slow
 def test_sessions_on_a_cpu_do_not_share_a_graph() -> None:
     """Calls have no guards, so the second session would run the first one's target."""
     torch.manual_seed(0)
@@ -145,7 +145,6 @@ def test_sessions_on_a_cpu_do_not_share_a_graph() -> None:
     assert answers[0] != answers[1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_compiled_bf16_logits_are_bitwise_equal_alone_and_in_a_tree(static: bool) -> None:
@@ -183,8 +182,8 @@ def test_compiled_bf16_logits_are_bitwise_equal_alone_and_in_a_tree(static: bool
             else pytest.param(kind, {}, marks=pytest.mark.nightly)
             for kind in drafter_kinds()
         ),
-        pytest.param("hydra", {"prefix_attention": True}, marks=pytest.mark.slow),
-        pytest.param("dflash", {"sliding_window": 8}, marks=pytest.mark.slow),
+        ("hydra", {"prefix_attention": True}),
+        ("dflash", {"sliding_window": 8}),
     ],
 )
 def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog: pytest.LogCaptureFixture) -> None:

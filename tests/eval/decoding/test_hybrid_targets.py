@@ -128,7 +128,7 @@ def test_states_outside_the_cache_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.nightly)])
 def test_every_stage(name: str, tmp_path: Path) -> None:
     """Distilled by transformers, trained on features of inner layers, proved and exported."""
     tiny_target(name, num_hidden_layers=4).save_pretrained(tmp_path / "target")

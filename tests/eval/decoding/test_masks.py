@@ -60,17 +60,19 @@ def build_method(decoder: Any, tree: str) -> TreeDrafter:
     return build_tree_drafter(recipe, decoder, GREEDY)
 
 
-@pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("parallel", "best_first"), ("eagle", "best_first"), ("hydra", "best_first"), ("dflash", "chain")],
+)
 def test_masks_of_target_and_drafter_are_aligned(kind: str, tree: str) -> None:
     target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target)
     with (
         TargetSession(target, 61, drafter.feature_layers) as session,
         TargetSession(target, 61, drafter.feature_layers, compiler=Compiler("eager", is_static=True)) as padded,
-        masks_are_aligned(at_least=30),
+        masks_are_aligned(at_least=20),
     ):
-        generate(session, build_method(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 50)
+        generate(session, build_method(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 30)
         with torch.inference_mode():
             padded.prefill([5, 9, 33])
             mask = padded._mask([(0, DraftTree([5, 6, 7], TreeShape.of((-1, 0, 0))))], padded.cache.capacity)

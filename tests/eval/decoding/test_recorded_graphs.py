@@ -80,6 +80,7 @@ def build_on_ghost(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, 
     return target, drafter.attach(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", FEW_FIRST)
 def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +121,9 @@ def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog
         assert launches <= (3 * graphs + 2 if tree == "chain" else 6 * graphs + 6)
 
 
-@pytest.mark.parametrize("kind", ["parallel", "eagle", "hydra", "dflash", "medusa"])
+@pytest.mark.parametrize(
+    "kind", ["parallel", *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle", "hydra", "dflash", "medusa"))]
+)
 def test_draft_that_cannot_be_compiled_runs_eagerly(
     kind: str, replays: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

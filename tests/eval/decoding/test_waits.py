@@ -29,7 +29,11 @@ TREES: dict[str, dict[str, Any]] = {
     "adaptive": {"tree": "adaptive", "nodes": 9, "branch": 3, "lookup": True},
 }
 # One kind drafts in one forward, one level by level; every other kind is like one of them.
-FEW_FIRST = [k if k in ("parallel", "hydra") else pytest.param(k, marks=pytest.mark.nightly) for k in drafter_kinds()]
+FEW_FIRST = [
+    "parallel",
+    pytest.param("hydra", marks=pytest.mark.slow),
+    *(pytest.param(k, marks=pytest.mark.nightly) for k in drafter_kinds() if k not in ("parallel", "hydra")),
+]
 
 
 def count_waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling) -> tuple[float, float]:

@@ -191,6 +191,3 @@ def test_baseline_sentences() -> None:
     assert SLOWNESS in baseline_sentences([edge[0] | {"share": 0.69}])[0]
     assert "cache" not in baseline_sentences([edge[0] | {"share": 1.25}])[0]
     assert "The processor's cache holds the target" in baseline_sentences([edge[0] | {"share": 1.26}])[0]
-
-
-# ---- names, without a path of the machine ----

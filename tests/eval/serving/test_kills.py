@@ -17,8 +17,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-import torch
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, untrained_run
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
@@ -26,9 +25,7 @@ from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.learning import Learned
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import SourceRecipe
 
 REQUESTS, QUESTIONS, NEW_TOKENS, CLIENTS = 1000, 200, 32, 4
@@ -66,12 +63,7 @@ class KilledServer:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[KilledServer, Any]]:
     method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3}
-    recipe = recipe_in(
-        tmp_path, target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method], "compile": False}
-    )
-    torch.manual_seed(0)
-    drafter = load_drafter_class("parallel").from_target(load_target(recipe.target)[0], {"num_masks": 2})
-    drafter.save_pretrained(RunFolder(recipe).drafter)
+    recipe = untrained_run(tmp_path, methods=[method], compile=False)
     started = KilledServer(recipe_file(recipe))
     yield started, recipe
     started.kill()

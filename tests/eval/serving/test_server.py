@@ -19,8 +19,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
 from draftsmith.data.sources.conversation import Turn
@@ -34,10 +33,8 @@ from draftsmith.eval.serving.requests import ChatRequest
 from draftsmith.eval.serving.server import Listening
 from draftsmith.eval.serving.worker import AnswerPieces, CompletedAnswer, Job, Piece, RequestCancelled, Worker
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
-from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 KEY = "secret-key"
@@ -47,15 +44,8 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """Return a recipe with an untrained drafter and a tree."""
     method = {"name": "tree", "tree": "best_first", "nodes": 6, "branch": 3, "lookup": True}
-    made = recipe_in(
-        tmp_path_factory.mktemp("serve"), target={"model": "embedded", "dtype": "float32"}, eval={"methods": [method]}
-    )
-    torch.manual_seed(0)
-    drafter = load_drafter_class("parallel").from_target(load_target(made.target)[0], {"num_masks": 2})
-    drafter.save_pretrained(RunFolder(made).drafter)
-    return made
+    return untrained_run(tmp_path_factory.mktemp("serve"), methods=[method])
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,3 @@ def test_dpace_at_its_extremes() -> None:
 def test_invalid_alpha_is_reported() -> None:
     with pytest.raises(UserError, match="dpace_alpha`: input should be greater than 0, not 0"):
         load_drafter_class("medusa").from_target(tiny_target(), {"dpace_alpha": 0})
-
-
-# ---- the loss of rows ----

@@ -36,7 +36,12 @@ from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
 IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
+DEFAULTS = [(kind, TINY.get(kind, {})) for kind in drafter_kinds()]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
+# With the variants of options in `make test` only.
+every_kind = pytest.mark.parametrize(
+    ("kind", "options"), [c if c in DEFAULTS else pytest.param(*c, marks=pytest.mark.slow) for c in CASES], ids=IDS
+)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, ("parallel", {"num_masks": 0, "init": "random"})])
@@ -46,6 +51,7 @@ def test_training_equals_decoding(kind: str, options: dict[str, Any]) -> None:
         check_training_equals_decoding(target, drafter, offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in SUPPORTED_MODEL_TYPES if name != "llama"])
 @pytest.mark.parametrize("kind", ["dflash", "eagle", "eagle3", "medusa2", "parallel", "pass_embeddings"])
 def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> None:
@@ -66,6 +72,7 @@ OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", EXPERTS)
 @pytest.mark.parametrize(("kind", "layers"), OTHER_LAYERS)
 def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
@@ -165,28 +172,25 @@ def test_no_leak(kind: str, options: dict[str, Any]) -> None:
         assert not torch.equal(before[:, :, u + 1], feature_changed[:, :, u + 1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "tree"),
-    [
-        *((kind, {}, tree) for kind in drafter_kinds() for tree in ("chain", "static")),
-        *((*case, "best_first") for case in CASES),
-    ],
-)
-def test_greedy_identity(kind: str, options: dict[str, Any], tree: str) -> None:
+@every_kind
+def test_greedy_identity(kind: str, options: dict[str, Any]) -> None:
+    """A tree of candidates; and one kind of each decoder also drafts the other trees."""
     target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
-    paths = [[0], [1], [0, 0], [0, 1], [1, 0]] if tree == "static" else None
-    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
+    has_all = kind in ("dflash", "eagle", "medusa") and not options
+    trees = ("chain", "static", "best_first") if has_all else ("best_first",)
     greedy, prompt = Sampling(), [5, 9, 33, 12, 40, 7]
-    with TargetSession(target, 64, drafter.feature_layers) as session:
-        decoder = drafter.decoder(64)
-        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), greedy)
-        drafted = generate(session, method, prompt, greedy, 30)
-        plain = generate(session, Autoregressive(), prompt, greedy, 30)
-    assert drafted.ids == plain.ids
+    with TargetSession(target, 32, drafter.feature_layers) as session:
+        decoder = drafter.decoder(32)
+        plain = generate(session, Autoregressive(), prompt, greedy, 20)
+        for tree in trees:
+            paths = [[0], [1], [0, 0], [0, 1], [1, 0]] if tree == "static" else None
+            recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
+            method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), greedy)
+            assert generate(session, method, prompt, greedy, 20).ids == plain.ids, tree
 
 
-@every_drafter
+@every_kind
 def test_save_and_load_keep_the_logits_without_the_targets_weights(
     kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -210,18 +214,33 @@ def test_save_and_load_keep_the_logits_without_the_targets_weights(
         assert torch.equal(loaded.group_logits(batch["input_ids"], batch["features"]), expected)
 
 
-@every_drafter
-def test_fp32_with_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Training in autocast has nearly the fp32 loss; loading takes the target's dtype; draft logits are fp32."""
-    target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        *((*case, dtype) for case in DEFAULTS for dtype in (torch.bfloat16, torch.float16)),
+        *(pytest.param(*c, torch.bfloat16, marks=pytest.mark.slow) for c in CASES if c not in DEFAULTS),
+    ],
+)
+def test_autocast_in_bf16(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """It has nearly the fp32 loss, also with features in fp16, which have no common dtype with bf16."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).to(dtype)
     drafter = tiny_drafter_of(kind, target, **options)
     assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float32}
     batch = random_batch(target, drafter=drafter)
+    assert batch["features"].dtype == dtype
     plain = drafter(**batch).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = drafter(**batch).loss
     mixed.backward()
     torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
+
+
+@every_kind
+def test_drafter_is_loaded_in_the_targets_dtype(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Draft logits are in fp32, and finite for all candidates."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16()
+    drafter = tiny_drafter_of(kind, target, **options)
+    batch = random_batch(target, drafter=drafter)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, tiny_target(num_hidden_layers=TARGET_LAYERS).bfloat16())
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
@@ -235,21 +254,7 @@ def test_fp32_with_a_bf16_target_then_all_in_bf16(kind: str, options: dict[str, 
     assert torch.isfinite(drafted).sum(-1).tolist() == [candidates] * len(drafted)
 
 
-@every_drafter
-def test_autocast_in_bf16_with_a_target_in_fp16(kind: str, options: dict[str, Any]) -> None:
-    """Autocast has no common dtype for both: features must not reach an operation that needs one."""
-    target = tiny_target(num_hidden_layers=TARGET_LAYERS).half()
-    drafter = tiny_drafter_of(kind, target, **options)
-    batch = random_batch(target, drafter=drafter)
-    assert batch["features"].dtype == torch.float16
-    plain = drafter(**batch).loss
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = drafter(**batch).loss
-    mixed.backward()
-    torch.testing.assert_close(mixed, plain, atol=0.05, rtol=0.05)
-
-
-@every_drafter
+@every_kind
 def test_every_parameter_gets_a_gradient_and_the_target_none(kind: str, options: dict[str, Any]) -> None:
     """Padding does not change the loss; without labels the loss is 0 and no gradient is NaN."""
     target, drafter = target_and_drafter(kind, options)
@@ -455,7 +460,7 @@ def test_packed_loss_equals_unpacked_loss(kind: str, options: dict[str, Any], ba
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
+@pytest.mark.parametrize(("kind", "options"), [*DEFAULTS, *BY_GROUPS])
 def test_losses_of_micro_batches_add_up(kind: str, options: dict[str, Any]) -> None:
     """Any split of a batch, also with an empty part, sums to its loss and gradients, scaled by its `label_counts`.
 

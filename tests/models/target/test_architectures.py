@@ -17,6 +17,7 @@ def test_no_architecture_is_silently_wrong_as_a_target() -> None:
     assert page["not_built"] == not_built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FEW)
 def test_page_agrees_with_the_check(model_type: str) -> None:
     row = targets.tried(model_type)

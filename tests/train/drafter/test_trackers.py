@@ -17,6 +17,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trackers import check_trackers, tracked_run
 
+pytestmark = pytest.mark.slow
 SUMMARY = [
     {"method": "autoregressive", "tau": 1.0, "speedup_mean": 1.0, "greedy_identical": None},
     {"method": "chain", "tau": 2.5, "speedup_mean": 1.75, "greedy_identical": True},

@@ -27,7 +27,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "parallel": [{"markov_rank": 5}],
     "peagle": [{"draft_vocab_size": 40, "keep_ratio": 0.7, "keep_ratio_min": 0.2}],
 }
-CASES = [(kind, options) for kind in drafter_kinds() for options in [{}, *OPTIONS.get(kind, [])]]
+CASES: list[Any] = [
+    *((kind, {}, 3) for kind in drafter_kinds()),
+    *(pytest.param(kind, options, 3, marks=pytest.mark.slow) for kind in OPTIONS for options in OPTIONS[kind]),
+    *[("parallel", {}, 1), ("eagle3", {}, 1)],
+]
 
 
 def step_batch(documents: int) -> dict[str, Tensor]:
@@ -62,9 +66,7 @@ def count_step(kind: str, options: dict[str, Any], documents: int) -> type[Ghost
     return ghosts
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "documents"), [*((*case, 3) for case in CASES), ("parallel", {}, 1), ("eagle3", {}, 1)]
-)
+@pytest.mark.parametrize(("kind", "options", "documents"), CASES)
 def test_step_waits_twice(kind: str, options: dict[str, Any], documents: int) -> None:
     """transformers reads whether rows are packed, in each forward of the target; we read the number of rows."""
     ghosts = count_step(kind, options, documents)

@@ -175,7 +175,9 @@ COMPARED = (
 COMPARED_KINDS = ("medusa", "medusa2", "pass", "eagle", "hydra", "dflash2", "draft_model", "peagle")
 
 
-@pytest.mark.parametrize("name", [*COMPARED, *(f"smollm2-135m-{kind}" for kind in COMPARED_KINDS)])
+@pytest.mark.parametrize(
+    "name", [*COMPARED, *(pytest.param(f"smollm2-135m-{kind}", marks=pytest.mark.slow) for kind in COMPARED_KINDS)]
+)
 def test_shipped_recipes_are_planned_within_a_tenth_of_counted_steps(name: str, tmp_path: Path) -> None:
     """The references come from steps whose tensors were counted one by one, on rows of full length, all labelled."""
     figures = json.loads((ROOT / "docs/results/machinery/plan_estimate.json").read_text(encoding="utf-8"))["figures"]

@@ -22,7 +22,6 @@ from draftsmith.eval.report.page.methods import (
     length_tables,
     mean_rounds,
     method_tables,
-    tint,
 )
 from draftsmith.eval.report.summary import acceptance_by_depth, summarize
 
@@ -52,15 +51,6 @@ def test_intervals_against_the_fastest_are_paired_by_question() -> None:
     assert (cold.temperature, hot.temperature) == (0.0, 1.0)
     assert cold.against_best == {"fast@0": None, "slow@0": pytest.approx([0.5, 0.5])}
     assert method_tables(summarize(records))[0].against_best == {}
-
-
-@pytest.mark.parametrize(
-    ("ends", "name"),
-    [(None, "plain"), ([0.9, 3.0], "plain"), ([1.1, 3.0], "level-1"), ([1.5, 1.6], "level-3"), ([0.5, 0.9], "slow")],
-)
-def test_colours_follow_the_interval(ends: list[float] | None, name: str) -> None:
-    """The mean does not matter."""
-    assert [tint(row("x", "math", speedup_mean=mean, speedup_interval=ends)) for mean in (0.9, 2.0)] == [name, name]
 
 
 def test_acceptance_by_depth() -> None:
