@@ -85,6 +85,7 @@ def built(model_type: str) -> PreTrainedModel | None:
         is_bidirectional,
         name_base_model,
         text_alone,
+        use_configured_time_steps,
         use_exact_attention,
     )
 
@@ -105,6 +106,7 @@ def built(model_type: str) -> PreTrainedModel | None:
             target = text_alone(target.requires_grad_(False), model_type)
             name_base_model(target)
             use_exact_attention(target)
+            use_configured_time_steps(target)
             target(input_ids=torch.tensor([PROMPT]), use_cache=False)
         except Exception:  # of any type: a class may reject sizes that it does not know
             continue
