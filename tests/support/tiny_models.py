@@ -38,6 +38,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_h1": {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "num_hidden_layers": 3,
     },
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4,
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
 }  # fmt: skip
 MASKS = 3
