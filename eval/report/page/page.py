@@ -53,10 +53,10 @@ def write_report(
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter changes the target, `proof` if
-            there is one, `served` (measurements in engines, `eval/serving/load_test.py`) and `baseline` (rows of
-            `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs of `trained`
-            drafters by name, `data_card`, `inputs_sha256`.
+            `tasks_left_out`, `turns_left_out`, `command`, `drafter_kinds`, `target_change` if the drafter changes the
+            target, `proof` if there is one, `served` (measurements in engines, `eval/serving/load_test.py`) and
+            `baseline` (rows of `baseline_speeds`). For the page alone, if available: `records`, `traced` answers, logs
+            of `trained` drafters by name, `data_card`, `inputs_sha256`.
         pictures: PNG files below `root` that `report.md` shows.
         theory_pictures: PNG files below `root` for the section on theory.
 

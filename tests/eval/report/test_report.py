@@ -67,7 +67,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
         "| tokens of answer before the round: | T | 16 to 31 |\n|---|---|---|\n| small | 0 | 2.25 (5) |\n",
         "![speedup](eval/speedup.png)",
         "draftsmith run runs/demo/recipe.yaml",
-        "1 question(s), 2 later turn(s)",
+        "1 question(s) (all of rag), 2 later turn(s)",
         r'new tokens a turn (ended by "\n\n", "Q:" too), ',
         "The baseline's step reads 2.0 of 4.0 GB/s (50 %). " + SLOWNESS,
         "measured with lenience below 1",
