@@ -43,6 +43,18 @@ MORE: dict[str, Any] = {
     "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "query_pre_attn_scalar": 8,
     "rotary_dim": 4, "n_positions": 128, "max_seq_len": 128, "full_attn_idxs": [1, 3],
 }  # fmt: skip
+# And for some with recurrent layers, whose types do not follow from the number of layers.
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 4, "linear_head_dim": 8,
+        "q_lora_rank": None,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+}  # fmt: skip
 WITHOUT_HEADS = ("num_key_value_heads", "head_dim", "intermediate_size")
 MOST_PARAMETERS = 4_000_000
 PROMPT = [5, 9, 33, 12, 40, 7, 5, 9, 33, 12, 41]
@@ -85,6 +97,7 @@ def built(model_type: str) -> PreTrainedModel | None:
         is_bidirectional,
         name_base_model,
         text_alone,
+        use_configured_time_steps,
         use_exact_attention,
     )
 
@@ -93,7 +106,7 @@ def built(model_type: str) -> PreTrainedModel | None:
     for values in ({**SIZES, **MORE}, alike, SIZES, {**without_heads, **MORE}, without_heads):
         try:
             torch.manual_seed(0)
-            config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
+            config: PreTrainedConfig = AutoConfig.for_model(model_type, **{**values, **HYBRIDS.get(model_type, {})})
             if config.is_encoder_decoder or is_bidirectional(config):
                 return None
             attention = choose_attention(config, "sdpa")
@@ -105,6 +118,7 @@ def built(model_type: str) -> PreTrainedModel | None:
             target = text_alone(target.requires_grad_(False), model_type)
             name_base_model(target)
             use_exact_attention(target)
+            use_configured_time_steps(target)
             target(input_ids=torch.tensor([PROMPT]), use_cache=False)
         except Exception:  # of any type: a class may reject sizes that it does not know
             continue

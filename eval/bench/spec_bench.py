@@ -42,7 +42,8 @@ class SpecBench:
     Args:
         target: The target model.
         tokenizer: The target's tokenizer, with a chat template.
-        questions: Questions that do not fit the target's context are left out and counted in `left_out`.
+        questions: Questions that do not fit the target's context are left out and counted in `left_out`; the tasks
+            without a question that fits are `tasks_left_out`.
         max_new_tokens: Longest answer to a turn.
         seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
         stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings.StopStrings`.
@@ -77,6 +78,8 @@ class SpecBench:
             if limit is None or len(first_turn_ids(tokenizer, question)) + fewest <= limit
         ]
         self.left_out = len(questions) - len(self.questions)
+        measured = {question.task_name for question in self.questions}
+        self.tasks_left_out = sorted({question.task_name for question in questions} - measured)
         if not self.questions:
             raise UserError(
                 f"none of the {len(questions)} questions leaves room for an answer in the target's {limit} positions: "

@@ -60,6 +60,7 @@ class Notes:
     drafter_kinds: list[str]
     target_change: str | None = None
     command: str | None = None
+    tasks_left_out: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -103,6 +103,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     notes = {
         "questions": len(bench.questions),
         "left_out": bench.left_out,
+        "tasks_left_out": bench.tasks_left_out,
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "",
         "target_change": next((d.target_change for d in drafters.values() if hasattr(d, "target_change")), None),
         "drafter_kinds": list(dict.fromkeys(kinds)),

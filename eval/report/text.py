@@ -72,7 +72,7 @@ def place_name(source: str) -> str:
 
 def question_names(questions: str | list[str]) -> str:
     """Return the names of the sets of questions, without local folders."""
-    return place_name(questions) if isinstance(questions, str) else ", ".join(map(set_name, questions))
+    return ", ".join(map(set_name, [questions] if isinstance(questions, str) else questions))
 
 
 def drafter_name(folder: str) -> str:

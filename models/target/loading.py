@@ -31,6 +31,7 @@ from draftsmith.models.target.text_model import (
     name_base_model,
     text_alone,
     text_config,
+    use_configured_time_steps,
     use_exact_attention,
 )
 from draftsmith.models.target.windows import get_max_positions, takes_masks, tokens_within_windows
@@ -244,6 +245,7 @@ def _frozen(recipe: TargetRecipe, target: PreTrainedModel) -> PreTrainedModel:
             f"target.model {recipe.model} ({target.config.model_type}) has no LM head: use a causal language model"
         )
     use_exact_attention(target)
+    use_configured_time_steps(target)
     return target.eval().requires_grad_(False)
 
 

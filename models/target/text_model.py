@@ -4,6 +4,7 @@ Some checkpoints hold text and vision (Gemma 3, Mistral 3): the wrapper is loade
 with the wrapper's weights, as a causal language model.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -55,6 +56,18 @@ def use_exact_attention(target: PreTrainedModel) -> None:
         return
     if str(target.config._attn_implementation) != EAGER:
         target.set_attn_implementation(EAGER)
+
+
+def use_configured_time_steps(target: PreTrainedModel) -> None:
+    """Limit the time steps of Mamba-2 layers by the config's `time_step_limit`, as published models do.
+
+    Nemotron-H and Zamba2 of transformers 5.19 take `time_step_min` as the limit, which is for initialization, and apply
+    it to forwards of several tokens only: a draft would be verified by another model than the one that answers.
+    """
+    limit = getattr(target.config.get_text_config(), "time_step_limit", None) or (0.0, math.inf)
+    for module in target.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(limit)
 
 
 def dropped_by_sdpa(target: PreTrainedModel) -> list[str]:

@@ -93,6 +93,7 @@ def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "questions": 80,
         "left_out": 1,
+        "tasks_left_out": ["rag"],
         "turns_left_out": 2,
         "device": "",
         "drafter_kinds": ["parallel"],

@@ -10,6 +10,7 @@ from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
 from draftsmith.models.target.features import target_features
+from draftsmith.models.target.text_model import use_configured_time_steps
 
 VOCABULARY, LENGTH = 61, 14
 # Config keys of targets of experts, by model type.
@@ -29,11 +30,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": DELTA_NET,
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "mamba_num_heads": 4,
-        "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
     },
     "falcon_h1": {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8, "num_hidden_layers": 3,
+    },
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4,
     },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
 }  # fmt: skip
@@ -51,7 +59,9 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     if kinds := layers.get("layer_types", layers.get("layers_block_type")):
         values["num_hidden_layers"] = len(kinds)
     config = AutoConfig.for_model(model_type, **{**values, **layers, **changes})
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    use_configured_time_steps(target)
+    return target
 
 
 def tiny_chat_llama() -> LlamaForCausalLM:

@@ -48,7 +48,7 @@ def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
     Args:
         root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
-            `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
+            `tasks_left_out`, `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
             `eval/serving/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
             by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `traced` answers, `data_card`.
 

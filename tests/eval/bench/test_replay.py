@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from support.benchmark_scripts import benchmark
 from support.tiny_models import tiny_target
 
 from draftsmith.eval.bench.replay import accepted_lengths, replay
@@ -48,3 +50,12 @@ def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, An
     assert accepted_lengths(method, ids_s.tolist(), features_sf, first, last) == answer.accept_lengths
     mask_s = torch.tensor([0] * len(prompt) + [1] * NEW_TOKENS)
     assert replay(method, [(ids_s, mask_s, features_sf)] * 2) == (NEW_TOKENS - 1) / len(answer.accept_lengths)
+
+
+def test_contexts_of_a_length() -> None:
+    """The last tokens of earlier conversations, whole, then a question without its answer."""
+    talks = [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    rows = [{"input_ids": ids, "loss_mask": [0, 0, 1] + [1] * (len(ids) - 3)} for ids in talks]
+    contexts = benchmark("context_length").make_contexts(Dataset.from_list(rows), 8, 3)
+    first = [4, 5, 6, 7, 8, 9, 1, 2]
+    assert contexts == [first, [8, 9, 1, 2, 3, 4, 5, 6], first]

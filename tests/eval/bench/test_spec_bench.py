@@ -235,7 +235,9 @@ def test_spec_bench_can_read_the_answers(bench: SpecBench, methods: list[Arm], t
 
 def test_questions_that_do_not_fit_are_counted(target: LlamaForCausalLM, bench: SpecBench, methods: list[Arm]) -> None:
     long = Question(9, "math", ("a" * 90,))
-    assert SpecBench(target, LetterTokenizer(), [*QUESTIONS, long], 12).left_out == 1
+    rag = Question(11, "rag", ("a" * 90,))
+    bench = SpecBench(target, LetterTokenizer(), [*QUESTIONS, long, rag], 12)
+    assert (bench.left_out, bench.tasks_left_out) == (2, ["rag"])
     with pytest.raises(
         UserError, match="none of the 1 questions leaves room for an answer in the target's 96 positions"
     ):

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from pyarrow import parquet
+from support.tiny_runs import recipe_in, save_target
+from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import load_models
@@ -205,3 +209,50 @@ def test_example_of_the_card_runs(recipe: Recipe, capsys: pytest.CaptureFixture[
 def test_stage_without_a_drafter_is_reported(stage: Callable[[Recipe], object], recipe: Recipe) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
         stage(recipe.model_copy(update={"name": "nothing-trained"}))
+
+
+def test_speed_bench_in_one_report(tmp_path: Path) -> None:
+    """A row for each of the eleven categories, tau as in the records, and the mean over eleven tasks."""
+    target = save_target(tmp_path / "target")
+    names = "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing"
+    categories = names.split(" ")
+    columns = {"sub_category": "s", "source": "x", "src_id": "1", "difficulty": "easy"}
+    rows = [
+        {"question_id": f"{name}-{n}", "category": name, "turns": [f"w{5 + n} w{6 + place} w7 w{6 + place}", "w9"][:n],
+         "multiturn": n > 1, **columns}
+        for place, name in enumerate(categories) for n in (1, 2)
+    ]  # fmt: skip
+    rows.append({**rows[0], "question_id": "long", "turns": ["w9 " * 126]})
+    rows.append({**rows[0], "question_id": "all", "category": "retrieval", "turns": ["w9 " * 126]})
+    file = tmp_path / "speed" / "qualitative" / "test.parquet"
+    file.parent.mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    choices = {
+        "questions": str(file), "max_new_tokens": 6, "runs": 1, "warmup_questions": 0, "untimed_questions": 0,
+        "methods": [{"name": "drafter"}, {"name": "lookup", "kind": "prompt_lookup"}],
+    }  # fmt: skip
+    recipe = recipe_in(tmp_path, eval=choices)
+    drafter = load_drafter_class("parallel").from_target(LlamaForCausalLM.from_pretrained(target), {"num_masks": 2})
+    drafter.save_pretrained(RunFolder(recipe).drafter)
+    evaluate(recipe)
+
+    turns: dict[tuple[str, str], list[Any]] = {}
+    for record in RecordLog(RunFolder(recipe).eval / "records.jsonl"):
+        for answer in record.answers.values():
+            turns.setdefault((record.category, answer.method), []).extend(answer.turns)
+    taus = {key: sum(len(each.ids) - 1 for each in of) / sum(each.rounds for each in of) for key, of in turns.items()}
+    assert {name for name, _ in taus} == {*categories}
+    report = (RunFolder(recipe).root / "report.md").read_text()
+    assert f"11 tasks (2 questions each: {', '.join(categories)})" in report
+    by_category = report.split("## By category")[1].split("## ")[0]
+    for name in categories:
+        for method in ("drafter", "lookup"):
+            assert f"\n| {name} | {method} | {taus[name, method]:.2f} |" in by_category
+    for method in ("drafter", "lookup"):
+        mean = sum(taus[name, method] for name in categories) / 11
+        assert f"\n| {method} | 0 | {mean:.2f} |" in report.split("## Mean over 11 tasks")[1].split("## ")[0]
+    assert max(taus.values()) > 1.2
+    assert "- 22 questions of `qualitative`, up to 6 new tokens a turn" in report
+    assert "do not fit the target's context: 2 question(s) (all of retrieval), 0 later turn(s)" in report
+    page = (RunFolder(recipe).root / "report.html").read_text()
+    assert all(f'<th scope="col">{name}</th>' in page for name in categories)

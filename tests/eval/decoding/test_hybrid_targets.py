@@ -4,6 +4,7 @@ The references are `generate` of transformers and forwards without a cache.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.decoding.recurrent import MOST_UNREAD_TOKENS
 from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 PROMPT = [5, 9, 33, 12, 40, 7]
 every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
@@ -75,6 +77,29 @@ def test_rejected_tokens_leave_no_trace(name: str) -> None:
             assert torch.allclose(step.features, features, atol=1e-4 * float(features.abs().max()))
             session.commit([*range(accepted)])
             ids += tokens[:accepted]
+
+
+def test_single_steps_are_those_of_a_longer_forward(tmp_path: Path) -> None:
+    """Time steps shorter than `time_step_min`, which transformers lengthens in longer forwards only."""
+    target = tiny_target("nemotron_h", time_step_min=0.05)
+    mixers = [module for module in target.modules() if hasattr(module, "time_step_limit")]
+    for mixer in mixers:
+        mixer.dt_bias.fill_(-9.0)
+    target.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, VOCABULARY)
+    loaded, _ = load_target(TargetRecipe(model=str(tmp_path), device="cpu", dtype="float32"))
+    ids, steps = [PROMPT[0]], []
+    with TargetSession(loaded, 32) as session:
+        session.prefill(ids)
+        for token in (*PROMPT[1:], *PROMPT):
+            steps.append(session.forward_tree(chain(token)).logits[0])
+            session.commit([0])
+            ids.append(token)
+    largest = float(torch.stack(steps).abs().max())
+    assert torch.allclose(torch.stack(steps), plain_logits(loaded, ids)[1:], atol=1e-5 * largest)
+    for mixer in mixers:
+        mixer.time_step_limit = (target.config.time_step_min, math.inf)
+    assert not torch.allclose(torch.stack(steps), plain_logits(target, ids)[1:], atol=1e-3 * largest)
 
 
 def test_tokens_are_read_again_a_few_times_only() -> None:

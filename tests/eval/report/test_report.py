@@ -58,7 +58,7 @@ def test_report_in_markdown(tmp_path: Path) -> None:
         r"| \[red\]a\|\*b\* \_c\_ \<d\> \~\~e\~\~ \$f\$ multi_turn |",
         "### Within mt_bench",
         "draftsmith run runs/demo/recipe.yaml",
-        "1 question(s), 2 later turn(s)",
+        "1 question(s) (all of rag), 2 later turn(s)",
         r'new tokens a turn (ended by "\n\n", "Q:" too), ',
         "The baseline's step reads 2.0 of 4.0 GB/s (50 %). " + SLOWNESS,
         "measured with lenience below 1",
