@@ -4,6 +4,8 @@ Shapes: R rows of a forward, k of them kept, W tree nodes of one call, M nodes s
 hidden, V' columns of the logits, S capacity, L layers, Dh head size.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,7 +70,7 @@ class CachedAttention(KVCache):
 
     def mark_static(self) -> None:
         """Mark the cache as static for the compiler: CUDA graphs write into static memory only."""
-        for part in (self.keys, self.values):
+        for part in itertools.chain(*self.layers):
             torch._dynamo.mark_static_address(part)
 
     def begin_static_step(self, places: Tensor, hidden: Tensor) -> None:
@@ -90,8 +92,9 @@ class CachedAttention(KVCache):
 
     def store_at(self, places: Tensor, keys_values: Tensor) -> None:
         """Write keys and values of all layers [L, 2, 1, Hkv, n, Dh] at `places`; for compiled forwards."""
-        self.keys.index_copy_(3, places, keys_values[:, 0])
-        self.values.index_copy_(3, places, keys_values[:, 1])
+        for held, new in zip(self.layers, keys_values, strict=True):
+            for part, rows in zip(held, new, strict=True):
+                part.index_copy_(2, places, rows)
 
     def is_beyond_window(self, positions: int) -> bool:
         """Return True if the last of N `positions` after the committed tokens does not see all of these."""
@@ -193,7 +196,7 @@ class CachedAttention(KVCache):
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """Return [1, R, H, Dh] for queries [1, H, R, Dh]; store the new keys and values [1, Hkv, R, Dh]."""
-        keys, values = self.update((self.keys[layer_index], self.values[layer_index]), (k_bhrd, v_bhrd))
+        keys, values = self.update(self.layers[layer_index], (k_bhrd, v_bhrd))
         if self._mask is None and not self._open:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1
