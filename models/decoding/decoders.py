@@ -24,6 +24,7 @@ from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.cpu_layers import CpuLayers, has_static_rope
 from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
 from draftsmith.models.decoding.kv_cache import to_device, with_tokens, write_level, write_numbers
+from draftsmith.models.fused_projections import fuse_projections
 
 LONGEST_TREE_NODES = 256
 STATIC_TOKENS = 16  # new tokens of a compiled forward; more, as in a prompt, are read without compilation
@@ -184,6 +185,7 @@ class CachedDecoder:
         if has_static_rope(self._drafter.layers_config):
             self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
             self._cache.mark_static()
+            fuse_projections(self._drafter)
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:
