@@ -121,6 +121,20 @@ MUTANTS = (
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(
+        "keys and values of a fused product change places",
+        "models/fused_projections.py",
+        "part = fused.parts[self.place]",
+        "part = fused.parts[-self.place]",
+        "tests/models/test_fused_projections.py -k four_products",
+    ),
+    Mutant(
+        "half of a kernel's parameter is renamed",
+        "models/cuda_attention.py",
+        "BLOCK_SPLITS=block_splits, **shared)",
+        "SPLIT_BLOCKS=block_splits, **shared)",
+        "tests/models/test_cuda_attention.py -k own_operations",
+    ),
+    Mutant(
         "a draft tree sees a token more than the window",
         "models/decoding/decoders.py",
         "hidden |= columns <= position_w[:, None] - window",

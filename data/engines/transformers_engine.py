@@ -25,6 +25,7 @@ from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, O
 from draftsmith.errors import UserError
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.cuda_attention import without_cudnn_attention
+from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.decoding.recurrent import cache_layers, check_states, state_layers
 from draftsmith.models.sampling import first_token
 from draftsmith.models.target.loading import load_target, longest_sequence_tokens
@@ -152,7 +153,7 @@ class TransformersEngine:
 
     def _forward(self, ids_an: list[list[int]], positions_an: list[list[int]], mask_as: Any, **options: Any) -> Tensor:
         """Return logits [A, n, V], or [A, 1, V] by `logits_to_keep`; keys and values are added to the cache."""
-        ids, positions = torch.tensor([ids_an, positions_an], device=self._target.device)
+        ids, positions = to_device([ids_an, positions_an], self._target.device)
         logits: Tensor = self._target(
             input_ids=ids,
             position_ids=positions,
@@ -217,7 +218,7 @@ class RowCache(Cache):
 
     def begin_rows(self, lengths: list[int], device: torch.device) -> Tensor:
         """Prepare a forward that adds one token to each of the first rows; return their lengths [A] on the device."""
-        self.lengths, self.lengths_a = lengths, torch.tensor(lengths, device=device)
+        self.lengths, self.lengths_a = lengths, to_device(lengths, device)
         for states in self._states:
             states.select(slice(0, len(lengths)))
         return self.lengths_a

@@ -23,6 +23,7 @@ from draftsmith.models.compiling import BACKEND, StaticCall, compiled, padded_ro
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.kv_cache import aligned, write_numbers
+from draftsmith.models.fused_projections import fuse_projections
 
 BITS = 64  # nodes of a tree whose ancestors are the bits of one number
 
@@ -143,6 +144,8 @@ class CompiledForward:
         """Compile from scratch at the next forward."""
         model, cache, tap, device = self._model, self._model.cache, self._model.tap, self._device
         dtype = model.model.dtype
+        if self.is_static:
+            fuse_projections(model.model)
 
         def run(ids: Tensor, positions: Tensor, places: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             """Return logits [N, V] and features [N, F]; ids and positions [1, N], places [N], mask [1, 1, N, S]."""

@@ -135,7 +135,7 @@ class CachedAttention(KVCache):
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """Return [1, R, H, Dh] for queries [1, H, R, Dh]; store the new keys and values [1, Hkv, R, Dh]."""
-        keys, values = self.update((self.keys[layer_index], self.values[layer_index]), (k_bhrd, v_bhrd))
+        keys, values = self.update(self.layers[layer_index], (k_bhrd, v_bhrd))
         if self._mask is None and not self._open:
             out = F.scaled_dot_product_attention(
                 q_bhrd, k_bhrd, v_bhrd, is_causal=True, scale=scale, enable_gqa=self._repeats > 1

@@ -148,7 +148,7 @@ class TreeCacheLayer(CacheLayerMixin):
         cache = self._cache
         if not cache.is_allocated:
             cache.allocate(self._num_layers, key_states, value_states)
-        self.keys, self.values = cache.keys[self._index], cache.values[self._index]
+        self.keys, self.values = cache.layers[self._index]
         for held, states in ((self.keys, key_states), (self.values, value_states)):
             if (held.shape[1], held.shape[3], held.device) != (states.shape[1], states.shape[3], states.device):
                 raise UserError(

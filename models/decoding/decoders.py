@@ -13,6 +13,7 @@ call, M nodes so far, E input width of a layer, F features, D hidden, V the targ
 logits, S capacity.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.cpu_layers import MOST_CALL_ROWS, CpuLayers, has_static_rope
 from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
 from draftsmith.models.decoding.kv_cache import to_device, with_tokens, write_level, write_numbers
+from draftsmith.models.fused_projections import fuse_projections
 
 LONGEST_TREE_NODES = 256
 STATIC_TOKENS = 16  # new tokens of a compiled forward; more, as in a prompt, are read without compilation
@@ -159,8 +161,9 @@ class CachedDecoder:
         """
         if has_static_rope(self._drafter.layers_config):
             self._cache = self._make_cache(self._max_length_tokens + self._extra_rows + self._static_rows)
-            for part in (self._cache.keys, self._cache.values):  # CUDA graphs write into static memory only
+            for part in itertools.chain(*self._cache.layers):  # CUDA graphs write into static memory only
                 torch._dynamo.mark_static_address(part)
+            fuse_projections(self._drafter)
             self._rotary_table, self._backend = self._make_rotary_table(), backend
 
     def _static_call(self, function: Callable[..., Any], *inputs: Tensor) -> StaticCall:

@@ -112,6 +112,8 @@ class KVCache:
         # One page more, as no compiled forward attends to all columns of several sequences.
         self.capacity = self.longest_tokens if sequences == 1 else self.longest_tokens * sequences + PAGE
         self.keys = self.values = torch.empty(0)  # [L, 1, G, S, D]
+        # Views of each layer's. A compiled forward that took them from the whole would copy it, there and back.
+        self.layers: list[tuple[Tensor, Tensor]] = []
         self.is_allocated = False
         self._places: int | Tensor = 0
         self._columns_seen = 0
@@ -131,6 +133,7 @@ class KVCache:
         self.keys, self.values = (
             part.new_zeros(num_layers, *part.shape[:2], self.capacity, part.shape[3]) for part in (key, value)
         )
+        self.layers = [(self.keys[index], self.values[index]) for index in range(num_layers)]
         self.is_allocated = True
 
     def columns(self, number: int, device: torch.device) -> Tensor:

@@ -306,9 +306,9 @@ class BlockDecoder(CachedDecoder):
             context, rows = drafter.context_of(features), columns[: len(features)]
             places = torch.where(rows < count, begin + rows, columns[-1])
             rotary = cos.index_select(1, places), sin.index_select(1, places)
-            keys, values = to_keys_values(context[None], rotary).unbind(1)
-            cache.keys.index_copy_(3, places, keys)
-            cache.values.index_copy_(3, places, values)
+            for held, new in zip(cache.layers, to_keys_values(context[None], rotary), strict=True):
+                for part, states in zip(held, new, strict=True):
+                    part.index_copy_(2, places, states)
             block = drafter.block_inputs(ids[:1], masks_kd)[0]
             places = begin + count + columns[: len(block)]
             hidden = run_rows(block, places, places, masked_columns(columns, places, causal, window))

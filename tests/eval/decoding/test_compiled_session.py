@@ -230,28 +230,31 @@ def drafts(drafter: Any, decoder: Any, rounds: list[int]) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("kind", ["eagle"])
-def test_compiled_drafters_write_into_static_memory(kind: str) -> None:
-    """CUDA graphs are disabled if an input changes in place, unless its address is marked static."""
-    target = tiny_target()
+@pytest.mark.parametrize("kind", ["parallel", "eagle", "dflash"])
+def test_compiled_forwards_write_into_static_memory(kind: str) -> None:
+    """torch's CUDA graphs are disabled if an input changes in place, unless its address is marked static.
+
+    What changes is an input itself: if it were a view made in the graph, inductor would copy all of the input, there
+    and back, in every layer.
+    """
+    target = tiny_target(num_hidden_layers=4)
     drafter = tiny_drafter_of(kind, target)
     changed: list[torch.fx.Node] = []
 
     def watching(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         for node in graph.graph.nodes:
             if node.target == "index_copy_":
-                source = node.args[0]
-                while source.op != "placeholder":
-                    source = source.args[0]
-                changed.append(source)
+                changed.append(node.args[0])
         return graph.forward
 
     decoder: Any = drafter.decoder(64)
     decoder.compile(backend=watching)
     recipe = MethodConfig.model_validate({"name": "x", "tree": "chain"})
-    with TargetSession(target, 64, drafter.feature_layers) as session:
+    compiler = Compiler(watching, is_static=True)
+    with TargetSession(target, 64, drafter.feature_layers, compiler=compiler) as session:
         generate(session, build_tree_drafter(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
-    assert len(changed) >= 2  # keys and values of every layer
+    assert len(changed) >= 2 * 4 + 2  # keys and values of every layer
+    assert {node.op for node in changed} == {"placeholder"}
     # The attribute read by torch's `_get_static_input_indices`.
     assert {node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in changed} == {"unguarded"}
 
