@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
 from draftsmith.models.cuda_attention import can_split, has_split_attention, split_attention
-from draftsmith.models.decoding.kv_cache import KVCache, zero_mask
+from draftsmith.models.decoding.kv_cache import KVCache, aligned, zero_mask
 from draftsmith.models.target.features import FINAL_FEATURES
 
 
@@ -92,10 +92,12 @@ class CachedAttention(KVCache):
         window = self._window if self.is_beyond_window(num_rows) else None
         if window is not None:
             first = max(begin + 1 - window, 0)  # the first column that the first row sees
-        if window is not None or (causal and begin > 0):
             columns = torch.arange(first, end, device=self.keys.device)
             mask = zero_mask(num_rows, end - first, dtype=self.keys.dtype, device=columns.device)
             mask.masked_fill_(masked_columns(columns, columns[-num_rows:], causal, window), float("-inf"))
+        elif causal and begin > 0:
+            shape, like = (num_rows, aligned(end)), self.keys
+            mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
         self.write_at(begin, end)
         self._mask, self._first, self._parents = mask, first, None
         self._causal, self._open = causal and window is None, not causal

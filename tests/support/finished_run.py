@@ -12,7 +12,6 @@ from click.testing import Result
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from typer.testing import CliRunner
 
-from draftsmith.eval.commands import evaluate
 from draftsmith.eval.commands.artifacts import write_tuned
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
@@ -110,9 +109,7 @@ def finished_once(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 @pytest.fixture
-def finished(finished_once: FinishedRun, monkeypatch: pytest.MonkeyPatch) -> FinishedRun:
-    """Return the run restored to its finished state; new reports have no pictures, which take most of their time."""
-    for pictures in ("draw_charts", "draw_theory"):
-        monkeypatch.setattr(evaluate, pictures, lambda *_: [])
+def finished(finished_once: FinishedRun) -> FinishedRun:
+    """Return the run restored to its finished state."""
     finished_once.restore()
     return finished_once
