@@ -8,6 +8,7 @@ In one process, taking turns: torch's own operations (`torch`) and the step that
 once, which is the least that a step can cost. Medians over turns, and the fastest turn. Then prompts, in turns too.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -30,9 +31,14 @@ PROMPT_TOKENS = (64, 500)
 
 
 def step_prices(
-    sessions: dict[str, TargetSession], reading: WeightReading, rows: list[int], context_tokens: int, turns: int
+    sessions: dict[str, TargetSession],
+    reading: WeightReading,
+    rows: list[int],
+    context_tokens: int,
+    turns: int,
+    prompts_tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return medians over turns of the seconds of every session's forward by rows, and of a read of all weights."""
+    """Return medians over turns of the seconds of every session's forward by rows, of prompts and of a read."""
     works: dict[str, Work] = {}
     for name, session in sessions.items():
         session.prefill([1] * context_tokens)
@@ -46,7 +52,7 @@ def step_prices(
     times_s = in_turns(works, device, turns, WARM_UP_TURNS)
     prompts: dict[str, Work] = {
         f"{name} {count}": partial(session.prefill, [1] * count)
-        for count in PROMPT_TOKENS
+        for count in prompts_tokens
         for name, session in sessions.items()
     }
     prompts_s = in_turns(prompts, device, turns, WARM_UP_TURNS)
@@ -69,7 +75,7 @@ def step_prices(
                 str(count): {"seconds": spent, "steps": spent / single, "fastest_s": fastest[count]}
                 for count, spent in medians.items()
             },
-            "prompts": {str(count): {"seconds": median(prompts_s[f"{name} {count}"])} for count in PROMPT_TOKENS},
+            "prompts": {str(count): {"seconds": median(prompts_s[f"{name} {count}"])} for count in prompts_tokens},
         }
     return figures
 
@@ -102,7 +108,7 @@ def main() -> None:
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "context_tokens": arguments.context,
-        **step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns),
+        **step_prices(sessions, WeightReading(target), rows, arguments.context, arguments.turns, PROMPT_TOKENS),
     }
     print(f"reading {result['weights_bytes'] / 1e6:.0f} MB: {1e3 * result['read_s']:.2f} ms")
     for name in sessions:
