@@ -12,6 +12,7 @@ from support.tiny_runs import make_recipe
 from torch import nn
 
 from draftsmith.data.distill.token_dataset import load_tokens
+from draftsmith.errors import UserError
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -115,16 +116,23 @@ def test_train_stage_builds_the_draft_vocabulary_from_its_data(
     ],
 )  # fmt: skip
 def test_drafting_with_a_vocabulary_smaller_than_the_branching(kind: str, tree: str, temperature: float) -> None:
-    """Three tokens, trees four wide: greedy output stays the target's, and no draft token is outside at T=1."""
+    """Three tokens, trees four wide: greedy output stays the target's, and no draft token is outside at T=1.
+
+    A static tree names its places: one of four below a node is refused.
+    """
     target = tiny_target(num_hidden_layers=TARGET_LAYERS).double()
     drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
     drafter.vocab.prepare(ROWS)
-    paths = [[0], [1], [2], [3], [0, 0], [0, 3]] if tree == "static" else None
+    paths = [[0], [1], [2], [0, 0], [0, 2]] if tree == "static" else None
     recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 4})
     sampling, prompt = Sampling(temperature), [5, 9, 33, 12, 40, 7]
     generator = torch.Generator().manual_seed(5)
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder = drafter.double().decoder(64)
+        if paths is not None:
+            wide = tree_builder(MethodConfig(name="x", tree="static", paths=[*paths, [3]]), decoder)
+            with pytest.raises(UserError, match="is 2 deep and 4 wide, but the drafter"):
+                generate(session, TreeDrafter("x", decoder, wide, sampling, generator), prompt, sampling, 30)
         method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), sampling, generator)
         drafted = generate(session, method, prompt, sampling, 30, generator=generator)
         assert len(drafted.ids) == 30
