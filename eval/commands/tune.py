@@ -199,13 +199,13 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
             measure(prompts[:1])  # warms up
             for turn, left in enumerate(halves):
                 figures = measure(some, turn)
-                if all(each.tau == 1 for each in figures):
-                    console.print(f"No draft token of the drafter in {folder} was accepted so far: is it trained?")
                 fastest = sorted(range(1, len(contest)), key=lambda place: -figures[place].gain)
                 contest = [contest[0], *(contest[place] for place in fastest[:left])]
             repeated = [measure(prompts, turn) for turn in range(turns)]
     medians = [Figures(*map(statistics.median, zip(*each, strict=True))) for each in zip(*repeated, strict=True)]
     measured = [(tree, figures) for (tree, _), figures in zip(contest, medians, strict=True)]
+    if all(figures.tau == 1 for _, figures in measured):
+        console.print(f"No draft token of the drafter in {folder} was accepted: is it trained?")
     chosen = max(measured, key=lambda each: each[1].gain)[0]
     saved = default.drafter is None or not is_published(default.drafter)
     tuned = Tuned(default, chosen, measured, len({name for name, _ in prompts}), saved)

@@ -85,7 +85,7 @@ class CachedModel:
             where: int | Tensor = first
             if isinstance(places, Tensor):
                 where = places[first : rows.stop]
-                mask = torch.full((len(rows), int(places.max()) + 1), -1.0, dtype=self.cache.keys.dtype)
+                mask = torch.full((len(rows), int(where[-1]) + 1), -1.0, dtype=self.cache.keys.dtype)
                 mask[:, places[: rows.stop]] = torch.full((len(rows), rows.stop), -1.0).triu(first + 1).to(mask.dtype)
             skipped = len(rows) - (rows.stop == len(tokens))
             logits, features = self.run_in_one_call(tokens[first : rows.stop], rows, where, mask, first_kept=skipped)

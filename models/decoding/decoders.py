@@ -556,8 +556,7 @@ class TreeDecoder(CachedDecoder):
         self._cache.length += len(ids)
         self._outputs[:1].copy_(newest_1d)
         self._tree.begin()
-        is_inside = not self._cache.is_beyond_window(self.num_depths)
-        self._has_calls = self._few_rows is not None and self._backend is None and is_inside
+        self._has_calls = self._backend is None and self._is_one_call(self.num_depths)
         return logits_1v
 
     @torch.inference_mode()
