@@ -34,7 +34,8 @@ constexpr int64_t LANES = 8, MOST_ROWS = 5;
 #else
 constexpr int64_t LANES = 4, MOST_ROWS = 5;
 #endif
-constexpr int64_t LINE = 64, AHEAD = 4096;  // bytes: of a cache line, and how far ahead weights are asked for
+constexpr int64_t LINE = 64, AHEAD = 8192;  // bytes: of a cache line, and how far ahead weights are asked for
+constexpr int SECOND_LEVEL = 2;  // of the caches, which waits for more lines at a time than the first
 constexpr int64_t VECTORS = 2, BLOCK = VECTORS * LANES;
 constexpr int MOST_PARTS = 16, MOST_READERS = 24;  // vectors of a head; (row, head) pairs that read keys and values together
 constexpr int MOST_SUMS = LANES == 8 ? 12 : 24;    // vectors of sums that fit into the registers beside the values
@@ -67,19 +68,36 @@ inline float sum(Floats values) {
 #endif
 }
 
+// How attention weighs values: those of one column at a time, with shares that are stored in fp32.
+struct OneColumn {
+  using Share = float;
+  using Values = Floats;
+  static constexpr int64_t COLUMNS = 1;
+  static Floats add_values(Floats sums, const Share* shares, Values values) { return sums + broadcast(*shares) * values; }
+};
+
 // How a dtype is stored, and multiplied into fp32 sums. PACK inputs of one output lie together.
-struct Float32 {
+struct Float32 : OneColumn {
   using Element = float;
   static constexpr int64_t PACK = 1;
   static float widen(Element value) { return value; }
   static Floats load(const Element* from) { return *reinterpret_cast<const Floats*>(from); }
   static void store(Element* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+  static Floats store_shares(Share* to, Floats shares) {  // returns what was stored
+    store(to, shares);
+    return shares;
+  }
   using Input = Floats;
   static Input input(const Element* row, int64_t k, bool) { return broadcast(row[k]); }
   static Floats add_product(Floats sums, Input input, const Element* weights) { return sums + input * load(weights); }
+  static Values values(const Element* of, const Element*) { return load(of); }
 };
 
+#ifdef __AVX512BF16__
 struct BFloat16 {
+#else
+struct BFloat16 : OneColumn {
+#endif
   using Element = uint16_t;
   static constexpr int64_t PACK = 2;
   static float widen(Element value) {
@@ -88,16 +106,28 @@ struct BFloat16 {
     std::memcpy(&wide, &bits, sizeof wide);
     return wide;
   }
-  static void store(Element* to, Floats values) {  // to the nearest, ties to even; what is not a number stays so
+  // The nearest, ties to even; what is not a number stays so.
+  static Words round(Floats values) {
     Words bits;
     std::memcpy(&bits, &values, sizeof bits);
     const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Words nearest = (bits & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+  }
+  static void store(Element* to, Floats values) {
+    const Words nearest = round(values);
+#ifdef __AVX512F__  // GCC converts in halves
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)nearest));
+#else
     *reinterpret_cast<Halves*>(to) = __builtin_convertvector(nearest, Halves);
+#endif
   }
   static Floats load(const Element* from) {
-    const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16;
-    return (Floats)wide;
+#ifdef __AVX512F__
+    const auto wide = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words);
+#endif
+    return (Floats)(wide << 16);
   }
   // Two inputs in one word; what comes after the last is zero.
   static uint32_t pair(const Element* row, int64_t k, bool last_alone) {
@@ -114,6 +144,24 @@ struct BFloat16 {
   static Floats add_product(Floats sums, Input input, const Element* weights) {
     return (Floats)_mm512_dpbf16_ps((__m512)sums, input, (__m512bh)_mm512_loadu_si512(weights));
   }
+  // The values of two columns at a time; shares are rounded, as in torch's kernel.
+  using Share = Element;
+  using Values = __m512bh;
+  static constexpr int64_t COLUMNS = 2;
+  static Floats store_shares(Share* to, Floats shares) {
+    const auto rounded = (__m256i)_mm512_cvtneps_pbh((__m512)shares);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+    return (Floats)((Words)_mm512_cvtepu16_epi32(rounded) << 16);
+  }
+  static Values values(const Element* first, const Element* second) {  // their lanes taking turns
+    const auto at = [](const Element* of) { return _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of))); };
+    const Words turns = {0x200000, 0x210001, 0x220002, 0x230003, 0x240004, 0x250005, 0x260006, 0x270007,
+                         0x280008, 0x290009, 0x2a000a, 0x2b000b, 0x2c000c, 0x2d000d, 0x2e000e, 0x2f000f};
+    return (__m512bh)_mm512_permutex2var_epi16(at(first), (__m512i)turns, at(second));
+  }
+  static Floats add_values(Floats sums, const Share* shares, Values values) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, input(shares, 0, false), values);
+  }
 #else
   struct Input {
     Floats even, odd;
@@ -127,6 +175,12 @@ struct BFloat16 {
     sums += input.even * (Floats)even;
     return sums + input.odd * (Floats)odd;
   }
+  static Floats store_shares(Share* to, Floats shares) {
+    const auto rounded = (Floats)(round(shares) << 16);
+    Float32::store(to, rounded);
+    return rounded;
+  }
+  static Values values(const Element* of, const Element*) { return load(of); }
 #endif
 };
 
@@ -148,7 +202,7 @@ __attribute__((noinline)) void sum_products(
     // While several rows are multiplied, the processor itself does not ask the memory for enough.
     if constexpr (ROWS > 1)
       for (int64_t line = 0; line < BLOCK_BYTES<Dtype>; line += LINE)
-        __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + line, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + line, 0, SECOND_LEVEL);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
       const auto input = Dtype::input(rows + row * row_stride, k, last_alone);
@@ -305,6 +359,7 @@ struct Attention {
       int64_t together = counts[row], last_row = row + 1;
       for (; last_row * shared < most && 2 * common[last_row] >= counts[row]; ++last_row)
         together = std::min(together, common[last_row]);
+      together -= together % Dtype::COLUMNS;
       const int64_t last = std::min(most, last_row * shared);
       attend_parts<MOST_PARTS>(number, first, last, together, scratch);
       begin += last - first;
@@ -390,7 +445,7 @@ struct Attention {
         pack_keys<LANES / Dtype::PACK>(key, of + n, width, end - n, key_block);
       for (int64_t i = 0; i < width; ++i)
         for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
-          __builtin_prefetch(value + of[n + i] * value_stride + line);
+          __builtin_prefetch(value + of[n + i] * value_stride + line, 0, SECOND_LEVEL);
       for (int64_t reader = from, some; reader < to; reader += some) {
         some = std::min(MOST_ROWS, to - reader);
         for (int64_t k = 0; k < head_size; k += SUMMED) {
@@ -418,7 +473,7 @@ struct Attention {
     const int64_t words_of_key = head_size / PACK;
     for (int64_t i = BLOCK; i < std::min(2 * BLOCK, coming); ++i)
       for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
-        __builtin_prefetch(key + of[i] * key_stride + line);
+        __builtin_prefetch(key + of[i] * key_stride + line, 0, SECOND_LEVEL);
     for (int64_t v = 0; v * LANES < count; ++v)
       for (int64_t word = 0; word < words_of_key; word += TAKEN) {
         const int64_t start = std::min(word, words_of_key - TAKEN);
@@ -434,26 +489,31 @@ struct Attention {
 
   // Adds WIDTH vectors of the values of the columns [n, end), each times its share, to the sums of READERS readers.
   template <int WIDTH, int READERS>
-  void mix_values(float* to, const float* shares, const Element* value, const int32_t* of, int64_t n, int64_t end) const {
+  void mix_values(float* to, float* scores, const Element* value, const int32_t* of, int64_t n, int64_t end) const {
     Floats sums[READERS][WIDTH];
 #pragma GCC unroll 16
     for (int reader = 0; reader < READERS; ++reader)
 #pragma GCC unroll 16
       for (int p = 0; p < WIDTH; ++p) sums[reader][p] = Float32::load(to + reader * head_size + p * LANES);
-    for (; n < end; ++n) {
-      Floats parts[WIDTH];
+    for (; n < end; n += Dtype::COLUMNS) {
+      const Element *first = value + of[n] * value_stride, *second = value + of[std::min(n + 1, end - 1)] * value_stride;
+      typename Dtype::Values parts[WIDTH];
 #pragma GCC unroll 16
-      for (int p = 0; p < WIDTH; ++p) parts[p] = Dtype::load(value + of[n] * value_stride + p * LANES);
+      for (int p = 0; p < WIDTH; ++p) parts[p] = Dtype::values(first + p * LANES, second + p * LANES);
 #pragma GCC unroll 16
       for (int reader = 0; reader < READERS; ++reader)
 #pragma GCC unroll 16
-        for (int p = 0; p < WIDTH; ++p) sums[reader][p] += broadcast(shares[reader * score_stride() + n]) * parts[p];
+        for (int p = 0; p < WIDTH; ++p)
+          sums[reader][p] = Dtype::add_values(sums[reader][p], shares_of(scores + reader * score_stride()) + n, parts[p]);
     }
 #pragma GCC unroll 16
     for (int reader = 0; reader < READERS; ++reader)
 #pragma GCC unroll 16
       for (int p = 0; p < WIDTH; ++p) Float32::store(to + reader * head_size + p * LANES, sums[reader][p]);
   }
+
+  // A reader's shares, which lie where its scores were.
+  static typename Dtype::Share* shares_of(float* scores) { return reinterpret_cast<typename Dtype::Share*>(scores); }
 
   // Turns scores into 2 ** (score - largest), with zeros up to a whole vector; returns their sum.
   static float to_shares(float* of, int64_t count) {
@@ -470,8 +530,7 @@ struct Attention {
     for (int64_t n = 0; n < padded; n += LANES) {
       const Floats score = Float32::load(of + n);
       const Floats share = score == broadcast(-INFINITY) ? Floats{} : power_of_two(score - largest);
-      total += share;
-      Float32::store(of + n, share);
+      total += Dtype::store_shares(shares_of(of) + n, share);
     }
     return sum(total);
   }

@@ -95,13 +95,25 @@ def random_attention_inputs(
     return query, caches[0, 1, :, :, :columns], caches[1, 1, :, :, :columns], mask[..., :columns]
 
 
-def exact_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    shared = query.shape[1] // keys.shape[1]
+def assert_attends(
+    found: Tensor, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> None:
+    """Compare with attention in double precision. In bf16 shares, of which the largest is 1, are rounded too.
+
+    A share so near the middle of two bf16 numbers that fp32 decides may become either.
+    """
+    dtype, shared = query.dtype, query.shape[1] // keys.shape[1]
     keys, values = (of.double().repeat_interleave(shared, 1) for of in (keys, values))
     scores = query.double() @ keys.transpose(2, 3) * scale
     if mask is not None:
         scores = scores.masked_fill(mask != 0, float("-inf"))
-    return (scores.softmax(-1) @ values).transpose(1, 2)
+    exact = (scores - scores.amax(-1, keepdim=True)).exp()
+    shares, total = exact.to(dtype).double(), exact.to(dtype).double().sum(-1, keepdim=True)
+    either = ((exact * (1 + 1e-5)).to(dtype) != (exact * (1 - 1e-5)).to(dtype)) & (dtype == torch.bfloat16)
+    wanted = (shares @ values / total).transpose(1, 2)
+    slack = ((either * exact * 2**-7) @ (values.abs() + wanted.abs().amax()) / total).transpose(1, 2)
+    close = CLOSE[dtype]
+    assert ((found.double() - wanted).abs() <= close["atol"] + close["rtol"] * wanted.abs() + slack).all()
 
 
 @KERNELS
@@ -113,11 +125,10 @@ def test_attention(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
         for scale in (head_size**-0.5, 1.0):
             found = KERNEL.attention(query, keys, values, mask, scale)
             assert found.is_contiguous()
-            wanted = exact_attention(query, keys, values, mask, scale)
-            torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
+            assert_attends(found, query, keys, values, mask, scale)
     alone = query[:, :, :1]
     found = KERNEL.attention(alone, keys, values, None, 0.2)
-    torch.testing.assert_close(found.double(), exact_attention(alone, keys, values, None, 0.2), **CLOSE[dtype])
+    assert_attends(found, alone, keys, values, None, 0.2)
     assert torch.equal(found, KERNEL.attention(alone, keys, values, torch.zeros_like(mask[:, :, :1]), 0.2))
 
 
