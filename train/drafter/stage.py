@@ -39,10 +39,7 @@ from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
 from draftsmith.train.drafter.trackers import check_trackers, tracked
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
-from draftsmith.train.drafter.training_arguments import (
-    enable_gradient_checkpointing,
-    recipe_arguments,
-)
+from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, report_lost_process
@@ -153,7 +150,6 @@ def _target_and_drafter(
         if begun_from is None
         else start_from(drafter, begun_from, str(recipe.drafter.init), recipe.drafter.init_vocabulary == "extended")
     )
-    enable_gradient_checkpointing(args, drafter)
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
 

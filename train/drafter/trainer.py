@@ -386,7 +386,10 @@ class DrafterTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         made_before = self.optimizer is not None
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        try:
+            optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
         if made_before:
             return optimizer
         apply_learning_rate_factors(optimizer, self._drafter)

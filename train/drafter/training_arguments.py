@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import get_int_from_env
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
@@ -106,6 +106,8 @@ def training_arguments(
         defaults["per_device_eval_batch_size"] = checked["per_device_train_batch_size"]
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
+    if checked.get("gradient_checkpointing"):
+        raise UserError("key `train.gradient_checkpointing`: drafters do not support it: leave it out")
     try:
         args = DrafterTrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
@@ -169,20 +171,6 @@ def _check_no_repeated_rows(args: TrainingArguments) -> None:
         raise UserError(
             "key `train.train_sampling_strategy`: batch_rebalance trains on some rows twice: use group_by_length"
         )
-
-
-def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedModel) -> None:
-    """Enable gradient checkpointing where the recipe asks for it.
-
-    Raises:
-        UserError: This kind of drafter does not support it.
-    """
-    if not args.gradient_checkpointing:
-        return
-    if not drafter.supports_gradient_checkpointing:
-        kind = drafter.config.model_type.rpartition("-")[2]
-        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} does not support it: leave it out")
-    drafter.gradient_checkpointing_enable()
 
 
 def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:

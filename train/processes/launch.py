@@ -128,10 +128,7 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     if launch.strategy == "fsdp" and launch.processes < 2:
         yield "FSDP splits weights among processes and there is one: launch several, or leave FSDP out"
     if launch.strategy == "fsdp" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
-        yield (
-            "accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out and set "
-            "train.gradient_checkpointing=true"
-        )
+        yield ("accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out")
     if launch.strategy == "zero" and importlib.util.find_spec("deepspeed") is None:
         yield f"{launch.name} needs DeepSpeed, which is not installed: `pip install 'draftsmith[deepspeed]'`"
     if launch.strategy == "zero" and getattr(args, "optimizer", "adamw") == "muon":
