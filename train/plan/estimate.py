@@ -125,7 +125,8 @@ def step_bytes(
     (tokens, rows, queries, keys), labels = _row_counts(groups), len(groups.labelled_m)
     features = tokens * len(drafter.feature_layers) * size
     saved = features * target.dtype.itemsize + narrow * drafter.saved_values(rows, labels)
-    head_rows = labels if layers else labels // depths  # that pass through an LM head together
+    # At the loss there are the final norm's rows and their gradients; these rows pass through an LM head together.
+    at_loss, in_mlp, head_rows = (4 if layers else 2) * size * wide * labels, 0, labels if layers else labels // depths
     if layers:
         width, key_width, inner = _widths(drafter.layers_config)
         scattered = 0 if groups.is_full else rows
@@ -135,23 +136,24 @@ def step_bytes(
             copies = num_weights(layer) if narrow < wide else 0  # of its weights, by autocast
             saved += rows * row_bytes(layer, drafter.layers_config, wide, narrow)
             saved += round(copies + attention) * narrow
-        in_mlp = inner * narrow + size * wide
+        in_mlp = 2 * rows * (inner * narrow + size * wide)
         # Depths that follow one another, each on the outputs of the one before: no masks stand for them.
         if depths > 1 and drafter.mask_inputs() is None:
             saved += tokens * depths * (size * wide + (depths + 1) * key_width * narrow)
             in_mlp //= depths
-        # Most is in use in the last layer's MLP, or at the loss with the final norm's rows; both with gradients.
-        saved += max(2 * in_mlp * rows, 4 * size * wide * labels)
     else:
         widths = sum(2 * module.out_features for module in _own_modules(drafter) if isinstance(module, nn.Linear))
-        saved += (widths * head_rows + 3 * size * labels) * wide
+        saved += (widths * head_rows + size * labels) * wide
     is_taught, own_heads = drafter.needs_teacher, drafter.vocab.own_heads
     chunk = min(head_rows, chunk_rows(head.out_features, size, bool(own_heads), device_type))
     block = max(1, BLOCK_ELEMENTS // head.out_features) if device_type == "cpu" else chunk
     # fp32 copies of logits: KL and cross entropy have code that works in place.
     copies = 1 if not is_taught else 3 if loss_weights(drafter.config.loss) == {"kl": 1.0} else 8
     logit_bytes = chunk * min(narrow, head.weight.element_size()) * (1 + is_taught) + 4 * copies * min(chunk, block)
-    return saved, head.out_features * logit_bytes + tensor_bytes(each.weight for each in own_heads)
+    chunk_bytes = head.out_features * logit_bytes
+    if in_mlp > at_loss + chunk_bytes:  # in the last layer instead: two gradients as wide as its MLP
+        at_loss, chunk_bytes = in_mlp, 0
+    return saved + at_loss, chunk_bytes + tensor_bytes(each.weight for each in own_heads)
 
 
 def row_bytes(layer: nn.Module, config: Any, wide: int, narrow: int) -> int:
