@@ -6,7 +6,6 @@ drafter's options; make by `make --dry-run`, and the commands that it would run;
 """
 
 import argparse
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -33,7 +32,7 @@ from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
-from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTrainingArguments
+from draftsmith.train.drafter.training_arguments import KEYS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # of the smallest target that a document names
@@ -164,7 +163,7 @@ def check_recipe(recipe: Recipe, distils: bool = False) -> None:
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
             load_method_class(method)
-    assert set(recipe.train) <= {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments))}
+    assert set(recipe.train) <= KEYS
 
 
 def check_make(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

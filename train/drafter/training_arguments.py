@@ -46,6 +46,8 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError("muon_learning_rate is read with optimizer=muon only: set that too, or leave it out")
 
 
+TYPES = {**typing.get_type_hints(DrafterTrainingArguments), GLOBAL_BATCH: int}
+KEYS = {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init)}
 # Environment variables with the number of processes, as accelerate reads them.
 WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -81,16 +83,12 @@ def training_arguments(
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
     """
-    fields = {field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init}
-    hints = typing.get_type_hints(DrafterTrainingArguments)
     # accelerate may request a CPU too; and transformers rejects bf16 on a CPU unless use_cpu is set.
     accelerate_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
-    processes = get_int_from_env(WORLD_SIZES, 1)
-    checked = {
-        key: _checked(key, value, fields, hints)
-        for key, value in _split_global_batch(values, processes, fields, hints).items()
-    }
+    checked = _split_global_batch(
+        {key: _checked(key, value) for key, value in values.items()}, get_int_from_env(WORLD_SIZES, 1)
+    )
     defaults = {
         "output_dir": str(output_dir),
         "seed": seed,
@@ -120,11 +118,8 @@ def training_arguments(
     return args
 
 
-def _split_global_batch(
-    values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]
-) -> dict[str, Any]:
+def _split_global_batch(values: dict[str, Any], processes: int) -> dict[str, Any]:
     """Replace the global batch by the largest allowed rows per forward of a process, and accumulation steps."""
-    values = dict(values)
     if GLOBAL_BATCH not in values:
         rows = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
         if processes > 1 and is_first_process():
@@ -134,12 +129,8 @@ def _split_global_batch(
                 processes, rows * processes, rows, GLOBAL_BATCH,
             )  # fmt: skip
         return values
-    global_batch = _checked(
-        GLOBAL_BATCH, values.pop(GLOBAL_BATCH), {*fields, GLOBAL_BATCH}, {**hints, GLOBAL_BATCH: int}
-    )
-    most = _checked(
-        "per_device_train_batch_size", values.get("per_device_train_batch_size", global_batch), fields, hints
-    )
+    global_batch = values.pop(GLOBAL_BATCH)
+    most = values.get("per_device_train_batch_size", global_batch)
     if "gradient_accumulation_steps" in values:
         raise UserError(f"key `train.gradient_accumulation_steps`: leave it out, as train.{GLOBAL_BATCH} gives it")
     if not 0 < most <= global_batch:
@@ -173,17 +164,17 @@ def _check_no_repeated_rows(args: TrainingArguments) -> None:
         )
 
 
-def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:
+def _checked(key: str, value: Any) -> Any:
     """Return the value of a key of `train`, validated by its type in `transformers.TrainingArguments`."""
-    if key not in fields:
-        hint = did_you_mean(key, fields, "valid keys are those of transformers.TrainingArguments")
+    if key not in KEYS:
+        hint = did_you_mean(key, KEYS, "valid keys are those of transformers.TrainingArguments")
         raise UserError(f"unknown key `train.{key}`: {hint}")
     if key == "hub_token":  # every checkpoint would hold it
         raise UserError("key `train.hub_token` does not belong in a recipe: put it into the environment as HF_TOKEN")
     if key == "push_to_hub" and value:  # transformers' would send every checkpoint, optimiser and settings with it
         raise UserError("key `train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained drafter")
     try:
-        return TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        return TypeAdapter(TYPES[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UserError(f"key `train.{key}`: {message[0].lower()}{message[1:]}, not {value!r}") from None
