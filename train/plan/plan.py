@@ -106,11 +106,14 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     Raises:
         UserError: The target's config cannot be read, or a key is wrong.
     """
-    options, args = options or PlanOptions(), recipe_arguments(recipe)
-    length, labelled, num_tokens, how = training_rows(recipe, options.labelled_share)
-    answers = count_answers(recipe)
-    if answers is not None and not (RunFolder(recipe).data / "tokens").is_dir():
-        num_tokens = len(answers) * recipe.data.max_length_tokens
+    options, args, tokens = options or PlanOptions(), recipe_arguments(recipe), _train_tokens(recipe)
+    length, labelled, how = training_rows(recipe, tokens, options.labelled_share)
+    answers, conversations = count_answers(recipe), recipe.data.conversations.limit
+    if answers is not None:
+        conversations = len(answers)
+    num_tokens = None if conversations is None else conversations * recipe.data.max_length_tokens
+    if tokens is not None:
+        num_tokens = sum(row_lengths(tokens))
     cost = step_cost(recipe, args, length, labelled)
     models = trained_parameters(cost.drafter), cost.target.parameters()
     trained, held = (sum(parameter.numel() for parameter in each) for each in models)
@@ -139,10 +142,10 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     return Plan(
         name=recipe.name,
         parameters=parameters,
-        vocabulary=vocabulary_lines(recipe, cost),
+        vocabulary=vocabulary_lines(tokens, cost),
         memory=memory,
         peak_bytes=cost.peak_bytes,
-        disk=[_feature_cache(recipe, cost, num_tokens)],
+        disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
         time=_times(recipe, args, cost, options, num_tokens, answers),
         processes=process_lines(recipe, cost, options.processes),
         ways_out=less,
@@ -180,32 +183,28 @@ def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
     )
 
 
-def training_rows(recipe: Recipe, labelled_share: float | None = None) -> tuple[int, int, int | None, str]:
-    """Return the tokens and the labels of the largest possible row, the number of all tokens if known, and the source.
-
-    All rows of a batch count as long as the longest of the distilled tokens, with the most labels, packed where the
-    recipe packs them. Without any, or with a `labelled_share`, rows have `data.max_length_tokens`.
-    """
-    folder, length, limit = RunFolder(recipe), recipe.data.max_length_tokens, recipe.data.conversations.limit
-    num_tokens = None if limit is None else limit * length
-    if (tokens := _train_tokens(recipe)) is not None:
-        lengths, labels = row_lengths(tokens), answer_lengths(tokens)
-        num_tokens = sum(lengths)
-        if labelled_share is None:
-            rows = pack_by_length(lengths, length if recipe.data.packing else 0)
-            longest, most = (max(sum(each[i] for i in row) for row in rows) for each in (lengths, labels))
-            return longest, most, num_tokens, f"the longest with the most labels of {folder.data / 'tokens'}"
-    share = 1.0 if labelled_share is None else labelled_share
-    how = f"assumed: {share:.0%} of data.max_length_tokens labelled (--labelled-share)"
-    return length, round(share * length), num_tokens, how
-
-
 def _train_tokens(recipe: Recipe) -> Dataset | None:
     """Return the distilled examples that training reads; None before distilling."""
     if not (RunFolder(recipe).data / "tokens").is_dir():
         return None
     tokens = load_tokens(RunFolder(recipe), recipe.name)
     return split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)[0]
+
+
+def training_rows(recipe: Recipe, tokens: Dataset | None, labelled_share: float | None = None) -> tuple[int, int, str]:
+    """Return the tokens and the labels of the largest possible row, and where they come from.
+
+    All rows of a batch count as long as the longest of the distilled tokens, with the most labels, packed where the
+    recipe packs them. Without any, or with a `labelled_share`, rows have `data.max_length_tokens`.
+    """
+    length, share = recipe.data.max_length_tokens, labelled_share or 1.0
+    if tokens is None or labelled_share is not None:
+        how = f"assumed: {share:.0%} of data.max_length_tokens labelled (--labelled-share)"
+        return length, round(share * length), how
+    lengths, labels = row_lengths(tokens), answer_lengths(tokens)
+    rows = pack_by_length(lengths, length if recipe.data.packing else 0)
+    longest, most = (max(sum(each[i] for i in row) for row in rows) for each in (lengths, labels))
+    return longest, most, f"the longest with the most labels of {RunFolder(recipe).data / 'tokens'}"
 
 
 def count_answers(recipe: Recipe) -> list[int] | None:
@@ -220,9 +219,9 @@ def count_answers(recipe: Recipe) -> list[int] | None:
         return None
 
 
-def vocabulary_lines(recipe: Recipe, cost: StepCost) -> list[Line]:
+def vocabulary_lines(tokens: Dataset | None, cost: StepCost) -> list[Line]:
     """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
-    tokens, output, own_heads = _train_tokens(recipe), cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
+    output, own_heads = cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
     if tokens is None or output is None:  # not distilled yet; offline: the target's layers are not there
         return []
     counts_v = supervised_token_counts(tokens, output.weight.shape[0])
@@ -236,7 +235,7 @@ def vocabulary_lines(recipe: Recipe, cost: StepCost) -> list[Line]:
     return lines
 
 
-def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Line:
+def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> Line:
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
@@ -246,9 +245,8 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Li
     if num_tokens is None:
         how += "; data.conversations.limit is not set and nothing is distilled yet"
         return Line(what, token_bytes, "bytes a token", how)
-    assumed = "" if (RunFolder(recipe).data / "tokens").is_dir() else " at most, as nothing is distilled yet"
-    free = bytes_text(free_bytes_at(RunFolder(recipe).features))
-    how += f" x {num_tokens:,} tokens{assumed}; {free} are free on that disk"
+    how += f" x {num_tokens:,} tokens{'' if is_distilled else ' at most, as nothing is distilled yet'}"
+    how += f"; {bytes_text(free_bytes_at(RunFolder(recipe).features))} are free on that disk"
     how += "; training online needs none of it" if chosen.source == "online" else ""
     return Line(what, token_bytes * num_tokens, "bytes", how)
 

@@ -189,7 +189,7 @@ def test_shipped_recipes_are_planned_within_a_tenth_of_counted_steps(name: str, 
         AutoConfig.for_model(**config).save_pretrained(tmp_path / "target")
         overrides.append(f"target.model={tmp_path / 'target'}")
     recipe = load_recipe(name, overrides)
-    length, labelled, *_ = training_rows(recipe)
+    length, labelled, _ = training_rows(recipe, None)
     cost = step_cost(recipe, recipe_arguments(recipe), length, labelled)
     assert sum(p.numel() for p in trained_parameters(cost.drafter)) == row["trained"]
     assert cost.peak_bytes == pytest.approx(row["counted_peak_bytes"], rel=0.1)
@@ -301,13 +301,13 @@ def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
 
 
 def test_rows_come_from_the_data(tmp_path: Path) -> None:
-    """Half of each row is labelled; packed, rows of 40 tokens fill up: 30 + 10, 16 + 14 + 8."""
+    """Half of each row is labelled; packed, rows of 40 tokens fill up: 30 + 10, 20 + 16."""
     recipe = build_recipe(tmp_path, data={"max_length_tokens": 40})
-    save_tokens(recipe, [8, 30, 10, 20, 12, 14, 16, 18])
-    assert training_rows(recipe)[:3] == (30, 15, 128)
-    assert training_rows(recipe, labelled_share=0.25)[:3] == (40, 10, 128)
+    tokens = datasets.Dataset.from_list([training_row(length, length // 2) for length in (8, 30, 10, 20, 14, 16)])
+    assert training_rows(recipe, tokens)[:2] == (30, 15)
+    assert training_rows(recipe, tokens, labelled_share=0.25)[:2] == (40, 10)
     recipe.data.packing = True
-    assert training_rows(recipe)[:3] == (40, 20, 128)
+    assert training_rows(recipe, tokens)[:2] == (40, 20)
 
 
 def test_throughput_is_device_rate_over_flops(tmp_path: Path) -> None:
