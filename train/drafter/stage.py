@@ -42,7 +42,7 @@ from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
-from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, report_lost_process
+from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
 SETTINGS = "settings.json"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
@@ -57,12 +57,13 @@ EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy",
 
 
 @with_run_lock("train")
-@report_lost_process()
+@errors_in_sentences()
 def train_drafter(recipe: Recipe) -> TrainReport:
     """Train the recipe's drafter on `runs/<name>/data/tokens`, resuming from the last checkpoint if there is one.
 
     Raises:
-        UserError: There are no tokens yet, an option is wrong, or the folder's drafter was trained with other settings.
+        UserError: There are no tokens yet, an option is wrong, memory ran out, or the folder's drafter was trained with
+            other settings.
         LostProcess: Another process of this training ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the current step was finished and saved.
     """

@@ -4,11 +4,6 @@ Memory and FLOPs are those of `estimate.py`; disk follows from the number of tok
 or measured. Where a step does not fit, the recipe's lines for its largest parts are named.
 """
 
-import gc
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +26,6 @@ from draftsmith.models.cpu_kernels import packable_bytes
 from draftsmith.models.target.features import decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.text_model import running_sentence
-from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.rows import pack_by_length, split_rows
@@ -82,7 +76,6 @@ class Plan:
     disk: list[Line]
     time: list[Line]
     processes: list[Line]
-    ways_out: str
     verdict: str | None
     fits: bool | None
     notes: list[str]
@@ -131,14 +124,14 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
     if num_tokens is None:
         notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
-    # The two largest parts of a step's memory, each with the recipe's lines that make it smaller.
-    largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
-    less = "less with " + "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
     verdict = fits = None
     if options.memory_gib is not None:
         fits = cost.peak_bytes <= USABLE_FRAC * options.memory_gib * 2**30
         need = f"{cost.peak_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
-        verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; {less}"
+        # The recipe's lines that make the two largest parts smaller.
+        largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
+        ways_out = "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
+        verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; less with {ways_out}"
     return Plan(
         name=recipe.name,
         parameters=parameters,
@@ -148,38 +141,9 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
         time=_times(recipe, args, cost, options, num_tokens, answers),
         processes=process_lines(recipe, cost, options.processes),
-        ways_out=less,
         verdict=verdict,
         fits=fits,
         notes=notes,
-    )
-
-
-@contextmanager
-def out_of_memory_explained(recipe: Recipe) -> Iterator[None]:
-    """Report a failed allocation in this context: the plan's breakdown on stderr, and a sentence with the ways out.
-
-    Raises:
-        UserError: Memory ran out.
-    """
-    try:
-        yield
-        return
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = " ".join(str(error).split(". ")[:3]) or "memory is used up"
-        traceback.clear_frames(error.__traceback__)  # which hold the target, the drafter and the batch
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=1.0))  # nothing is measured
-    print(f"{recipe.name}: what a training step needs, by `draftsmith plan`:", file=sys.stderr)
-    for line in plan.memory:
-        print(f"  {line.what:16} {bytes_text(line.amount):>10}  {line.how}", file=sys.stderr)
-    raise UserError(
-        f"out of memory ({message}): a step needs {bytes_text(plan.peak_bytes)}: {plan.ways_out}; then run the same "
-        "command again, under another `name` if it asks"
     )
 
 

@@ -19,6 +19,7 @@ from draftsmith.train.drafter import training_arguments as training_arguments_mo
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.processes.launch import errors_in_sentences
 
 
 def test_training_learns_and_writes_its_files(target_folder: Path) -> None:
@@ -94,6 +95,26 @@ def test_non_finite_loss_stops_training(target_folder: Path, trainer: type[Draft
     not_finite(recipe, trainer)
     checkpoints = RunFolder(recipe).drafter / "checkpoints"
     assert [file.name for file in checkpoints.iterdir()] == ["checkpoint-2"]
+
+
+class OutOfMemory(DrafterTrainer):
+    """Trainer that really allocates a pebibyte in the third step."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 2:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_out_of_memory_is_one_sentence(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "DrafterTrainer", OutOfMemory)
+    with pytest.raises(UserError, match=r"^out of memory \(.+\): halve train\.per_device_train_batch_size "):
+        train_drafter(make_recipe(target_folder, "large"))
+    for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()):
+        with pytest.raises(UserError, match="out of memory"), errors_in_sentences():
+            raise error
+    with pytest.raises(RuntimeError, match="in the middle"), errors_in_sentences():
+        raise RuntimeError("in the middle of a step")
 
 
 @pytest.mark.slow
