@@ -25,6 +25,7 @@ from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DataRecipe, Recipe
 from draftsmith.train.drafter.optimizer import muon_parameters
+from draftsmith.train.drafter.rows import split_rows
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import recipe_arguments, training_arguments
 from draftsmith.train.features.cache import open_features
@@ -133,7 +134,8 @@ def test_planned_memory_equals_training_from_disk(tmp_path: Path) -> None:
     cache = open_features(recipe, tokens_hash(tokens), drafter)
     sync_models(recipe, target, drafter, torch.device("cpu"))
     args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
-    measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
+    rows, _ = split_rows(tokens, 0.0)
+    measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, rows, cache))
     assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.2)
     (line,) = make_plan(recipe, GIVEN).disk
     assert line.amount == project_features(recipe).total_bytes
