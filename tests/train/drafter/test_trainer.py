@@ -148,6 +148,10 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"global_batch_size": 4, "per_device_train_batch_size": 8}, "from 1 to 4, which is train.global_batch_size"),
         ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "leave it out, as train.global_batch_size gives"),
+        ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
+        ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
+        ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
+        ({"gradient_checkpointing": True}, "`train.gradient_checkpointing`: drafters do not support it: leave it out"),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
 )

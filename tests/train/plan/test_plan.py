@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -420,10 +419,3 @@ def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     assert written["time"][0]["amount"] > 0
     assert "measured on this cpu" in written["time"][0]["how"]
     assert not (tmp_path / "runs").exists()
-
-
-def test_gradient_checkpointing_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    arguments = ["plan", recipe_file(build_recipe(tmp_path)), "train.gradient_checkpointing=true"]
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == 2
-    assert re.fullmatch("[^\n]+key `train.gradient_checkpointing`: drafters do not support it: [^\n]+\n", result.stderr)
