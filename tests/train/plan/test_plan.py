@@ -30,7 +30,7 @@ from draftsmith.train.drafter.training_arguments import recipe_arguments, traini
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
-from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, training_rows
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, read_bytes_per_s, training_rows
 from draftsmith.train.processes.frozen_target import sync_models
 
 GIVEN = PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0)  # nothing is measured
@@ -409,7 +409,13 @@ def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
 
 
 def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
-    options = ["drafter.options.attention=dense", "--memory-gib=1", "--processes=2", f"--json={tmp_path}/p.json"]
+    options = [
+        "drafter.options.attention=dense",
+        "--memory-gib=1",
+        "--memory-gb-per-s=10",
+        "--processes=2",
+        f"--json={tmp_path}/p.json",
+    ]
     result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
@@ -418,4 +424,5 @@ def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     assert written["peak_bytes"] == sum(line["amount"] for line in written["memory"][:-1])
     assert written["time"][0]["amount"] > 0
     assert "measured on this cpu" in written["time"][0]["how"]
+    assert read_bytes_per_s(torch.device("cpu"), num_bytes=1 << 20) > 1e6
     assert not (tmp_path / "runs").exists()
