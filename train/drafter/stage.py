@@ -213,33 +213,29 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
 
 
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
-    """Return the settings that the trained weights depend on, flat, by recipe key."""
-    settings: dict[str, Any] = {
+    """Return the settings that the trained weights depend on, flat, by recipe key; without keys that are not set."""
+    data, features, validation = recipe.data, recipe.data.features, recipe.validation
+    harmless = set(HARMLESS_TRAIN_KEYS) - (set(EVALUATION_KEYS) if validation.decides else set())
+    init_vocabulary = recipe.drafter.init_vocabulary
+    settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
         "drafter.kind": recipe.drafter.kind,
+        **{f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()},
+        **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},
+        "validation.keep": validation.keep if validation.decides else None,
+        "validation.patience": validation.patience,
+        "drafter.init_vocabulary": None if init_vocabulary == "own" else init_vocabulary,
+        "target.quantization": recipe.target.quantization,
+        "data.features.source": None if features.source == "online" else features.source,
+        "data.features.dtype": features.dtype if features.source == "offline" else None,
+        "data.features.autocast": features.autocast or None,
+        "data (its tokens)": tokens_hash(tokens),
+        "data.eval_rows_frac": data.eval_rows_frac or None,
+        "data.train_answer_tokens": data.train_answer_tokens,
+        "data.packing, rows of": data.max_length_tokens if data.packing else None,
     }
-    settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
-    settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
-    if recipe.validation.decides:
-        settings |= {"validation.keep": recipe.validation.keep, "validation.patience": recipe.validation.patience}
-        settings |= {f"train.{key}": value for key, value in recipe.train.items() if key in EVALUATION_KEYS}
-    if recipe.drafter.init_vocabulary != "own":
-        settings["drafter.init_vocabulary"] = recipe.drafter.init_vocabulary
-    if recipe.target.quantization is not None:
-        settings["target.quantization"] = recipe.target.quantization
-    if recipe.data.features.source == "offline":
-        settings |= {"data.features.source": "offline", "data.features.dtype": recipe.data.features.dtype}
-    if recipe.data.features.autocast:
-        settings["data.features.autocast"] = True
-    settings["data (its tokens)"] = tokens_hash(tokens)
-    if recipe.data.eval_rows_frac:
-        settings["data.eval_rows_frac"] = recipe.data.eval_rows_frac
-    if recipe.data.train_answer_tokens is not None:
-        settings["data.train_answer_tokens"] = recipe.data.train_answer_tokens
-    if recipe.data.packing:
-        settings["data.packing, rows of"] = recipe.data.max_length_tokens
-    return settings
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _save(
