@@ -27,10 +27,8 @@ def main() -> None:
     with configure_progress_bars():
         # torch and transformers, after a mistyped recipe was reported
         from draftsmith.train.drafter.stage import train_drafter
-        from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 
-        with out_of_memory_explained(recipe):
-            report = train_drafter(recipe)
+        report = train_drafter(recipe)
     if is_first_process():
         print(report.sentence())
 

@@ -41,7 +41,7 @@ from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig, Recipe
 from draftsmith.train.drafter.shown import by_depth
 from draftsmith.train.drafter.trainer import DrafterTrainer
-from draftsmith.train.drafter.training_arguments import enable_gradient_checkpointing, training_arguments
+from draftsmith.train.drafter.training_arguments import training_arguments
 
 STEPS, LOOKED_EVERY_STEPS = 200, 10
 ANSWER_TOKENS, MOST_PROMPT_TOKENS = 96, 256
@@ -191,7 +191,6 @@ def _train(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, dataset: D
         "save_strategy": "no",
     }
     args = training_arguments(values, folder / "checkpoints", recipe.seed, use_cpu=target.device.type == "cpu")
-    enable_gradient_checkpointing(args, drafter)
     trainer = DrafterTrainer(drafter, target, args, dataset)
     trainer.add_callback(StopWhenLearned())
     try:

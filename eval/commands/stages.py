@@ -109,11 +109,9 @@ def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
 def run_train(recipe: Recipe) -> dict[str, Any]:
     """Train the drafter on the token dataset: writes `drafter/`."""
     from draftsmith.train.drafter.stage import train_drafter
-    from draftsmith.train.plan.out_of_memory import out_of_memory_explained
 
     heading("2 train", f"{recipe.drafter.kind} drafter")
-    with out_of_memory_explained(recipe):
-        report = train_drafter(recipe)
+    report = train_drafter(recipe)
     console.print(report.sentence(), markup=False)
     return report.as_json()
 

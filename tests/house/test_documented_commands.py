@@ -6,7 +6,6 @@ drafter's options; make by `make --dry-run`, and the commands that it would run;
 """
 
 import argparse
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from draftsmith.eval.commands.cli import app
 from draftsmith.eval.methods.registry import load_method_class
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
-from draftsmith.train.drafter.training_arguments import GLOBAL_BATCH, DrafterTrainingArguments
+from draftsmith.recipes.schema import DRAFTER_KIND
+from draftsmith.train.drafter.training_arguments import KEYS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 OTHER_TARGETS = {"num_hidden_layers": 30, "vocab_size": 49152}  # of the smallest target that a document names
@@ -133,11 +133,19 @@ def check_exists(file: str) -> None:
     assert Path(file).exists(), file
 
 
-def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
-    """Parse the arguments, and check the recipes that they name, with their overrides."""
-    group, given = get_group(app), {}
+@cache
+def command_line() -> tuple[Any, dict[str, Any]]:
+    """Return draftsmith's command line, whose commands only store their arguments, and the place of these."""
+    group, given = get_group(app), dict[str, Any]()
     for command in group.commands.values():
         command.callback = lambda **values: given.update(values)
+    return group, given
+
+
+def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
+    """Parse the arguments, and check the recipes that they name, with their overrides."""
+    group, given = command_line()
+    given.clear()
     group.main(list(arguments), standalone_mode=False)
     assert given or arguments[0].startswith("--")
     named = [str(given["recipe"])] if given.get("recipe") else list(given.get("recipes", []))
@@ -146,13 +154,15 @@ def check_draftsmith(arguments: tuple[str, ...], _: pytest.MonkeyPatch) -> None:
 
 def check_recipes(named: list[str], distils: bool = False) -> None:
     """Check recipes with the overrides that follow them."""
-    overrides = [word for word in named if "=" in word]
+    overrides = tuple(word for word in named if "=" in word)
     for name in (word for word in named if "=" not in word and not Path(word, "eval").is_dir()):
-        check_recipe(load_recipe(name, overrides), distils)
+        check_recipe(name, overrides, distils)
 
 
-def check_recipe(recipe: Recipe, distils: bool = False) -> None:
+@cache
+def check_recipe(name: str, overrides: tuple[str, ...], distils: bool) -> None:
     """Check beyond the schema: options of the drafter, methods and the engine, and the trainer's arguments."""
+    recipe = load_recipe(name, list(overrides))
     embedded = json.loads((ROOT / "models" / "embedded_target" / "config.json").read_text(encoding="utf-8"))
     of_target = embedded if recipe.target.model == "embedded" else OTHER_TARGETS
     load_drafter_class(recipe.drafter.kind).config_class.Options.model_validate(
@@ -164,7 +174,7 @@ def check_recipe(recipe: Recipe, distils: bool = False) -> None:
     for method in recipe.eval.methods:
         if method.kind != DRAFTER_KIND:
             load_method_class(method)
-    assert set(recipe.train) <= {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments))}
+    assert set(recipe.train) <= KEYS
 
 
 def check_make(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

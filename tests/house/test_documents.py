@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import yaml
-from generate import chat, reference
+from generate import reference
 from generate.picture import pictures
 from support.places import PACKAGES, ROOT
 from support.served_drafters import IN_LLAMACPP, SERVED
@@ -88,21 +88,6 @@ def test_results_name_their_origin() -> None:
 def test_pictures_agree_with_the_figures() -> None:
     """If they do not, `make reference` redraws them."""
     assert [file.name for file, text in pictures().items() if file.read_text(encoding="utf-8") != text] == []
-
-
-def test_moving_picture_plays_measured_answers() -> None:
-    """Both panels have one text, in the run that the README's table is of, and are slowed down by one factor."""
-    result, measured = (json.loads(file.read_text(encoding="utf-8")) for file in (chat.RESULT, chat.MEASURED))
-    assert {**result, "figures": None} == {**measured, "figures": None}
-    figures = result["figures"]
-    slow, fast = (figures[name] for name in chat.PANELS)
-    assert "".join(text for text, _, _ in slow) == "".join(text for text, _, _ in fast)
-    svg = chat.draw(figures, chat.COLOURS["light"])
-    shown_s = [float(value) for value in re.findall(r'dur="([\d.]+)s"/></text>', svg)]
-    ends_s = [round(chat.SLOWER * pieces[-1][2], 2) for pieces in (slow, fast)]
-    assert ends_s[0] == max(shown_s)
-    assert ends_s[1] in shown_s
-    assert f"{slow[-1][2] / fast[-1][2]:.2f}x" in svg
 
 
 def test_kinds_that_the_readme_calls_proven_are_tested_in_real_engines() -> None:

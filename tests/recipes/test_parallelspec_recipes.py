@@ -14,7 +14,7 @@ from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.recipes.loading import find_recipe, load_recipe
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.training_arguments import training_arguments
-from draftsmith.train.features.without_weights import models_without_weights
+from draftsmith.train.features.write import models_without_weights
 
 TARGETS = ("vicuna-7b", "llama2-7b-chat")
 MEDUSA, EAGLE = ([f"{target}-{flavour}_parallel" for target in TARGETS] for flavour in ("medusa", "eagle"))

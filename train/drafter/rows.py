@@ -41,7 +41,7 @@ HASHED_BYTES = 8
 def split_rows(
     tokens: Dataset, eval_rows_frac: float, answer_tokens: int | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """Split the examples into training and held-out ones, both with their numbers (`ROWS_COLUMN`).
+    """Split the examples into training and held-out ones, all with their numbers (`ROWS_COLUMN`).
 
     Args:
         tokens: Examples; without a conversation column each counts as a separate conversation.
@@ -51,14 +51,14 @@ def split_rows(
     Raises:
         UserError: One side would be empty, or there are fewer answer tokens.
     """
+    numbered = tokens.add_column(ROWS_COLUMN, [[row] for row in range(len(tokens))])
     if not eval_rows_frac and answer_tokens is None:
-        return tokens, None
+        return numbered, None
     rows = tokens.with_format("numpy", columns=["input_ids"])["input_ids"]
     begins = first_rows_of_conversations(tokens)
     of_first = {row: _place(np.asarray(rows[row])) for row in dict.fromkeys(begins)}
     places = np.array([of_first[row] for row in begins])
     out = places < eval_rows_frac
-    numbered = tokens.add_column(ROWS_COLUMN, [[row] for row in range(len(tokens))])
     if eval_rows_frac and (out.all() or not out.any()):
         raise UserError(
             f"key `data.eval_rows_frac`: {eval_rows_frac} of {len(tokens)} rows leaves {int((~out).sum())} to train on "
@@ -129,21 +129,20 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Any]]):
     """Dataset of packed rows. Documents are read on access; a row has their numbers, for cached features.
 
     Args:
-        tokens: Examples with `input_ids`, `loss_mask` and `length`.
+        tokens: Examples as `split_rows` gives them.
         row_tokens: Longest packed row.
     """
 
     def __init__(self, tokens: Dataset, row_tokens: int) -> None:
-        numbers = [name for name in tokens.column_names if name == ROWS_COLUMN]  # of a part of the cached rows
-        self.tokens = tokens.select_columns(["input_ids", "loss_mask", *numbers])
+        self.tokens = tokens.select_columns(["input_ids", "loss_mask", ROWS_COLUMN])
         self.rows = pack_by_length(row_lengths(tokens), row_tokens)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        documents = [self.tokens[document] | {"place": document} for document in self.rows[index]]
-        numbers = [number for row in documents for number in row.get(ROWS_COLUMN, [row["place"]])]
+        documents = [self.tokens[document] for document in self.rows[index]]
+        numbers = [number for document in documents for number in document[ROWS_COLUMN]]
         return {**pack_documents(documents), ROWS_COLUMN: numbers}
 
 

@@ -39,13 +39,10 @@ from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
 from draftsmith.train.drafter.trackers import check_trackers, tracked
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
-from draftsmith.train.drafter.training_arguments import (
-    enable_gradient_checkpointing,
-    recipe_arguments,
-)
+from draftsmith.train.drafter.training_arguments import recipe_arguments
 from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
-from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, report_lost_process
+from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
 SETTINGS = "settings.json"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
@@ -60,12 +57,13 @@ EVALUATION_KEYS = ("eval_strategy", "eval_steps", "eval_delay", "save_strategy",
 
 
 @with_run_lock("train")
-@report_lost_process()
+@errors_in_sentences()
 def train_drafter(recipe: Recipe) -> TrainReport:
     """Train the recipe's drafter on `runs/<name>/data/tokens`, resuming from the last checkpoint if there is one.
 
     Raises:
-        UserError: There are no tokens yet, an option is wrong, or the folder's drafter was trained with other settings.
+        UserError: There are no tokens yet, an option is wrong, memory ran out, or the folder's drafter was trained with
+            other settings.
         LostProcess: Another process of this training ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the current step was finished and saved.
     """
@@ -153,7 +151,6 @@ def _target_and_drafter(
         if begun_from is None
         else start_from(drafter, begun_from, str(recipe.drafter.init), recipe.drafter.init_vocabulary == "extended")
     )
-    enable_gradient_checkpointing(args, drafter)
     sync_models(recipe, target, drafter, args.device)
     return target, drafter, start
 
@@ -216,33 +213,29 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
 
 
 def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
-    """Return the settings that the trained weights depend on, flat, by recipe key."""
-    settings: dict[str, Any] = {
+    """Return the settings that the trained weights depend on, flat, by recipe key; without keys that are not set."""
+    data, features, validation = recipe.data, recipe.data.features, recipe.validation
+    harmless = set(HARMLESS_TRAIN_KEYS) - (set(EVALUATION_KEYS) if validation.decides else set())
+    init_vocabulary = recipe.drafter.init_vocabulary
+    settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
         "drafter.kind": recipe.drafter.kind,
+        **{f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()},
+        **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},
+        "validation.keep": validation.keep if validation.decides else None,
+        "validation.patience": validation.patience,
+        "drafter.init_vocabulary": None if init_vocabulary == "own" else init_vocabulary,
+        "target.quantization": recipe.target.quantization,
+        "data.features.source": None if features.source == "online" else features.source,
+        "data.features.dtype": features.dtype if features.source == "offline" else None,
+        "data.features.autocast": features.autocast or None,
+        "data (its tokens)": tokens_hash(tokens),
+        "data.eval_rows_frac": data.eval_rows_frac or None,
+        "data.train_answer_tokens": data.train_answer_tokens,
+        "data.packing, rows of": data.max_length_tokens if data.packing else None,
     }
-    settings |= {f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()}
-    settings |= {f"train.{key}": value for key, value in recipe.train.items() if key not in HARMLESS_TRAIN_KEYS}
-    if recipe.validation.decides:
-        settings |= {"validation.keep": recipe.validation.keep, "validation.patience": recipe.validation.patience}
-        settings |= {f"train.{key}": value for key, value in recipe.train.items() if key in EVALUATION_KEYS}
-    if recipe.drafter.init_vocabulary != "own":
-        settings["drafter.init_vocabulary"] = recipe.drafter.init_vocabulary
-    if recipe.target.quantization is not None:
-        settings["target.quantization"] = recipe.target.quantization
-    if recipe.data.features.source == "offline":
-        settings |= {"data.features.source": "offline", "data.features.dtype": recipe.data.features.dtype}
-    if recipe.data.features.autocast:
-        settings["data.features.autocast"] = True
-    settings["data (its tokens)"] = tokens_hash(tokens)
-    if recipe.data.eval_rows_frac:
-        settings["data.eval_rows_frac"] = recipe.data.eval_rows_frac
-    if recipe.data.train_answer_tokens is not None:
-        settings["data.train_answer_tokens"] = recipe.data.train_answer_tokens
-    if recipe.data.packing:
-        settings["data.packing, rows of"] = recipe.data.max_length_tokens
-    return settings
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _save(

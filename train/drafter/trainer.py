@@ -195,8 +195,8 @@ class Progress(TrainerCallback, ExportableState):
 class DrafterTrainer(Trainer):
     """Trains a drafter on the features that its target computes in the same step (online: nothing on disk).
 
-    `dataset` is that of the tokens, or its `PackedRows`. With a cache the features come from there, row by row of the
-    tokens, and the target does not run.
+    `dataset` is that of the tokens, or its `PackedRows`. With a cache the features come from there, by the numbers in
+    `ROWS_COLUMN`, and the target does not run.
 
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
     """
@@ -215,12 +215,7 @@ class DrafterTrainer(Trainer):
         autocast_target: bool = False,
         **kwargs: Any,
     ) -> None:
-        collator: Any = collate_right_padded
-        if cache is not None:
-            collator = FeatureCollator(cache)
-            # Packed rows, and those of a split, say themselves of which rows they are.
-            if isinstance(dataset, Dataset) and ROWS_COLUMN not in dataset.column_names:
-                dataset = dataset.add_column(ROWS_COLUMN, [[row] for row in range(len(dataset))])
+        collator: Any = collate_right_padded if cache is None else FeatureCollator(cache)
         kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
         self._launch = detect_launch(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
@@ -233,7 +228,7 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.shown = ShownTraining.create_if_supported()
+        self.shown = ShownTraining()
         if not is_quiet():
             self.add_callback(self.shown)
 
@@ -386,7 +381,10 @@ class DrafterTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         made_before = self.optimizer is not None
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        try:
+            optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
         if made_before:
             return optimizer
         apply_learning_rate_factors(optimizer, self._drafter)

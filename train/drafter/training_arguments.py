@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import get_int_from_env
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipes.run_folder import RunFolder, is_first_process
@@ -46,6 +46,8 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError("muon_learning_rate is read with optimizer=muon only: set that too, or leave it out")
 
 
+TYPES = {**typing.get_type_hints(DrafterTrainingArguments), GLOBAL_BATCH: int}
+KEYS = {GLOBAL_BATCH, *(field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init)}
 # Environment variables with the number of processes, as accelerate reads them.
 WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -81,16 +83,12 @@ def training_arguments(
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
     """
-    fields = {field.name for field in dataclasses.fields(DrafterTrainingArguments) if field.init}
-    hints = typing.get_type_hints(DrafterTrainingArguments)
     # accelerate may request a CPU too; and transformers rejects bf16 on a CPU unless use_cpu is set.
     accelerate_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
-    processes = get_int_from_env(WORLD_SIZES, 1)
-    checked = {
-        key: _checked(key, value, fields, hints)
-        for key, value in _split_global_batch(values, processes, fields, hints).items()
-    }
+    checked = _split_global_batch(
+        {key: _checked(key, value) for key, value in values.items()}, get_int_from_env(WORLD_SIZES, 1)
+    )
     defaults = {
         "output_dir": str(output_dir),
         "seed": seed,
@@ -106,6 +104,8 @@ def training_arguments(
         defaults["per_device_eval_batch_size"] = checked["per_device_train_batch_size"]
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
+    if checked.get("gradient_checkpointing"):
+        raise UserError("key `train.gradient_checkpointing`: drafters do not support it: leave it out")
     try:
         args = DrafterTrainingArguments(**{**defaults, **checked, "remove_unused_columns": False})
     except (ValueError, TypeError, ImportError) as error:
@@ -118,11 +118,8 @@ def training_arguments(
     return args
 
 
-def _split_global_batch(
-    values: dict[str, Any], processes: int, fields: set[str], hints: dict[str, Any]
-) -> dict[str, Any]:
+def _split_global_batch(values: dict[str, Any], processes: int) -> dict[str, Any]:
     """Replace the global batch by the largest allowed rows per forward of a process, and accumulation steps."""
-    values = dict(values)
     if GLOBAL_BATCH not in values:
         rows = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
         if processes > 1 and is_first_process():
@@ -132,12 +129,8 @@ def _split_global_batch(
                 processes, rows * processes, rows, GLOBAL_BATCH,
             )  # fmt: skip
         return values
-    global_batch = _checked(
-        GLOBAL_BATCH, values.pop(GLOBAL_BATCH), {*fields, GLOBAL_BATCH}, {**hints, GLOBAL_BATCH: int}
-    )
-    most = _checked(
-        "per_device_train_batch_size", values.get("per_device_train_batch_size", global_batch), fields, hints
-    )
+    global_batch = values.pop(GLOBAL_BATCH)
+    most = values.get("per_device_train_batch_size", global_batch)
     if "gradient_accumulation_steps" in values:
         raise UserError(f"key `train.gradient_accumulation_steps`: leave it out, as train.{GLOBAL_BATCH} gives it")
     if not 0 < most <= global_batch:
@@ -171,31 +164,17 @@ def _check_no_repeated_rows(args: TrainingArguments) -> None:
         )
 
 
-def enable_gradient_checkpointing(args: TrainingArguments, drafter: PreTrainedModel) -> None:
-    """Enable gradient checkpointing where the recipe asks for it.
-
-    Raises:
-        UserError: This kind of drafter does not support it.
-    """
-    if not args.gradient_checkpointing:
-        return
-    if not drafter.supports_gradient_checkpointing:
-        kind = drafter.config.model_type.rpartition("-")[2]
-        raise UserError(f"key `train.gradient_checkpointing`: drafter {kind} does not support it: leave it out")
-    drafter.gradient_checkpointing_enable()
-
-
-def _checked(key: str, value: Any, fields: set[str], hints: dict[str, Any]) -> Any:
+def _checked(key: str, value: Any) -> Any:
     """Return the value of a key of `train`, validated by its type in `transformers.TrainingArguments`."""
-    if key not in fields:
-        hint = did_you_mean(key, fields, "valid keys are those of transformers.TrainingArguments")
+    if key not in KEYS:
+        hint = did_you_mean(key, KEYS, "valid keys are those of transformers.TrainingArguments")
         raise UserError(f"unknown key `train.{key}`: {hint}")
     if key == "hub_token":  # every checkpoint would hold it
         raise UserError("key `train.hub_token` does not belong in a recipe: put it into the environment as HF_TOKEN")
     if key == "push_to_hub" and value:  # transformers' would send every checkpoint, optimiser and settings with it
         raise UserError("key `train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained drafter")
     try:
-        return TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        return TypeAdapter(TYPES[key], config=ConfigDict(allow_inf_nan=False)).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise UserError(f"key `train.{key}`: {message[0].lower()}{message[1:]}, not {value!r}") from None

@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D hidden, F features.
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,11 +25,13 @@ from draftsmith.data.distill.limits import check_tokens, target_limits
 from draftsmith.data.distill.token_dataset import load_tokens, row_lengths, tokens_hash
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.features import required_layers, target_features
-from draftsmith.models.target.loading import load_target, load_target_config, target_device
+from draftsmith.models.target.loading import load_target, load_target_config, target_device, target_without_weights
 from draftsmith.progress import Progress, progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import FeaturesRecipe, Recipe
 from draftsmith.train.features.cache import (
     SHARD_BYTES,
     FeatureIndex,
@@ -39,7 +41,6 @@ from draftsmith.train.features.cache import (
     feature_settings,
     write_shard,
 )
-from draftsmith.train.features.without_weights import models_without_weights
 from draftsmith.train.processes.frozen_target import load_split_target
 from draftsmith.train.processes.launch import leave_at_exit
 
@@ -111,6 +112,20 @@ class FeatureReport:
         return f"wrote {bytes_text(self.written_bytes)} to {self.folder} in {self.wall_time_s:.0f} s, {speed}"
 
 
+def models_without_weights(recipe: Recipe) -> tuple[PreTrainedModel, Drafter]:
+    """Build the target and, attached to it, the drafter as at the start of training, on the meta device.
+
+    Raises:
+        UserError: The target's config cannot be read, or as `Drafter.from_target`.
+    """
+    with torch.device("meta"):
+        target = target_without_weights(recipe.target)
+        kind = load_drafter_class(recipe.drafter.kind)
+        config = kind.make_config(target, recipe.drafter.options)
+        dtype = torch.promote_types(target.dtype, torch.float32)
+        return target, kind(config).to(dtype).attach(target)
+
+
 def project_features(recipe: Recipe) -> Projection:
     """Compute the size of the features to write. Loads configs and tokens, no weights, and writes nothing.
 
@@ -176,8 +191,7 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     ) as bar:
         for shard in parts[number]:
             rows = projection.tokens[shard.rows.start : shard.rows.stop]["input_ids"]
-            computed = row_features(target, index.layers, rows, chosen.batch_size, chosen.autocast)
-            write_shard(folder / shard.file, shard_features(computed, index, shard, bar))
+            write_shard(folder / shard.file, shard_features(target, index, shard, rows, chosen, bar))
     if chosen.sharded:
         # It runs as often here as where it runs most: each process needs the parts that the others hold.
         forwards = [sum(-(-len(shard.rows) // chosen.batch_size) for shard in part) for part in parts]
@@ -189,53 +203,39 @@ def write_features(recipe: Recipe, projection: Projection, progress: bool = True
     return FeatureReport(folder, written, projection.missing_bytes, time.perf_counter() - begin_s)
 
 
-def row_features(
+def shard_features(
     target: PreTrainedModel,
-    layers: tuple[int, ...],
+    index: FeatureIndex,
+    shard: Shard,
     rows: Sequence[Sequence[int]],
-    batch_size: int,
-    autocast: bool = False,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield every row's number and its features [S, F]; the longest rows first, so that too large a batch fails soon.
+    chosen: FeaturesRecipe,
+    bar: Progress,
+) -> dict[str, Tensor]:
+    """Compute the features of a shard's rows, as they are written: {layer: [tokens, D]}.
 
-    Args:
-        layers: Feature layers, numbered as in `draftsmith.models.target.features.FeatureTap`.
-        batch_size: Rows in one forward; they have similar lengths.
-        autocast: Compute matrix products in bf16, but not the residual stream.
+    Rows of similar lengths share a forward; the longest come first, so that too large a batch fails soon.
 
     Raises:
         UserError: The device's memory does not hold a batch.
     """
+    shape = (shard.tokens, index.hidden_size)
+    features = {str(layer): torch.empty(shape, dtype=index.dtype) for layer in index.layers}
     by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-    for begin in range(0, len(rows), batch_size):
-        numbers = by_length[begin : begin + batch_size]
+    for begin in range(0, len(rows), chosen.batch_size):
+        numbers = by_length[begin : begin + chosen.batch_size]
         # On the right, where causal order keeps padding out of every real token.
         ids_bs = pad_sequence([torch.as_tensor(rows[row]) for row in numbers], batch_first=True)
         try:
-            with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=autocast):
-                features_bsf = target_features(target, ids_bs.to(target.device), layers=layers)
+            with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=chosen.autocast):
+                features_bsf = target_features(target, ids_bs.to(target.device), layers=index.layers)
         except torch.OutOfMemoryError:
             raise UserError(
                 f"{len(numbers)} rows of {ids_bs.shape[1]} tokens do not fit into the device's memory: lower "
-                f"data.features.batch_size, which is {batch_size}"
+                f"data.features.batch_size, which is {chosen.batch_size}"
             ) from None
-        for place, row in enumerate(numbers):
-            yield row, features_bsf[place, : len(rows[row])]
-
-
-def shard_features(
-    computed: Iterator[tuple[int, Tensor]], index: FeatureIndex, shard: Shard, bar: Progress
-) -> dict[str, Tensor]:
-    """Put a shard's rows together as they are written: {layer: [tokens, D]}.
-
-    Args:
-        computed: Each row's number in the shard and its features [S, F], in any order.
-    """
-    shape = (shard.tokens, index.hidden_size)
-    features = {str(layer): torch.empty(shape, dtype=index.dtype) for layer in index.layers}
-    for row, features_sf in computed:
-        place = slice(shard.offsets[row], shard.offsets[row + 1])
-        for layer_td, part_sd in zip(features.values(), features_sf.chunk(len(features), dim=-1), strict=True):
-            layer_td[place] = part_sd
-        bar.update(len(features_sf))
+        for row, features_sf in zip(numbers, features_bsf, strict=True):
+            place, length = slice(shard.offsets[row], shard.offsets[row + 1]), len(rows[row])
+            for layer_td, part_sd in zip(features.values(), features_sf.chunk(len(features), dim=-1), strict=True):
+                layer_td[place] = part_sd[:length]
+            bar.update(length)
     return features

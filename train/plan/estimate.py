@@ -1,10 +1,8 @@
 """Memory and FLOPs of one training step, in closed form from the shapes of target and drafter.
 
 Both are built without weights. The rows that go through a layer follow from the batch's labels, as in training; what a
-layer saves for its backward, from the widths of its parts. docs/results/machinery/plan_estimate.json compares the sums
-with steps that were counted operation by operation.
-
-Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows of the layers, M labels, D hidden, V drafted tokens.
+layer saves for its backward, from the widths of its parts. docs/results/machinery/plan_estimate.json has the peaks of
+steps that were counted operation by operation.
 """
 
 from collections.abc import Iterable
@@ -13,33 +11,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
-from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.cpu_layers import head_size
+from draftsmith.models.cpu_layers import head_size, num_kv_heads
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import BLOCK_ELEMENTS, chunk_rows, loss_weights
-from draftsmith.models.target.features import decoder_layers, drop_decoder_layers, required_layers
+from draftsmith.models.target.features import drop_decoder_layers, required_layers
 from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.quantized import saved_bytes
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.optimizer import muon_with_adamw
-from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, enable_gradient_checkpointing
+from draftsmith.train.drafter.optimizer import muon_parameters
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import check_offline_support
-from draftsmith.train.features.without_weights import models_without_weights
+from draftsmith.train.features.write import models_without_weights
 
 LATE_STEP = 1 << 40  # a drafter that warms up is planned as it is afterwards
-SAME_INPUT = ("k_proj", "v_proj", "up_proj", "lora_A", "lora_B")  # they read what another layer reads too
+SAME_INPUT = ("k_proj", "v_proj", "up_proj")  # they read what another layer reads too
+# Bytes of an optimiser's state for each parameter, by a part of its name; of AdamW and its kin 8, two fp32 moments.
+STATE_BYTES = {"8bit": 2, "4bit": 1, "adafactor": 0, "lomo": 0, "sgd": 0, "lion": 4, "rmsprop": 4, "adagrad": 4}
+ADAMW_STATE_BYTES = 8
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes by part when most memory is in use, in the phase `peak`, and FLOPs by part of the step."""
+    """Bytes by part when most memory is in use, FLOPs and tokens of a step, and the models without weights."""
 
-    peak: str
     bytes: dict[str, int]
-    flops: dict[str, float]
+    target_flops: float
+    drafter_flops: float
     tokens: int
     target: PreTrainedModel
     drafter: Drafter
@@ -50,8 +50,8 @@ class StepCost:
         return sum(self.bytes.values())
 
 
-def step_cost(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, Tensor]) -> StepCost:
-    """Estimate an optimizer step of one process on this batch: `input_ids`, `loss_mask`, ... [B, S], as collated.
+def step_cost(recipe: Recipe, args: DrafterTrainingArguments, length: int, labelled: int) -> StepCost:
+    """Estimate an optimizer step of one process on rows of `length` tokens, of which the last `labelled` carry loss.
 
     Raises:
         UserError: As `models_without_weights`, or the recipe's training cannot be done.
@@ -61,34 +61,32 @@ def step_cost(recipe: Recipe, args: DrafterTrainingArguments, batch: dict[str, T
         check_offline_support(recipe)
     target, drafter = models_without_weights(recipe)
     drafter.train().training_step = LATE_STEP
-    enable_gradient_checkpointing(args, drafter)
-    device_type = target_device(recipe.target).type
-    flops = step_flops(target, drafter, batch, device_type)
+    drafter.generator = torch.Generator().manual_seed(recipe.seed)  # of the rows that are drawn at random
+    ids_bs = torch.zeros(args.per_device_train_batch_size, length, dtype=torch.long)
+    mask_bs = (torch.arange(length) >= length - labelled).long().expand_as(ids_bs)
+    groups, device_type = drafter.groups(ids_bs, mask_bs), target_device(recipe.target).type
+    target_flops, drafter_flops = step_flops(target, drafter, groups, int(mask_bs.sum()), device_type)
+    values = ids_bs.numel() * len(required_layers(drafter)) * drafter.config.hidden_size
+    features = values * target.dtype.itemsize
     if is_offline:
-        flops.pop("target forward")
+        target_flops = 0.0
         drop_decoder_layers(target)
-    feature_bytes = batch["input_ids"].numel() * len(required_layers(drafter)) * drafter.config.hidden_size
-    feature_bytes *= target.dtype.itemsize
-    if is_offline:  # the Trainer fetches all batches of a step before the first
-        disk_bytes = getattr(torch, recipe.data.features.dtype).itemsize
-        feature_bytes += accumulation * feature_bytes * disk_bytes // target.dtype.itemsize
-    drafter_ids = {id(parameter) for parameter in drafter.parameters()}  # a LoRA is part of both models
-    target_tensors = [p for p in (*target.parameters(), *target.buffers()) if id(p) not in drafter_ids]
-    gradient_bytes = tensor_bytes(trained_parameters(drafter))
-    activation_bytes, loss_bytes = step_bytes(args, target, drafter, batch, device_type)
-    rest = {
-        "target": tensor_bytes(target_tensors) - saved_bytes(recipe.target, target),
+        # The Trainer fetches all batches of a step before the first.
+        features += accumulation * values * getattr(torch, recipe.data.features.dtype).itemsize
+    trained = trained_parameters(drafter)
+    activations, loss = step_bytes(args, target, drafter, groups, device_type)
+    # Gradients take the place of freed activations, but for those of the micro-batch before.
+    freed = 0 if accumulation > 1 else activations + loss
+    memory = {
+        "target": tensor_bytes([*target.parameters(), *target.buffers()]) - saved_bytes(recipe.target, target),
         "drafter": tensor_bytes([*drafter.parameters(), *drafter.buffers()]),
-        "gradients": gradient_bytes if accumulation > 1 else 0,  # of the micro-batch before
-        "optimiser": _optimizer_bytes(args, drafter),
-        "features": feature_bytes,
+        "gradients": max(0, tensor_bytes(trained) - freed),
+        "optimiser": _optimizer_bytes(args, drafter, trained),
+        "features": features,
+        "activations": activations,
+        "loss": loss,
     }
-    phases = {
-        "backward": {**rest, "activations": activation_bytes, "loss": loss_bytes},
-        "optimiser step": {**rest, "gradients": gradient_bytes, "features": 0, "activations": 0, "loss": 0},
-    }
-    peak = max(phases, key=lambda name: sum(phases[name].values()))
-    return StepCost(peak, phases[peak], flops, int(batch["attention_mask"].sum()), target, drafter)
+    return StepCost(memory, target_flops, drafter_flops, ids_bs.numel(), target, drafter)
 
 
 def trained_parameters(drafter: Drafter) -> list[nn.Parameter]:
@@ -106,79 +104,55 @@ def half_dtype(args: DrafterTrainingArguments) -> torch.dtype | None:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
 
-def _optimizer_bytes(args: DrafterTrainingArguments, drafter: Drafter) -> int:
-    """Return the bytes of the state that the optimizer's first step makes."""
-    trained = trained_parameters(drafter)
-    try:
-        optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(args, drafter)
-        settings.pop("fused", None)  # the same state, but not on the meta device
-        optimizer: torch.optim.Optimizer = optimizer_class(trained, **settings)
-    except (ImportError, ValueError, TypeError) as error:
-        raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
-    if args.optimizer == "muon":
-        optimizer = muon_with_adamw(optimizer, drafter, args.learning_rate)
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return tensor_bytes(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+def _optimizer_bytes(args: DrafterTrainingArguments, drafter: Drafter, trained: list[nn.Parameter]) -> int:
+    name = str(getattr(args.optim, "value", args.optim))
+    state_bytes = next((size for part, size in STATE_BYTES.items() if part in name), ADAMW_STATE_BYTES)
+    matrices = muon_parameters(drafter) if args.optimizer == "muon" else []  # with one moment each
+    saved = (ADAMW_STATE_BYTES // 2) * sum(drafter.get_parameter(matrix).numel() for matrix in matrices)
+    return state_bytes * sum(parameter.numel() for parameter in trained) - saved
 
 
 # ---- memory ----
 
 
 def step_bytes(
-    args: DrafterTrainingArguments,
-    target: PreTrainedModel,
-    drafter: Drafter,
-    batch: dict[str, Tensor],
-    device_type: str,
+    args: DrafterTrainingArguments, target: PreTrainedModel, drafter: Drafter, groups: Groups, device_type: str
 ) -> tuple[int, int]:
     """Return the bytes of activations, and of the loss, at the moment of the backward with most of them."""
-    groups, shape = _groups(drafter, batch), drafter.config
-    tokens, labels = batch["input_ids"].numel(), len(groups.labelled_m)
-    size, depths = shape.hidden_size, shape.num_depths
-    (batch_size, grid_depths, length), context = groups.core_shape, min(groups.first_depth, 1)
-    rows = sum(groups.counts_r[context:])  # of a context, layers make keys and values alone
-    half, wide = half_dtype(args), drafter.dtype.itemsize
+    size, depths, head = drafter.config.hidden_size, drafter.config.num_depths, drafter.vocab.head()
+    wide, layers, half = drafter.dtype.itemsize, list(getattr(drafter, "layers", [])), half_dtype(args)
     narrow = half.itemsize if half else wide
-    layers, own_heads = list(getattr(drafter, "layers", [])), drafter.vocab.own_heads
+    (tokens, rows, queries, keys), labels = _row_counts(groups), len(groups.labelled_m)
     features = tokens * len(drafter.feature_layers) * size
     saved = features * target.dtype.itemsize + narrow * drafter.saved_values(rows, labels)
+    # At the loss there are the final norm's rows and their gradients; these rows pass through an LM head together.
+    at_loss, in_mlp, head_rows = (4 if layers else 2) * size * wide * labels, 0, labels if layers else labels // depths
     if layers:
-        config = drafter.layers_config
-        width, key_width, inner = _widths(config)
+        width, key_width, inner = _widths(drafter.layers_config)
         scattered = 0 if groups.is_full else rows
-        queries, keys = (batch_size * (grid_depths - skipped) * length for skipped in (context, 0))
         attention = (2 * queries + scattered) * width + 2 * (keys + scattered) * key_width
-        # Depths that follow one another, each on the outputs of the one before: no masks stand for them.
-        is_stepwise = depths > 1 and drafter.mask_inputs() is None
-        if is_stepwise:
-            saved += tokens * (depths * size * wide + depths * (depths + 1) * key_width * narrow)
         saved += (features + 2 * tokens * size) * wide
         for layer in layers:
-            copies = num_weights(layer) * narrow if narrow < wide else 0  # of its weights, by autocast
-            saved += rows * row_bytes(layer, config, wide, narrow) + round(copies) + attention * narrow
-        mlp_bytes = 2 * (inner * narrow + size * wide) * rows // (depths if is_stepwise else 1)
+            copies = num_weights(layer) if narrow < wide else 0  # of its weights, by autocast
+            saved += rows * row_bytes(layer, drafter.layers_config, wide, narrow)
+            saved += round(copies + attention) * narrow
+        in_mlp = 2 * rows * (inner * narrow + size * wide)
+        # Depths that follow one another, each on the outputs of the one before: no masks stand for them.
+        if depths > 1 and drafter.mask_inputs() is None:
+            saved += tokens * depths * (size * wide + (depths + 1) * key_width * narrow)
+            in_mlp //= depths
     else:
         widths = sum(2 * module.out_features for module in _own_modules(drafter) if isinstance(module, nn.Linear))
-        saved, mlp_bytes = saved + (widths * labels // depths + size * labels) * wide, 0
-    if _trains(target):
-        config, (layer, *_) = target.config.get_text_config(), decoder_layers(target)
-        saved += tokens * config.num_hidden_layers * row_bytes(layer, config, wide, wide)
-    # At the loss there are the final norm's rows and their gradients, and a chunk of logits.
-    head, is_taught = drafter.vocab.head(), drafter.needs_teacher
-    product = half.itemsize if half and head.weight.element_size() == 4 else head.weight.element_size()
-    chunk = chunk_rows(head.out_features, size, bool(own_heads), device_type)
-    chunk = min(chunk, labels if layers else labels // depths)
+        saved += (widths * head_rows + size * labels) * wide
+    is_taught, own_heads = drafter.needs_teacher, drafter.vocab.own_heads
+    chunk = min(head_rows, chunk_rows(head.out_features, size, bool(own_heads), device_type))
     block = max(1, BLOCK_ELEMENTS // head.out_features) if device_type == "cpu" else chunk
     # fp32 copies of logits: KL and cross entropy have code that works in place.
-    copies = 1 if not is_taught else 3 if loss_weights(shape.loss) == {"kl": 1.0} else 8
-    fp32_bytes = 4 * copies * min(chunk, block)
-    chunk_bytes = head.out_features * (chunk * product * (1 + is_taught) + fp32_bytes)
-    at_loss = (4 if layers else 2) * labels * size * wide
-    if mlp_bytes > at_loss + chunk_bytes:  # in the last layer instead: two gradients as wide as its MLP
-        at_loss, chunk_bytes = mlp_bytes, 0
+    copies = 1 if not is_taught else 3 if loss_weights(drafter.config.loss) == {"kl": 1.0} else 8
+    logit_bytes = chunk * min(narrow, head.weight.element_size()) * (1 + is_taught) + 4 * copies * min(chunk, block)
+    chunk_bytes = head.out_features * logit_bytes
+    if in_mlp > at_loss + chunk_bytes:  # in the last layer instead: two gradients as wide as its MLP
+        at_loss, chunk_bytes = in_mlp, 0
     return saved + at_loss, chunk_bytes + tensor_bytes(each.weight for each in own_heads)
 
 
@@ -193,7 +167,7 @@ def row_bytes(layer: nn.Module, config: Any, wide: int, narrow: int) -> int:
     for path, module in layer.named_modules():
         name = path.rpartition(".")[2]
         if isinstance(module, nn.Linear):
-            is_read_again = any(part in SAME_INPUT for part in path.split("."))
+            is_read_again = name in SAME_INPUT
             inputs += 0 if is_read_again and narrow == wide else module.in_features
         elif name.endswith("norm") and any(True for _ in module.parameters()):
             norms += {"q_norm": width, "k_norm": key_width}.get(name, config.hidden_size)
@@ -203,61 +177,49 @@ def row_bytes(layer: nn.Module, config: Any, wide: int, narrow: int) -> int:
 
 def _widths(config: Any) -> tuple[int, int, int]:
     """Return the width of a layer's queries, of its keys, and of its MLP: of all experts that a token takes."""
-    size, heads = head_size(config), config.num_attention_heads
     of_expert = getattr(config, "moe_intermediate_size", None)
     inner = of_expert or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner *= getattr(config, "num_experts_per_tok", None) or 1
-    return heads * size, (getattr(config, "num_key_value_heads", None) or heads) * size, inner
-
-
-def _groups(drafter: Drafter, batch: dict[str, Tensor]) -> Groups:
-    return drafter.groups(batch["input_ids"], batch["loss_mask"], batch.get("position_ids"))
+    return head_size(config) * config.num_attention_heads, head_size(config) * num_kv_heads(config), inner
 
 
 def _own_modules(drafter: Drafter) -> list[nn.Module]:
-    """Return the drafter's modules outside its decoder layers, its LM heads and the target."""
-    vocab = drafter.vocab
-    outside = [*getattr(drafter, "layers", []), *vocab.own_heads, vocab.head(), drafter.attached.target]
+    """Return the drafter's innermost modules outside its decoder layers and LM heads."""
+    outside = [*getattr(drafter, "layers", []), *drafter.vocab.own_heads, drafter.vocab.head()]
     outside_ids = {id(module) for each in outside for module in each.modules()}
-    return [module for module in drafter.modules() if id(module) not in outside_ids]
+    return [each for each in drafter.modules() if id(each) not in outside_ids and not any(each.children())]
 
 
-def _trains(target: PreTrainedModel) -> bool:
-    return any(parameter.requires_grad for parameter in target.parameters())
+def _row_counts(groups: Groups) -> tuple[int, int, int, int]:
+    """Return the numbers of tokens, of the drafter layers' rows, and of queries and keys on the grid of attention."""
+    (batch_size, depths, length), context = groups.core_shape, min(groups.first_depth, 1)
+    rows = sum(groups.counts_r[context:])  # of a context, layers make keys and values alone
+    return groups.input_ids.numel(), rows, batch_size * (depths - context) * length, batch_size * depths * length
 
 
 # ---- FLOPs ----
 
 
 def step_flops(
-    target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor], device_type: str
-) -> dict[str, float]:
-    """Return FLOPs by part: 2 for each weight and row, and attention's products."""
-    groups, config = _groups(drafter, batch), target.config.get_text_config()
-    (batch_size, grid_depths, grid_length), context = groups.core_shape, min(groups.first_depth, 1)
-    labels, tokens, length = len(groups.labelled_m), batch["input_ids"].numel(), batch["input_ids"].shape[1]
-    layers, num_layers = list(getattr(drafter, "layers", [])), config.num_hidden_layers
-    read = max(num_layers if layer < 0 else layer for layer in required_layers(drafter)) / num_layers
-    attention = num_layers * length * _widths(config)[0]
-    through_target = 2.0 * tokens * (num_weights(target.base_model) + attention) * read
-    others = sum(num_weights(module) for module in _own_modules(drafter) if not any(module.children()))
-    forward = 2.0 * others * (tokens if layers else labels / drafter.config.num_depths)
+    target: PreTrainedModel, drafter: Drafter, groups: Groups, answer_tokens: int, device_type: str
+) -> tuple[float, float]:
+    """Return the FLOPs of the target's forward and of all else: 2 for each weight and row, and attention's products."""
+    config, layers = target.config.get_text_config(), list(getattr(drafter, "layers", []))
+    (tokens, rows, queries, _), length, labels = _row_counts(groups), groups.input_ids.shape[1], len(groups.labelled_m)
+    read = max(config.num_hidden_layers if layer < 0 else layer for layer in required_layers(drafter))
+    attention = config.num_hidden_layers * length * _widths(config)[0]
+    in_target = 2.0 * tokens * (num_weights(target.base_model) + attention) * read / config.num_hidden_layers
+    forward = (
+        2.0 * sum(map(num_weights, _own_modules(drafter))) * (tokens if layers else labels / drafter.config.num_depths)
+    )
     if layers:
-        queries = batch_size * (grid_depths - context) * grid_length
-        in_layers = sum(map(num_weights, layers)) * sum(groups.counts_r[context:])
-        forward += 2.0 * (in_layers + length * _widths(drafter.layers_config)[0] * queries * len(layers))
-    is_frozen = bool(layers) and not any(p.requires_grad for layer in layers for p in layer.parameters())
-    taught = int(batch["loss_mask"].sum()) if device_type == "cpu" else labels  # tokens, or each row by itself
+        attention = length * _widths(drafter.layers_config)[0] * queries * len(layers)
+        forward += 2.0 * (sum(map(num_weights, layers)) * rows + attention)
+    taught = answer_tokens if device_type == "cpu" else labels  # tokens, or each row by itself
     head_rows = labels * (2 + bool(drafter.vocab.own_heads)) + taught * drafter.needs_teacher
+    is_frozen = bool(layers) and not any(p.requires_grad for layer in layers for p in layer.parameters())
     backward = forward * (1 if is_frozen else 2)
-    if _trains(target):
-        through_target, backward = through_target * (1 + drafter.needs_teacher), backward + through_target
-    return {
-        "target forward": through_target,
-        "drafter forward": forward,
-        "LM head": 2.0 * drafter.vocab.head().weight.numel() * head_rows,
-        "backward": backward,
-    }
+    return in_target, forward + backward + 2.0 * drafter.vocab.head().weight.numel() * head_rows
 
 
 def num_weights(module: nn.Module) -> float:

@@ -6,10 +6,9 @@ or measured. Where a step does not fit, the recipe's lines for its largest parts
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
+from datasets import Dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,10 +28,9 @@ from draftsmith.models.target.loading import target_device
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.drafter.rows import PackedRows, split_rows
+from draftsmith.train.drafter.rows import pack_by_length, split_rows
 from draftsmith.train.drafter.shown import span
-from draftsmith.train.drafter.trainer import collate_right_padded
-from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, training_arguments
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments, recipe_arguments
 from draftsmith.train.plan.estimate import StepCost, half_dtype, step_cost, tensor_bytes, trained_parameters
 
 USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspaces, fragmentation
@@ -46,7 +44,7 @@ PARTS = {
         "target.dtype=bfloat16, target.quantization=nf4 or data.features.source=offline",
     ),
     "drafter": ("drafter weights", "drafter.options.draft_vocab_size=32000 or drafter.options.lm_heads=shared"),
-    "gradients": ("gradients", "train.gradient_accumulation_steps=1"),
+    "gradients": ("gradients, but for those that replace activations", "train.gradient_accumulation_steps=1"),
     "optimiser": ("optimiser state", "train.optim=adafactor"),
     "features": ("target features of the batch", FEWER_ROWS),
     "activations": ("activations saved for the backward", f"{FEWER_ROWS}, data.max_length_tokens, or train.bf16=true"),
@@ -78,7 +76,6 @@ class Plan:
     disk: list[Line]
     time: list[Line]
     processes: list[Line]
-    ways_out: str
     verdict: str | None
     fits: bool | None
     notes: list[str]
@@ -102,53 +99,96 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     Raises:
         UserError: The target's config cannot be read, or a key is wrong.
     """
-    options, device, args = options or PlanOptions(), target_device(recipe.target), get_arguments(recipe)
-    batch, num_tokens, how = training_batch(recipe, args.per_device_train_batch_size, options.labelled_share)
-    counted, is_distilled = count_conversations(recipe), (RunFolder(recipe).data / "tokens").is_dir()
-    if counted is not None and not is_distilled:
-        num_tokens = counted.conversations * recipe.data.max_length_tokens
-    cost = step_cost(recipe, args, batch)
+    options, args, tokens = options or PlanOptions(), recipe_arguments(recipe), _train_tokens(recipe)
+    length, labelled, how = training_rows(recipe, tokens, options.labelled_share)
+    answers, conversations = count_answers(recipe), recipe.data.conversations.limit
+    if answers is not None:
+        conversations = len(answers)
+    num_tokens = None if conversations is None else conversations * recipe.data.max_length_tokens
+    if tokens is not None:
+        num_tokens = sum(row_lengths(tokens))
+    cost = step_cost(recipe, args, length, labelled)
+    models = trained_parameters(cost.drafter), cost.target.parameters()
+    trained, held = (sum(parameter.numel() for parameter in each) for each in models)
     parameters = [
-        Line(what, sum(p.numel() for p in weights), "parameters", how)
-        for what, weights, how in (
-            ("trainable", trained_parameters(cost.drafter), f"drafter.kind {recipe.drafter.kind}"),
-            ("target", cost.target.parameters(), f"{recipe.target.model}, from its config"),
-        )
+        Line("trainable", trained, "parameters", f"drafter.kind {recipe.drafter.kind}"),
+        Line("target", held, "parameters", f"{recipe.target.model}, from its config"),
     ]
     memory = [Line(part, amount, "bytes", PARTS[part][0]) for part, amount in cost.bytes.items()]
-    rows = f"{batch['input_ids'].shape[0]} x {batch['input_ids'].shape[1]} tokens, {how}"
-    memory.append(Line("memory of a step", cost.peak_bytes, "bytes", f"sum, in the {cost.peak}; batch of {rows}"))
+    rows = f"{args.per_device_train_batch_size} x {length} tokens, {how}"
+    memory.append(Line("memory of a step", cost.peak_bytes, "bytes", f"sum, at its peak; batch of {rows}"))
     notes = [f"the target is run with {running_sentence(cost.target)}"]
-    if device.type == "cpu" and (packable := packable_bytes(cost.target)):
+    if target_device(recipe.target).type == "cpu" and (packable := packable_bytes(cost.target)):
         notes.append(f"distilling and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}")
     more = "" if options.processes > 1 else "; `--processes N` plans several"
     notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
     if num_tokens is None:
         notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
-    less, verdict, fits = ways_out(cost), None, None
+    verdict = fits = None
     if options.memory_gib is not None:
         fits = cost.peak_bytes <= USABLE_FRAC * options.memory_gib * 2**30
         need = f"{cost.peak_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
-        verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; {less}"
-    processes = process_lines(recipe, cost, options.processes) if options.processes > 1 else []
-    disk = [_feature_cache(recipe, cost, num_tokens)]
-    times = _times(recipe, args, cost, options, device, num_tokens, counted)
-    vocabulary = vocabulary_lines(recipe, cost) if is_distilled else []
-    peak_bytes = cost.peak_bytes
+        # The recipe's lines that make the two largest parts smaller.
+        largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
+        ways_out = "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
+        verdict = f"fits: {need}" if fits else f"does not fit with a tenth left free: {need}; less with {ways_out}"
     return Plan(
-        recipe.name, parameters, vocabulary, memory, peak_bytes, disk, times, processes, less, verdict, fits, notes
+        name=recipe.name,
+        parameters=parameters,
+        vocabulary=vocabulary_lines(tokens, cost),
+        memory=memory,
+        peak_bytes=cost.peak_bytes,
+        disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
+        time=_times(recipe, args, cost, options, num_tokens, answers),
+        processes=process_lines(recipe, cost, options.processes),
+        verdict=verdict,
+        fits=fits,
+        notes=notes,
     )
 
 
-def vocabulary_lines(recipe: Recipe, cost: StepCost) -> list[Line]:
+def _train_tokens(recipe: Recipe) -> Dataset | None:
+    """Return the distilled examples that training reads; None before distilling."""
+    if not (RunFolder(recipe).data / "tokens").is_dir():
+        return None
+    tokens = load_tokens(RunFolder(recipe), recipe.name)
+    return split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)[0]
+
+
+def training_rows(recipe: Recipe, tokens: Dataset | None, labelled_share: float | None = None) -> tuple[int, int, str]:
+    """Return the tokens and the labels of the largest possible row, and where they come from.
+
+    All rows of a batch count as long as the longest of the distilled tokens, with the most labels, packed where the
+    recipe packs them. Without any, or with a `labelled_share`, rows have `data.max_length_tokens`.
+    """
+    length, share = recipe.data.max_length_tokens, labelled_share or 1.0
+    if tokens is None or labelled_share is not None:
+        how = f"assumed: {share:.0%} of data.max_length_tokens labelled (--labelled-share)"
+        return length, round(share * length), how
+    lengths, labels = row_lengths(tokens), answer_lengths(tokens)
+    rows = pack_by_length(lengths, length if recipe.data.packing else 0)
+    longest, most = (max(sum(each[i] for i in row) for row in rows) for each in (lengths, labels))
+    return longest, most, f"the longest with the most labels of {RunFolder(recipe).data / 'tokens'}"
+
+
+def count_answers(recipe: Recipe) -> list[int] | None:
+    """Count the answers of each conversation to distil; None if a source is no local file, or cannot be read."""
+    if not all(Path(source.source).expanduser().is_file() for source in recipe.data.conversations.sources):
+        return None
+    lenient = recipe.model_copy(deep=True)
+    lenient.data.conversations.skip_invalid, lenient.data.conversations.decontaminate = True, []
+    try:
+        return [sum(turn.role == "user" for turn in each.turns) for each in load_conversations(lenient)]
+    except UserError:  # reported by doctor and distill
+        return None
+
+
+def vocabulary_lines(tokens: Dataset | None, cost: StepCost) -> list[Line]:
     """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
     output, own_heads = cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
-    if output is None:
-        return []  # offline: the target's layers are not there
-    rows, _ = split_rows(
-        load_tokens(RunFolder(recipe), recipe.name), recipe.data.eval_rows_frac, recipe.data.train_answer_tokens
-    )
-    counts_v = supervised_token_counts(rows, output.weight.shape[0])
+    if tokens is None or output is None:  # not distilled yet; offline: the target's layers are not there
+        return []
+    counts_v = supervised_token_counts(tokens, output.weight.shape[0])
     sums_v = counts_v.sort(descending=True).values.cumsum(0)
     row_bytes = sum(head.weight.shape[1] * head.weight.element_size() for head in own_heads or [output])
     lines = []
@@ -159,74 +199,7 @@ def vocabulary_lines(recipe: Recipe, cost: StepCost) -> list[Line]:
     return lines
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Numbers of conversations in local files, and of their turns that the target will answer."""
-
-    conversations: int
-    answers: int
-
-
-def count_conversations(recipe: Recipe) -> Counted | None:
-    """Count the conversations that training would read; None if a source is no local file, or cannot be read."""
-    chosen = recipe.data.conversations
-    if not all(Path(source.source).expanduser().is_file() for source in chosen.sources):
-        return None
-    lenient = chosen.model_copy(update={"skip_invalid": True, "decontaminate": []})
-    data = recipe.data.model_copy(update={"conversations": lenient})
-    conversations = answers = 0
-    try:
-        for each in load_conversations(recipe.model_copy(update={"data": data})):
-            conversations += 1
-            answers += sum(turn.role == "user" for turn in each.turns)
-    except UserError:  # reported by doctor and distill
-        return None
-    return Counted(conversations, answers)
-
-
-def get_arguments(recipe: Recipe) -> DrafterTrainingArguments:
-    """Return the arguments of the recipe's training on the target's device."""
-    use_cpu = target_device(recipe.target).type == "cpu"
-    return training_arguments(recipe.train, RunFolder(recipe).drafter / "checkpoints", recipe.seed, use_cpu=use_cpu)
-
-
-def ways_out(cost: StepCost) -> str:
-    """Name the two largest parts of a step's memory, each with the recipe's lines that make it smaller."""
-    largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
-    return "less with " + "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
-
-
-def training_batch(
-    recipe: Recipe, batch_size: int, labelled_share: float | None = None
-) -> tuple[dict[str, Tensor], int | None, str]:
-    """Return the largest possible batch, the number of all tokens if it is known, and how the batch was chosen.
-
-    It has the longest and the most labelled rows of the distilled tokens, packed where the recipe packs them. Without
-    any, or with a `labelled_share`, it has rows of `data.max_length_tokens`.
-    """
-    folder, length, limit = RunFolder(recipe), recipe.data.max_length_tokens, recipe.data.conversations.limit
-    tokens = load_tokens(folder, recipe.name) if (folder.data / "tokens").is_dir() else None
-    num_tokens = None if limit is None else limit * length
-    if tokens is not None:
-        tokens, _ = split_rows(tokens, recipe.data.eval_rows_frac, recipe.data.train_answer_tokens)
-        num_tokens = sum(row_lengths(tokens))
-    if tokens is None or labelled_share is not None:
-        num_prompt = length - round((1.0 if labelled_share is None else labelled_share) * length)
-        row = {"input_ids": [0] * length, "loss_mask": [0] * num_prompt + [1] * (length - num_prompt)}
-        how = f"assumed: {1 - num_prompt / length:.0%} of data.max_length_tokens labelled (--labelled-share)"
-        return collate_right_padded([row] * batch_size), num_tokens, how
-    rows: Any = tokens
-    lengths, labels = np.array(row_lengths(tokens)), np.array(answer_lengths(tokens))
-    if recipe.data.packing:
-        rows = PackedRows(tokens, length)
-        lengths, labels = (np.array([each[row].sum() for row in rows.rows]) for each in (lengths, labels))
-    longest = int(lengths.argmax())
-    others = [int(row) for row in np.argsort(-labels, kind="stable") if row != longest][: batch_size - 1]
-    batch = collate_right_padded([rows[row] for row in (longest, *others)])
-    return batch, num_tokens, f"the longest and the most labelled of {folder.data / 'tokens'}"
-
-
-def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Line:
+def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_distilled: bool) -> Line:
     what, chosen, obstacle = "offline feature cache", recipe.data.features, cost.drafter.unsupported.get("offline")
     if obstacle is not None:
         return Line(what, 0, "bytes", f"not for drafter.kind {recipe.drafter.kind}: {obstacle}")
@@ -236,36 +209,33 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None) -> Li
     if num_tokens is None:
         how += "; data.conversations.limit is not set and nothing is distilled yet"
         return Line(what, token_bytes, "bytes a token", how)
-    assumed = "" if (RunFolder(recipe).data / "tokens").is_dir() else " at most, as nothing is distilled yet"
-    free = bytes_text(free_bytes_at(RunFolder(recipe).features))
-    how += f" x {num_tokens:,} tokens{assumed}; {free} are free on that disk"
+    how += f" x {num_tokens:,} tokens{'' if is_distilled else ' at most, as nothing is distilled yet'}"
+    how += f"; {bytes_text(free_bytes_at(RunFolder(recipe).features))} are free on that disk"
     how += "; training online needs none of it" if chosen.source == "online" else ""
     return Line(what, token_bytes * num_tokens, "bytes", how)
 
 
 def process_lines(recipe: Recipe, cost: StepCost, processes: int) -> list[Line]:
-    """Return the bytes of each of N processes by launch; without launches that cannot be done."""
+    """Return the bytes of each of N processes by launch, if there are several; without launches that cannot be done."""
     weights, state, held = (cost.bytes[part] for part in ("drafter", "optimiser", "gradients"))
     gradients, part = tensor_bytes(trained_parameters(cost.drafter)), 1 / processes
     rest, of_target = cost.peak_bytes - weights - held - state, "the target whole (or data.features.sharded=true)"
-    if recipe.data.features.sharded and "split_target" not in cost.drafter.unsupported:
+    unsupported = cost.drafter.unsupported
+    if recipe.data.features.sharded and "split_target" not in unsupported:
         rest -= round(sum(tensor_bytes(each.parameters()) for each in decoder_layers(cost.target)) * (1 - part))
         of_target = f"1/{processes} of the target's layers"
-    launches = {
-        "DDP": (weights + held + gradients + state, "whole, and a copy of the gradients"),
-        "FSDP2": (
-            weights + gradients + (weights + gradients + state) * part,
-            "1/N; weights and gradients whole in use",
-        ),
-        "ZeRO-1": (weights + held + (gradients + state) * part, "1/N of the optimiser's state and of fp32 copies"),
-        "ZeRO-2": (weights + (2 * gradients + state) * part, "1/N of the gradients too"),
-        "ZeRO-3": (weights + (weights + 2 * gradients + state) * part, "1/N of the weights too, whole in use"),
-    }
-    if "split_weights" in cost.drafter.unsupported:
-        del launches["FSDP2"], launches["ZeRO-3"]
+    whole = weights + gradients
+    launches = [
+        ("DDP", whole + held + state, "whole, and a copy of the gradients"),
+        ("FSDP2", whole + (whole + state) * part, "1/N; weights and gradients whole in use"),
+        ("ZeRO-1", weights + held + (gradients + state) * part, "1/N of the optimiser's state and of fp32 copies"),
+        ("ZeRO-2", weights + (2 * gradients + state) * part, "1/N of the gradients too"),
+        ("ZeRO-3", weights + (whole + gradients + state) * part, "1/N of the weights too, whole in use"),
+    ]
     return [
         Line(launch, rest + round(own), "bytes", f"the drafter {how}; {of_target}")
-        for launch, (own, how) in launches.items()
+        for launch, own, how in launches
+        if processes > 1 and not ("split_weights" in unsupported and launch in ("FSDP2", "ZeRO-3"))
     ]
 
 
@@ -277,9 +247,8 @@ def _times(
     args: DrafterTrainingArguments,
     cost: StepCost,
     options: PlanOptions,
-    device: torch.device,
     num_tokens: int | None,
-    counted: Counted | None,
+    answers: list[int] | None,
 ) -> list[Line]:
     """Return tokens/s of training in one process, and the time of each stage whose length is known.
 
@@ -287,16 +256,14 @@ def _times(
     for all its rows, or computes the rows' products, whichever takes longer; prompts and caches are not counted. Of N
     processes each does 1/N of the work: what they tell each other is not counted.
     """
-    num, together = options.processes, f"{options.processes} processes" if options.processes > 1 else "one process"
-    target, half, given = cost.target, half_dtype(args), options.peak_tflops
+    num, device, target, given = options.processes, target_device(recipe.target), cost.target, options.peak_tflops
+    together = f"{num} processes" if num > 1 else "one process"
 
     def flops_per_s(dtype: torch.dtype) -> float:
         return options.utilisation * (matmul_flops_per_s(device, dtype) if given is None else given * 1e12)
 
-    target_rate = flops_per_s(target.dtype)
-    drafter_rate = flops_per_s(half or cost.drafter.dtype)
-    target_flops = cost.flops.get("target forward", 0.0)
-    rate = cost.tokens / (target_flops / target_rate + (sum(cost.flops.values()) - target_flops) / drafter_rate)
+    target_rate, drafter_rate = flops_per_s(target.dtype), flops_per_s(half_dtype(args) or cost.drafter.dtype)
+    rate = cost.tokens / (cost.target_flops / target_rate + cost.drafter_flops / drafter_rate)
     source = f"measured on this {device.type}" if given is None else f"--peak-tflops {given:g}"
     how = f"of one process: {source}, x utilisation {options.utilisation:g} (--utilisation)"
     lines = [Line("training", rate, "tokens/s", how)]
@@ -308,11 +275,10 @@ def _times(
         how = f"{what}, {trained_tokens:,.0f} tokens, {together}"
         lines.append(Line("training", trained_tokens / rate / num, "seconds", how))
     head = target.get_output_embeddings()
-    if not target_flops or head is None:
+    if not cost.target_flops or head is None:
         return lines  # offline: the target's layers are not there
     read_rate = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
-    row_flops = target_flops / cost.tokens + 2 * head.weight.numel()
-    held_bytes = tensor_bytes(target.parameters())
+    row_flops, held_bytes = cost.target_flops / cost.tokens + 2 * head.weight.numel(), tensor_bytes(target.parameters())
     if not target.config.tie_word_embeddings:
         held_bytes -= tensor_bytes([target.get_input_embeddings().weight])
 
@@ -324,17 +290,15 @@ def _times(
     if chosen.engine in ROWS_AT_ONCE:
         option = ROWS_AT_ONCE[chosen.engine]
         at_once = int(chosen.options.get(option, engine_class(chosen.engine).Options.model_fields[option].default))
-        answers = limit or ASSUMED_ANSWERS if counted is None else counted.answers
+        number = sum(answers) if answers is not None else limit or ASSUMED_ANSWERS
         copies = 1
         if chosen.engine == "vllm":  # which starts as many copies as fit on the GPUs, unless the recipe says
             fitting = num // int(chosen.options.get("tensor_parallel_size", 1))
             copies = int(chosen.options.get("data_parallel_size") or max(1, fitting))
-        how = (
-            f"{answers:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
-        )
+        how = f"{number:,} answers of {chosen.max_new_tokens} tokens, {at_once} at a time by {chosen.engine} ({option})"
         how += f", {copies} copies of the target" if copies > 1 else ""
-        how += "; assumed, as data.conversations.limit is not set" if limit is None and counted is None else ""
-        seconds = answers * chosen.max_new_tokens / at_once * step_s(at_once) / copies
+        how += "; assumed, as data.conversations.limit is not set" if limit is None and answers is None else ""
+        seconds = number * chosen.max_new_tokens / at_once * step_s(at_once) / copies
         lines.append(Line("distilling", seconds, "seconds", how))
     try:
         questions = load_questions(eval_.question_sets, eval_.limit_per_category, eval_.limit_per_task)
@@ -349,8 +313,7 @@ def _times(
 
 def read_bytes_per_s(device: torch.device, num_bytes: int = 1 << 30) -> float:
     """Measure how fast this device reads memory, in about a second."""
-    values = torch.ones(num_bytes // 4, device=device)
-    return num_bytes / _median_s("values.sum()", values=values)
+    return num_bytes / _median_s("values.sum()", values=torch.ones(num_bytes // 4, device=device))
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
@@ -391,6 +354,6 @@ def format_amount(line: Line) -> str:
     if line.unit == "seconds":
         return span(line.amount)
     if line.unit == "parameters":
-        amount, prefix = scaled(line.amount, 1000, ("", "k", "M", "G", "T"))
-        return f"{amount:.3g} {prefix.replace('G', 'B')}"
+        amount, prefix = scaled(line.amount, 1000, ("", "k", "M", "B", "T"))
+        return f"{amount:.3g} {prefix}"
     return f"{line.amount:,.0f} {line.unit}"

@@ -19,9 +19,10 @@ from torch import distributed
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from draftsmith.errors import TERMINATED_EXIT_CODE, UserError
+from draftsmith.errors import TERMINATED_EXIT_CODE, UserError, reason
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.quantized import quantization_options
+from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.schema import Recipe
 
 ZERO_STAGE_BY_DEFAULT = 2  # accelerate's
@@ -128,10 +129,7 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
     if launch.strategy == "fsdp" and launch.processes < 2:
         yield "FSDP splits weights among processes and there is one: launch several, or leave FSDP out"
     if launch.strategy == "fsdp" and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true":
-        yield (
-            "accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out and set "
-            "train.gradient_checkpointing=true"
-        )
+        yield ("accelerate's fsdp_activation_checkpointing wraps modules that drafters call by name: leave it out")
     if launch.strategy == "zero" and importlib.util.find_spec("deepspeed") is None:
         yield f"{launch.name} needs DeepSpeed, which is not installed: `pip install 'draftsmith[deepspeed]'`"
     if launch.strategy == "zero" and getattr(args, "optimizer", "adamw") == "muon":
@@ -184,15 +182,22 @@ class LostProcess(UserError):
 
 
 @contextmanager
-def report_lost_process() -> Iterator[None]:
-    """Translate errors of the processes' communication in this context.
+def errors_in_sentences() -> Iterator[None]:
+    """Translate failed allocations and errors of the processes' communication in this context.
 
     Raises:
+        UserError: Memory ran out.
         LostProcess: A collective operation failed, because another process of the training has ended.
     """
     try:
         yield
-    except (RuntimeError, CheckpointException) as error:
+    except (RuntimeError, MemoryError, CheckpointException) as error:
+        if is_out_of_memory(error):
+            raise UserError(
+                f"out of memory ({reason(error)}): halve train.per_device_train_batch_size (and double "
+                "train.gradient_accumulation_steps to train the same); `draftsmith plan RECIPE --memory-gib N` names a "
+                "step's largest parts and recipe lines that make them smaller"
+            ) from None
         if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in GLOO_ERRORS):
             raise
         raise LostProcess(

@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.processes import run_in_processes
-from support.tiny_runs import recipe_in
+from support.tiny_runs import make_recipe, recipe_in
+from torch import Tensor
 
 from draftsmith.models.groups.layout import active, depth_labels
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 
 # 13 rows in steps of 8: the second step has only 5, for four micro-batches of 2 or four processes.
 LENGTHS = (12, 30, 7, 21, 9, 40, 15, 8, 26, 11, 33, 19, 10)
@@ -73,6 +76,7 @@ NOISY = {"kind": "eagle_parallel", "options": {"num_masks": 3, "keep_ratio": 0.7
 MEDUSA = {"kind": "medusa", "options": {"num_heads": 3, "lm_heads": "shared"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "processes"),
     [
@@ -94,12 +98,11 @@ def test_every_layout_trains_the_same_weights(target_folder: Path, drafter: dict
         weights.append(load_file(folder.drafter / "model.safetensors"))
         histories.append(json.loads((folder.drafter / "training.json").read_text())["history"])
         notes.append([json.loads((folder.root / f"seen{rank}.json").read_text()) for rank in range(count)])
-    for other, history in zip(weights[1:], histories[1:], strict=True):
-        torch.testing.assert_close(other, weights[0], atol=1e-6, rtol=0)
-        for entry, expected in zip(history, histories[0], strict=True):
-            for key in entry:
-                if "loss" in key or "accuracy" in key or "tau" in key or key in ("grad_norm", "learning_rate"):
-                    assert entry[key] == pytest.approx(expected[key], abs=2e-4), key
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=0)
+    for expected, entry in zip(*histories, strict=True):
+        for key in entry:
+            if "loss" in key or "accuracy" in key or "tau" in key or key in ("grad_norm", "learning_rate"):
+                assert entry[key] == pytest.approx(expected[key], abs=2e-4), key
     for ranks in notes:
         rows = Counter(tuple(row) for note in ranks for batch in note["rows"] for row in batch)
         assert set(rows.values()) == {EPOCHS}
@@ -108,6 +111,25 @@ def test_every_layout_trains_the_same_weights(target_folder: Path, drafter: dict
         assert len(set(drawn)) == len(drawn)  # no row repeats on any rank
     losses = [entry["eval_loss"] for entry in histories[0] if "eval_loss" in entry]
     assert losses[-1] < losses[0] - 1e-3  # otherwise equal weights would prove nothing
+
+
+def test_parts_of_processes_are_added_up(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are averaged over processes: of two, the loss of each counts twice."""
+    losses: list[Tensor] = []
+
+    class TwoProcesses(DrafterTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            groups = [*self._groups]
+            losses.append(super().compute_loss(*args, **kwargs))
+            with monkeypatch.context() as patch:
+                patch.setattr(DrafterTrainingArguments, "world_size", 2)
+                self._groups = groups
+                losses.append(super().compute_loss(*args, **kwargs))
+            return losses[-2]
+
+    monkeypatch.setattr(stage, "DrafterTrainer", TwoProcesses)
+    train_drafter(make_recipe(target_folder, "two", max_steps=1))
+    assert losses[1] == 2 * losses[0]
 
 
 def test_expected_rows_equal_kept_rows(target_folder: Path) -> None:

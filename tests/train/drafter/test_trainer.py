@@ -19,6 +19,7 @@ from draftsmith.train.drafter import training_arguments as training_arguments_mo
 from draftsmith.train.drafter.stage import train_drafter
 from draftsmith.train.drafter.trainer import DrafterTrainer
 from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.processes.launch import errors_in_sentences
 
 
 def test_training_learns_and_writes_its_files(target_folder: Path) -> None:
@@ -96,6 +97,26 @@ def test_non_finite_loss_stops_training(target_folder: Path, trainer: type[Draft
     assert [file.name for file in checkpoints.iterdir()] == ["checkpoint-2"]
 
 
+class OutOfMemory(DrafterTrainer):
+    """Trainer that really allocates a pebibyte in the third step."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 2:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_out_of_memory_is_one_sentence(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "DrafterTrainer", OutOfMemory)
+    with pytest.raises(UserError, match=r"^out of memory \(.+\): halve train\.per_device_train_batch_size "):
+        train_drafter(make_recipe(target_folder, "large"))
+    for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()):
+        with pytest.raises(UserError, match="out of memory"), errors_in_sentences():
+            raise error
+    with pytest.raises(RuntimeError, match="in the middle"), errors_in_sentences():
+        raise RuntimeError("in the middle of a step")
+
+
 @pytest.mark.slow
 def test_all_processes_stop_together(target_folder: Path) -> None:
     """One process has NaN; no other waits for it."""
@@ -127,6 +148,10 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"global_batch_size": 4, "per_device_train_batch_size": 8}, "from 1 to 4, which is train.global_batch_size"),
         ({"global_batch_size": "many"}, "key `train.global_batch_size`: input should be a valid integer"),
         ({"global_batch_size": 8, "gradient_accumulation_steps": 2}, "leave it out, as train.global_batch_size gives"),
+        ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
+        ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
+        ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
+        ({"gradient_checkpointing": True}, "`train.gradient_checkpointing`: drafters do not support it: leave it out"),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,26 @@ def test_too_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 projection.check_disk_space()
 
 
+@pytest.mark.parametrize("begin", [train_drafter, project_features])
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("max_position_embeddings", 7, r"has a row of \d+ tokens, and the target has 7 positions: set data.max"),
+        ("vocab_size", 5, r"has the token id \d+, and the target's embedding has 5 rows: take the tokenizer"),
+    ],
+)  # fmt: skip
+def test_too_long_rows_are_refused_before_loading(
+    tmp_path: Path, begin: Callable[[Recipe], Any], key: str, value: int, sentence: str
+) -> None:
+    recipe = tiny_run(tmp_path)
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    for weights in (tmp_path / "target").glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(UserError, match=sentence):
+        begin(recipe)
+
+
 # ---- interrupted ----
 
 
@@ -129,15 +150,15 @@ def test_killed_run_resumes_and_writes_nothing_twice(tmp_path: Path, monkeypatch
     assert sorted(whole) == [*(f"features-0000{number}.safetensors" for number in range(4)), "index.json"]
     broken = tiny_run(tmp_path, "broken")
     computed: list[int] = []
-    row_features = features.row_features
+    shard_features = features.shard_features
 
-    def killed(target: Any, layers: Any, rows: Any, *options: Any) -> Any:
-        computed.append(len(rows))
+    def killed(target: Any, index: Any, shard: Any, *options: Any) -> Any:
+        computed.append(len(shard.rows))
         if len(computed) == 3:
             raise KeyboardInterrupt
-        return row_features(target, layers, rows, *options)
+        return shard_features(target, index, shard, *options)
 
-    monkeypatch.setattr(features, "row_features", killed)
+    monkeypatch.setattr(features, "shard_features", killed)
     with pytest.raises(KeyboardInterrupt):
         write(broken)
     folder = RunFolder(broken).features

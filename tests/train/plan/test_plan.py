@@ -2,7 +2,7 @@
 
 import gc
 import json
-import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +10,30 @@ import datasets
 import pytest
 import torch
 from support.places import ROOT
-from support.tiny_runs import make_recipe, recipe_file, recipe_in
+from support.tiny_runs import recipe_file, recipe_in
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from transformers import AutoConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from draftsmith.data.distill.token_dataset import tokens_hash
 from draftsmith.data.sources.questions import load_questions
-from draftsmith.errors import UserError
 from draftsmith.eval.commands import cli
-from draftsmith.eval.commands.stages import run_train
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.weights import is_out_of_memory
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import DataRecipe, Recipe
-from draftsmith.train.drafter import stage
 from draftsmith.train.drafter.optimizer import muon_parameters
-from draftsmith.train.drafter.trainer import DrafterTrainer, collate_right_padded
-from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.drafter.rows import split_rows
+from draftsmith.train.drafter.trainer import DrafterTrainer
+from draftsmith.train.drafter.training_arguments import recipe_arguments, training_arguments
 from draftsmith.train.features.cache import open_features
 from draftsmith.train.features.write import project_features, write_features
 from draftsmith.train.plan.estimate import StepCost, step_cost, tensor_bytes, trained_parameters
-from draftsmith.train.plan.out_of_memory import out_of_memory_explained
-from draftsmith.train.plan.plan import Line, PlanOptions, get_arguments, make_plan, training_batch
+from draftsmith.train.plan.plan import Line, PlanOptions, make_plan, read_bytes_per_s, training_rows
 from draftsmith.train.processes.frozen_target import sync_models
+
+GIVEN = PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0)  # nothing is measured
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -59,8 +57,7 @@ def training_row(length: int, labelled: int) -> dict[str, list[int]]:
 
 
 def predicted_step(recipe: Recipe, row: dict[str, list[int]]) -> StepCost:
-    args = training_arguments(recipe.train, Path("unused"), 0, use_cpu=True)
-    return step_cost(recipe, args, collate_right_padded([row] * args.per_device_train_batch_size))
+    return step_cost(recipe, recipe_arguments(recipe), len(row["input_ids"]), sum(row["loss_mask"]))
 
 
 def measured_peak_bytes(recipe: Recipe, config: LlamaConfig, row: dict[str, list[int]], folder: Path) -> int:
@@ -136,32 +133,33 @@ def test_planned_memory_equals_training_from_disk(tmp_path: Path) -> None:
     cache = open_features(recipe, tokens_hash(tokens), drafter)
     sync_models(recipe, target, drafter, torch.device("cpu"))
     args = training_arguments(recipe.train, tmp_path, 0, use_cpu=True)
-    measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, tokens, cache))
+    rows, _ = split_rows(tokens, 0.0)
+    measured = traced_peak_bytes(DrafterTrainer(drafter, target, args, rows, cache))
     assert predicted.peak_bytes + batch_bytes == pytest.approx(measured, rel=0.2)
-    (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
+    (line,) = make_plan(recipe, GIVEN).disk
     assert line.amount == project_features(recipe).total_bytes
     assert "are free on that disk" in line.how
 
 
 def test_memory_adds_up_and_grows_with_labels(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path)
-    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
+    plan = make_plan(recipe, GIVEN)
     *parts, total = plan.memory
     assert sum(line.amount for line in parts) == total.amount == plan.peak_bytes
     amounts = {line.what: line.amount for line in parts}
     trained = read_amount(plan.parameters, "trainable")
-    # AdamW in fp32: weights, two moments and a step count for each tensor.
+    # AdamW in fp32: weights and two moments.
     assert amounts["drafter"] == 4 * trained
-    assert 0 <= amounts["optimiser"] - 8 * trained <= 4 * 100
+    assert amounts["optimiser"] == 8 * trained
     muon = recipe.model_copy(update={"train": {**recipe.train, "optimizer": "muon"}})
     cost = predicted_step(muon, training_row(32, 32))
     matrices = sum(cost.drafter.get_parameter(name).numel() for name in muon_parameters(cost.drafter))
-    assert 0 <= amounts["optimiser"] - cost.bytes["optimiser"] - 4 * matrices <= 4 * 100  # a moment, and its step count
+    assert amounts["optimiser"] - cost.bytes["optimiser"] == 4 * matrices  # which have one moment
     fewer = predicted_step(recipe, training_row(32, 8))
     assert fewer.peak_bytes < plan.peak_bytes
     more = predicted_step(recipe, training_row(32, 32))
-    assert fewer.flops["LM head"] < 0.3 * more.flops["LM head"]
-    assert fewer.flops["target forward"] == more.flops["target forward"]
+    assert fewer.drafter_flops < 0.5 * more.drafter_flops
+    assert fewer.target_flops == more.target_flops
 
 
 # One recipe of each family, and rare features: sequential depths, a lattice, heads, a LoRA.
@@ -187,8 +185,8 @@ def test_shipped_recipes_are_planned_within_a_tenth_of_counted_steps(name: str, 
         AutoConfig.for_model(**config).save_pretrained(tmp_path / "target")
         overrides.append(f"target.model={tmp_path / 'target'}")
     recipe = load_recipe(name, overrides)
-    args = get_arguments(recipe)
-    cost = step_cost(recipe, args, training_batch(recipe, args.per_device_train_batch_size)[0])
+    length, labelled, _ = training_rows(recipe, None)
+    cost = step_cost(recipe, recipe_arguments(recipe), length, labelled)
     assert sum(p.numel() for p in trained_parameters(cost.drafter)) == row["trained"]
     assert cost.peak_bytes == pytest.approx(row["counted_peak_bytes"], rel=0.1)
 
@@ -209,17 +207,14 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     cost = predicted_step(build_recipe(tmp_path), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
     causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
-    flops = cost.flops
-    assert flops["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
-    assert flops["LM head"] == 2 * (2 * 64 * 512) * 2 * (16 + 15 + 14)
+    assert cost.target_flops == 4 * 2 * (2 * 32 * linear + causal_attention)
+    head = 2 * (2 * 64 * 512) * 2 * (16 + 15 + 14)
     fusion = 2 * (2 * 64) * 64 * 32 * 2
     rows = 31 + 15 + 14
-    # The attention core runs on the full grid of 3 streams.
+    # The attention core runs on the full grid of 3 streams; a backward costs two forwards.
     forward = fusion + 2 * 2 * rows * linear + 3 * 2 * causal_attention
-    assert flops["drafter forward"] == pytest.approx(forward, rel=0.05)
+    assert cost.drafter_flops == pytest.approx(3 * forward + head, rel=0.05)
     assert cost.tokens == 64
-    half = predicted_step(build_recipe(tmp_path, train={"bf16": True}), training_row(32, 16))
-    assert half.flops["LM head"] == flops["LM head"]  # although the head is cast then
 
 
 def test_flops_count_only_the_active_experts(tmp_path: Path) -> None:
@@ -228,9 +223,9 @@ def test_flops_count_only_the_active_experts(tmp_path: Path) -> None:
     cost = predicted_step(build_recipe(tmp_path, Qwen3MoeConfig(**config)), training_row(32, 16))
     linear = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 3 * 64 * 40 + 64 * 8
     causal_attention = 2 * (4 * 16) * 32 * 32 * 2 // 2
-    assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * linear + causal_attention)
+    assert cost.target_flops == 4 * 2 * (2 * 32 * linear + causal_attention)
     dense = predicted_step(build_recipe(tmp_path), training_row(32, 16))
-    assert cost.flops["drafter forward"] == dense.flops["drafter forward"]
+    assert cost.drafter_flops == dense.drafter_flops
 
 
 # ---- sizes ----
@@ -272,27 +267,27 @@ def test_target_without_an_mlp_width_in_its_config(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path, config, drafter={"kind": "medusa", "options": {"num_heads": 2}})
     cost = predicted_step(recipe, training_row(32, 16))
     # Its position table is an embedding; norms and biases are not matrices.
-    assert cost.flops["target forward"] == 4 * 2 * (2 * 32 * 12 * 64**2 + 2 * 32 * 32 * 64)
+    assert cost.target_flops == 4 * 2 * (2 * 32 * 12 * 64**2 + 2 * 32 * 32 * 64)
     assert cost.peak_bytes > 4 * sum(parameter.numel() for parameter in cost.drafter.parameters())
 
 
 def test_size_of_the_feature_cache(tmp_path: Path) -> None:
     """2 bytes x 64 hidden x layers x tokens."""
     recipe = build_recipe(tmp_path, data={"conversations": {"limit": 10}, "max_length_tokens": 32})
-    (line,) = make_plan(recipe, PlanOptions(peak_tflops=1.0)).disk
+    (line,) = make_plan(recipe, GIVEN).disk
     assert line.amount == 2 * 64 * 10 * 32
     assert "nothing is distilled yet" in line.how
     unknown = build_recipe(tmp_path)
-    (line,) = make_plan(unknown, PlanOptions(peak_tflops=1.0)).disk
+    (line,) = make_plan(unknown, GIVEN).disk
     assert (line.amount, line.unit) == (2 * 64, "bytes a token")
     save_tokens(recipe, [20, 9, 30])
     with_teacher = recipe.model_copy(deep=True)
     with_teacher.drafter.kind, with_teacher.drafter.options = "eagle3", {"feature_layers": [0, 2]}
-    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    (line,) = make_plan(with_teacher, GIVEN).disk
     assert line.amount == 2 * 64 * 3 * (20 + 9 + 30)
     assert "are free on that disk; training online needs none of it" in line.how
     with_teacher.drafter.kind, with_teacher.drafter.options = "medusa2", {}
-    (line,) = make_plan(with_teacher, PlanOptions(peak_tflops=1.0)).disk
+    (line,) = make_plan(with_teacher, GIVEN).disk
     assert (line.amount, line.how.partition(":")[0]) == (0, "not for drafter.kind medusa2")
 
 
@@ -301,24 +296,23 @@ def save_tokens(recipe: Recipe, lengths: list[int]) -> None:
     rows.save_to_disk(str(Path(recipe.runs_dir) / recipe.name / "data" / "tokens"))
 
 
-def test_batches_come_from_the_data(tmp_path: Path) -> None:
-    recipe = build_recipe(tmp_path)
-    save_tokens(recipe, [8, 30, 10, 20, 12, 14, 16, 18])
-    batch, num_tokens, _ = training_batch(recipe, batch_size=2)
-    assert num_tokens == 128
-    assert batch["attention_mask"].sum(1).tolist() == [30, 20]
-    assumed, num_tokens, _ = training_batch(recipe, batch_size=2, labelled_share=0.25)
-    assert assumed["loss_mask"].sum(1).tolist() == [8, 8]
-    assert num_tokens == 128
+def test_rows_come_from_the_data(tmp_path: Path) -> None:
+    """Half of each row is labelled; packed, rows of 40 tokens fill up: 30 + 10, 20 + 16."""
+    recipe = build_recipe(tmp_path, data={"max_length_tokens": 40})
+    tokens = datasets.Dataset.from_list([training_row(length, length // 2) for length in (8, 30, 10, 20, 14, 16)])
+    assert training_rows(recipe, tokens)[:2] == (30, 15)
+    assert training_rows(recipe, tokens, labelled_share=0.25)[:2] == (40, 10)
+    recipe.data.packing = True
+    assert training_rows(recipe, tokens)[:2] == (40, 20)
 
 
 def test_throughput_is_device_rate_over_flops(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path, train={"max_steps": 0, "num_train_epochs": 3})
     save_tokens(recipe, [16, 16])
-    plan = make_plan(recipe, PlanOptions(peak_tflops=2.0, utilisation=0.25))
+    plan = make_plan(recipe, replace(GIVEN, peak_tflops=2.0, utilisation=0.25))
     cost = predicted_step(recipe, training_row(16, 8))
     rate, seconds = (line.amount for line in plan.time if line.what == "training")
-    assert rate == pytest.approx(0.25 * 2e12 * cost.tokens / sum(cost.flops.values()))
+    assert rate == pytest.approx(0.25 * 2e12 * cost.tokens / (cost.target_flops + cost.drafter_flops))
     assert seconds == pytest.approx(3 * 32 / rate)
 
 
@@ -326,10 +320,10 @@ def test_draft_vocabularies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Of seven answer tokens the most frequent one makes three, the next two; a row of the head is 64 fp32."""
     monkeypatch.setattr("draftsmith.train.plan.plan.DRAFT_VOCABULARIES", (2, 3, 512))
     recipe = build_recipe(tmp_path)
-    assert make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=1.0)).vocabulary == []
+    assert make_plan(recipe, GIVEN).vocabulary == []
     row = {"input_ids": [9, 5, 5, 5, 7, 7, 6, 8], "loss_mask": [0] + [1] * 7}
     datasets.Dataset.from_list([row]).save_to_disk(str(tmp_path / "runs" / "planned" / "data" / "tokens"))
-    lines = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=1.0)).vocabulary
+    lines = make_plan(recipe, GIVEN).vocabulary
     assert [(line.what, line.amount) for line in lines] == [
         (f"LM head of {size} tokens", 256 * size) for size in (2, 3, 512)
     ]
@@ -348,14 +342,16 @@ def test_conversations_of_a_local_file_are_counted(tmp_path: Path) -> None:
     for limit, (conversations, answers) in {None: (3, 5), 2: (2, 3)}.items():
         data = {"conversations": {"source": str(file), "limit": limit}, "distill": {"max_new_tokens": 10}}
         recipe = build_recipe(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
-        plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0))
-        (line,) = plan.disk
-        assert line.amount == 2 * 64 * conversations * 32
+        plan = make_plan(recipe, GIVEN)
+        assert plan.disk[0].amount == 2 * 64 * conversations * 32
         rate, seconds = (line.amount for line in plan.time if line.what == "training")
         assert seconds == pytest.approx(3 * conversations * 32 / rate)
         (distilling,) = (line for line in plan.time if line.what == "distilling")
         assert distilling.how.startswith(f"{answers} answers of 10 tokens")
-    assert "assumed" in next(line for line in make_plan(build_recipe(tmp_path)).time if line.what == "distilling").how
+    assert (
+        "assumed"
+        in next(line for line in make_plan(build_recipe(tmp_path), GIVEN).time if line.what == "distilling").how
+    )
 
 
 def test_processes_divide_the_time(tmp_path: Path) -> None:
@@ -363,71 +359,20 @@ def test_processes_divide_the_time(tmp_path: Path) -> None:
     distill = {"engine": "vllm", "options": {"tensor_parallel_size": 2}}
     data = {"conversations": {"limit": 100}, "distill": distill}
     recipe = build_recipe(tmp_path, data=data, train={"max_steps": 0, "num_train_epochs": 3})
-    times = [
-        {line.what: line.amount for line in plan.time if line.unit == "seconds"}
-        for plan in (
-            make_plan(recipe, PlanOptions(peak_tflops=1.0, memory_gb_per_s=10.0, processes=number)) for number in (1, 8)
-        )
-    ]
+    plans = [make_plan(recipe, replace(GIVEN, processes=number)) for number in (1, 8)]
+    times = [{line.what: line.amount for line in plan.time if line.unit == "seconds"} for plan in plans]
     assert {stage: times[0][stage] / times[1][stage] for stage in times[0]} == pytest.approx(
         {"training": 8, "distilling": 4, "measuring": 8}
     )
 
 
-# ---- out of memory ----
-
-TOO_LARGE = 1 << 50
-
-
-class OutOfMemory(DrafterTrainer):
-    """Trainer that really allocates a pebibyte in the third step."""
-
-    held: weakref.ref[Any]
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == 2:
-            large = torch.zeros(1 << 10)
-            OutOfMemory.held = weakref.ref(large)
-            torch.empty(TOO_LARGE, dtype=torch.uint8)
-        return super().compute_loss(*args, **kwargs)
-
-
-@pytest.mark.slow
-def test_out_of_memory_is_explained(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = make_recipe(target_folder, "large", per_device_train_batch_size=4)
-    monkeypatch.setattr(stage, "DrafterTrainer", OutOfMemory)
-    with pytest.raises(UserError) as error:
-        run_train(recipe)
-    sentence = str(error.value)
-    assert sentence.startswith("out of memory (")
-    assert "less with halve train.per_device_train_batch_size" in sentence
-    printed = capsys.readouterr().err
-    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0))
-    assert all(line.what in printed for line in plan.memory)
-    gc.collect()
-    assert OutOfMemory.held() is None  # the failed step's tensors are freed before the plan is made
-    for share, fits in ((0.95, False), (1.2, True)):
-        found = make_plan(recipe, PlanOptions(memory_gib=share * plan.peak_bytes / 2**30, peak_tflops=1.0))
+def test_verdict_names_the_largest_parts(tmp_path: Path) -> None:
+    plan = make_plan(build_recipe(tmp_path), GIVEN)
+    largest, *_ = sorted(plan.memory[:-1], key=lambda line: -line.amount)
+    for share, fits in ((0.95, False), (1.2, True)):  # a tenth is left free
+        found = make_plan(build_recipe(tmp_path), replace(GIVEN, memory_gib=share * plan.peak_bytes / 2**30))
         assert found.fits is fits
-        assert (found.ways_out in str(found.verdict)) is not fits
-    activations, *_ = sorted(plan.memory[:-1], key=lambda line: -line.amount)
-    assert f"({activations.what}: " in plan.ways_out  # the largest part comes first
-
-
-def test_out_of_memory_errors_are_recognised(target_folder: Path) -> None:
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(TOO_LARGE, dtype=torch.uint8)
-    assert is_out_of_memory(error.value)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert is_out_of_memory(MemoryError())
-    assert not is_out_of_memory(ValueError("not enough memory"))
-    with (
-        pytest.raises(RuntimeError, match="in the middle"),
-        out_of_memory_explained(make_recipe(target_folder, "other")),
-    ):
-        raise RuntimeError("in the middle of a step")
+        assert (f"({largest.what}: " in str(found.verdict)) is not fits
 
 
 # ---- several processes ----
@@ -435,7 +380,7 @@ def test_out_of_memory_errors_are_recognised(target_folder: Path) -> None:
 
 def test_bytes_per_process_by_hand(tmp_path: Path) -> None:
     recipe = build_recipe(tmp_path)
-    plan = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4))
+    plan = make_plan(recipe, replace(GIVEN, processes=4))
     cost = predicted_step(recipe, training_row(32, 32))
     trained, layer = map(tensor_bytes, (trained_parameters(cost.drafter), _first_layer(cost).parameters()))
     ddp, zero = (read_amount(plan.processes, launch) for launch in ("DDP", "ZeRO-1"))
@@ -443,7 +388,7 @@ def test_bytes_per_process_by_hand(tmp_path: Path) -> None:
     # ZeRO-1 keeps a quarter of AdamW's state and of fp32 copies, in place of the whole state and buckets.
     assert ddp - zero == pytest.approx(trained + cost.bytes["optimiser"] * 3 / 4 - trained / 4, abs=1)
     recipe.data.features.sharded = True
-    sharded = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=4)).processes
+    sharded = make_plan(recipe, replace(GIVEN, processes=4)).processes
     assert ddp - read_amount(sharded, "DDP") == 3 * layer  # one of four remains
     assert zero - read_amount(sharded, "ZeRO-1") == 3 * layer
 
@@ -456,7 +401,7 @@ def _first_layer(cost: StepCost) -> torch.nn.Module:
 def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
     """A LoRA inside the target cannot be split."""
     recipe = build_recipe(tmp_path, drafter={"kind": "medusa2", "options": {}})
-    lines = make_plan(recipe, PlanOptions(peak_tflops=1.0, processes=2)).processes
+    lines = make_plan(recipe, replace(GIVEN, processes=2)).processes
     assert [line.what for line in lines] == ["DDP", "ZeRO-1", "ZeRO-2"]
 
 
@@ -464,7 +409,13 @@ def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
 
 
 def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
-    options = ["drafter.options.attention=dense", "--memory-gib=1", "--processes=2", f"--json={tmp_path}/p.json"]
+    options = [
+        "drafter.options.attention=dense",
+        "--memory-gib=1",
+        "--memory-gb-per-s=10",
+        "--processes=2",
+        f"--json={tmp_path}/p.json",
+    ]
     result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *options])
     assert result.exit_code == 0, result.output
     assert "fits: " in result.stdout
@@ -473,19 +424,5 @@ def test_plan_command_prints_and_writes_the_plan(tmp_path: Path) -> None:
     assert written["peak_bytes"] == sum(line["amount"] for line in written["memory"][:-1])
     assert written["time"][0]["amount"] > 0
     assert "measured on this cpu" in written["time"][0]["how"]
+    assert read_bytes_per_s(torch.device("cpu"), num_bytes=1 << 20) > 1e6
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["drafter.options.num_mask=3"], "did you mean `num_masks`?"),
-        (["train.optim=apollo_adamw"], "key `train.optim`: "),
-        (["train.gradient_checkpointing=true"], "train.gradient_checkpointing"),
-    ],
-)
-def test_invalid_arguments_are_one_sentence(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli.app, ["plan", recipe_file(build_recipe(tmp_path)), *arguments])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -102,7 +102,7 @@ def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
     ("variable", "value", "message"),
     [
         ("PARALLELISM_CONFIG_TP_SIZE", "2", r"asks for tp_size above 1: drafters are trained data-parallel only"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"leave it out and set train\.gradient_checkpointing=true"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing .* by name: leave it out"),
     ],
 )
 def test_unsupported_ways_to_split_are_refused(
