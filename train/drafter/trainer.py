@@ -228,7 +228,7 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.shown = ShownTraining()
+        self.shown = ShownTraining.create_if_supported()
         if not is_quiet():
             self.add_callback(self.shown)
 

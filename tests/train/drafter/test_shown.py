@@ -1,35 +1,72 @@
-"""Training's progress: a line per record, above a bar on a terminal."""
+"""Training's progress: a line per record in a log file, a panel on a terminal."""
 
+import io
 import re
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 from support.tiny_runs import tiny_run
 
-from draftsmith.train.drafter.shown import line_of, span
+from draftsmith.train.drafter.shown import ShownTraining, line_of, span, sparks
 from draftsmith.train.drafter.stage import train_drafter
 
-RECORD = {"loss": 3.274, "accuracy_depth1": 0.584, "accuracy_depth2": 0.44, "tokens_per_s": 4600.4, "epoch": 0.3}
+RECORD = {"loss": "3.274", "accuracy_depth1": "0.584", "accuracy_depth2": "0.44", "tokens_per_s": 4600.4, "epoch": 0.3}
 HELD_OUT_LOGS = {"eval_loss": 3.411, "eval_accuracy_depth1": 0.55, "eval_tau_depth1": 1.55, "eval_tau_depth10": 2.314}
 
 
+def state(step: int = 240) -> Any:
+    return SimpleNamespace(global_step=step, max_steps=788, is_world_process_zero=True, log_history=[])
+
+
+def logs(values: dict[str, Any]) -> Any:
+    return {key: float(value) for key, value in values.items()}
+
+
 def test_line_of_a_record() -> None:
-    assert line_of(RECORD, 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
-    assert line_of(HELD_OUT_LOGS, 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # for the deepest chain
+    assert line_of(logs(RECORD), 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
+    assert line_of(logs(HELD_OUT_LOGS), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # for the deepest chain
     assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
 
 
-@pytest.mark.parametrize("on_terminal", [False, True])
-def test_records_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_terminal: bool
-) -> None:
-    """Two of three steps and the end are logged, without the Trainer's dictionaries; on a terminal with a bar."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
+def test_sparkline() -> None:
+    assert sparks([]) == ""
+    assert sparks([2.0, 2.0]) == "▁▁"
+    assert sparks([1, 8, 4.5]) == "▁█▅"
+    many = sparks([float(number) for number in range(1000)])
+    assert (len(many), many[0], many[-1]) == (32, "▁", "█")
+
+
+def test_log_file_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three steps and the end are logged, without the Trainer's dictionaries."""
     recipe = tiny_run(tmp_path, train={"max_steps": 3, "logging_steps": 2, "disable_tqdm": False})
     train_drafter(recipe)
-    printed = capsys.readouterr()
-    lines = [line for line in printed.out.splitlines() if line.startswith("step ")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     form = r"step {}/3  loss \d+\.\d\d  acc [\d/]+ %  [\d,]+ tok/s  \d+ s left"
     assert [bool(re.fullmatch(form.format(step), line)) for step, line in zip((2, 3), lines, strict=True)] == [True] * 2
-    assert ("training: 100%" in printed.err) == on_terminal
+
+
+def test_terminal_shows_a_panel() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    shown = ShownTraining(terminal)
+    shown.on_train_begin(None, state(0), None)  # type: ignore[arg-type]
+    for step, loss in ((100, 6.0), (200, 4.0), (240, 3.27)):
+        shown.on_log(None, state(step), None, logs(RECORD | {"loss": loss}))  # type: ignore[arg-type]
+    shown.on_log(None, state(), None, logs(HELD_OUT_LOGS))  # type: ignore[arg-type]
+    shown.on_log(None, state(), None, {"train_runtime": 1.0})  # type: ignore[arg-type]
+    shown.on_train_end(None, state(), None)  # type: ignore[arg-type]
+    last = terminal.file.getvalue().rpartition("\x1b[2K")[2]  # type: ignore[attr-defined]
+    assert re.search(r"step 240/788 +4,600 tok/s +\d+ s left", last)
+    assert re.search(r"loss +3\.27 +█▃▁", last)
+    assert re.search(r"depth 2 +44 % +▁▁▁", last)
+    assert "step 240, held-out: loss 3.41  acc 55 %  tau 2.31" in last
+    shown.stop()  # a second time
+
+
+def test_other_processes_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    other = state()
+    other.is_world_process_zero = False
+    ShownTraining().on_log(None, other, None, logs(RECORD))  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
