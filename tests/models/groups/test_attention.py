@@ -8,7 +8,7 @@ from support.ghost_device import ghost_device
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.groups.attention import _FoldedGroupAttention, group_attention
+from draftsmith.models.groups.attention import _Folded, _FoldedGroupAttention, group_attention
 from draftsmith.models.groups.layout import group_mask
 
 # batch, query heads, key heads, depths, positions, head size
@@ -210,7 +210,8 @@ def test_folded_uses_the_kernel_of_the_device(
             qkv = [part.detach().to(device) for part in random_qkv(SHAPES[1], dtype)]
             ghosts.counting = True
             kept: Any = _Kept()
-            out = _FoldedGroupAttention.forward(kept, *qkv, 0.3, window=window)
+            folded = _Folded(SHAPES[1][3], SHAPES[1][3] - 1, 0.3, None, True, window)
+            out = _FoldedGroupAttention.forward(kept, *qkv, folded)
             gradients = _FoldedGroupAttention.backward(kept, out.sin())[:3]
             ghosts.counting = False
             results.append([part.cpu() for part in (out, *gradients)])
