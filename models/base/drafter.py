@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -278,11 +279,21 @@ class Drafter(WithoutEmbeddings):
         raise NotImplementedError
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Compute the logits of every group that training compares with labels, [B, G, S, V]: for tests.
+        """Compute the logits of all groups that training compares with labels, [B, G, S, V], to compare with drafts.
 
-        Where a depth reads drafted tokens it is given the true ones. -inf for tokens outside a reduced vocabulary.
+        Where a depth reads drafted tokens it is given the true ones. -inf without a row, and for tokens outside a
+        reduced vocabulary.
         """
-        raise NotImplementedError
+        groups, features = label_all_groups(self, input_ids, features, position_ids)
+        places, logits = list[Tensor](), list[Tensor]()
+        for linear, place_m, normed_md in self.head_inputs(groups, self.hidden_states(groups, features)):
+            places.append(place_m)
+            logits.append(self.vocab.shape(linear(normed_md.to(linear.weight.dtype))))
+            if self.markov_head is not None:
+                _, _, before_m = groups.labels(place_m)
+                logits[-1] = logits[-1] + self.markov_head(groups.input_ids.flatten()[before_m]).to(logits[-1].dtype)
+        logits_mv = self.vocab.widen(torch.cat(logits))
+        return groups.on_grid(torch.cat(places), logits_mv, float("-inf"))[:, :, : input_ids.shape[1]]
 
     @classmethod
     def make_config(cls, target: PreTrainedModel, options: dict[str, Any]) -> DrafterConfig:
@@ -319,6 +330,18 @@ class Drafter(WithoutEmbeddings):
     def freeze(self) -> Self:
         """Switch to drafting: eval mode, no gradients."""
         return self.eval().requires_grad_(False)
+
+
+def label_all_groups(
+    drafter: Drafter, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
+) -> tuple[Groups, Tensor]:
+    """Return groups of tokens [B, S] with all G labels, and features [B, S + G, F]: G tokens 0 follow these."""
+    num_depths = drafter.config.num_depths
+    ids, features = F.pad(input_ids, (0, num_depths)), F.pad(features, (0, 0, 0, num_depths))
+    if position_ids is not None:
+        ahead = torch.arange(1, num_depths + 1, device=ids.device)
+        position_ids = torch.cat([position_ids, position_ids[:, -1:] + ahead], dim=1)
+    return drafter.groups(ids, torch.ones_like(ids), position_ids), features
 
 
 def sum_losses(

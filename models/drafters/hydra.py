@@ -186,17 +186,6 @@ class HydraDrafter(HeadsDrafter):
         states_nd = self.prefix.run_layers(hidden, rotary, cached_attention=attention)[0]
         return states_nd.new_zeros(len(previous_pd), states_nd.shape[-1]).index_copy(0, token_n, states_nd)
 
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        batch, length = input_ids.shape
-        embedded_bsd = self.embedded(input_ids)
-        inputs, logits = self.states_of(Groups.full(input_ids, 1, position_ids), features).view(batch, length, -1), []
-        for j in range(self.config.num_heads):
-            # Groups that would need tokens past the last one get that one; their logits are not used.
-            read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
-            inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
-            logits.append(self.logits_of(inputs, j))
-        return self.vocab.widen(torch.stack(logits, dim=1))
-
     # ---- shared by training and decoding ----
 
     def embedded(self, input_ids: Tensor) -> Tensor:

@@ -152,20 +152,6 @@ class Groups:
     documents: Documents | None = None
 
     @staticmethod
-    def full(
-        input_ids: Tensor,
-        num_depths: int,
-        position_ids: Tensor | None = None,
-        first_token: bool = True,
-        first_depth: int = 0,
-    ) -> Groups:
-        """Return groups with every row, none of them labelled; `first_depth` as the property."""
-        batch, length = input_ids.shape
-        labels_bgs = input_ids.new_full((batch, num_depths, length), IGNORED_LABEL)
-        active_brs = torch.ones(batch, first_depth + num_depths, length, dtype=torch.bool, device=input_ids.device)
-        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, first_token)
-
-    @staticmethod
     def of(
         input_ids: Tensor,
         labels_bgs: Tensor,
@@ -262,6 +248,13 @@ class Groups:
         depth_m, token_m = self.depth_n[place_m] - self.first_depth, self.token_n[place_m]
         index_m = (token_m // length * num_depths + depth_m) * length + token_m % length
         return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m
+
+    def on_grid(self, place_m: Tensor, rows_mx: Tensor, fill: float = 0.0) -> Tensor:
+        """Return values [M, X] of the rows with these places among the N by group, [B, G, S, X]; `fill` elsewhere."""
+        batch, num_depths, length = self.labels_bgs.shape
+        slot_m = self.token_n[place_m] * num_depths + self.depth_n[place_m] - self.first_depth
+        grid = rows_mx.new_full((batch * length * num_depths, rows_mx.shape[-1]), fill)
+        return grid.index_copy(0, slot_m, rows_mx).view(batch, length, num_depths, -1).transpose(1, 2)
 
     def rows_of_depths(self, *runs: int) -> list[DepthRows]:
         """Return the rows of consecutive runs of depths with these lengths; runs without rows are left out."""

@@ -8,7 +8,7 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.drafter import Drafter, label_all_groups
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 
@@ -143,6 +143,13 @@ def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedMo
             for head in drafter.vocab.own_heads:  # which are initialised from the target's
                 head.weight.add_(0.1 * torch.randn_like(head.weight))
     return target, drafter
+
+
+def group_hidden(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
+    """Return the hidden states of all depths before the final norm, [B, G, S, D]; zeros without a row."""
+    groups, features = label_all_groups(drafter, ids, features, None)
+    hidden_nd = drafter.hidden_states(groups, features)
+    return groups.on_grid(groups.labelled_m, hidden_nd[groups.labelled_m])[:, :, : ids.shape[1]]
 
 
 def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:

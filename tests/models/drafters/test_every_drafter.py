@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.drafter_cases import BY_GROUPS, CASES, TARGET_LAYERS, TINY, drafted_logits, options_of, target_and_drafter
+from support.drafter_cases import (
+    BY_GROUPS,
+    CASES,
+    TARGET_LAYERS,
+    TINY,
+    drafted_logits,
+    group_hidden,
+    options_of,
+    target_and_drafter,
+)
 from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -329,10 +338,10 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     drafted = drafter.group_logits(ids, features).argmax(-1)
     kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
     teacher = batch.get("teacher_features", features)
-    hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
+    hidden = group_hidden(drafter, ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
-    normed = drafter.norm(drafter.group_hidden(ids, features)) if selector is not None or has_lattice else None
+    normed = drafter.norm(group_hidden(drafter, ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
     alpha, until_first_error = credit or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth

@@ -45,7 +45,7 @@ def test_one_document_per_row_is_not_packed() -> None:
     ids = labels[:, 0]
     groups = Groups.of(ids, labels, position_ids=torch.arange(7, 12)[None])
     assert (groups.documents, groups.core_shape, groups.is_full) == (None, (1, 2, 5), True)
-    assert torch.equal(groups.core_index_n, Groups.full(ids, 2).index_n)
+    assert torch.equal(groups.core_index_n, torch.arange(10))
     without = Groups.of(ids, labels, first_token=False)
     assert (without.core_shape, without.is_full, without.index_n.tolist()) == (
         (1, 2, 4), True, [1, 2, 3, 4, 6, 7, 8, 9],
