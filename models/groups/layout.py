@@ -193,7 +193,7 @@ class Groups:
             placed_bs = active_brs.any(1).flip(-1).cumsum(-1).flip(-1) > 0
             if not first_token:
                 placed_bs &= ~starts_bs
-            placed_bs[0, int(not first_token)].fill_(True)
+            placed_bs[0, int(not first_token)] |= ~placed_bs.any()
             numbers += [starts_bs.sum().view(1), placed_bs.sum().view(1), _longest(starts_bs, placed_bs).view(1)]
         counts = torch.cat(numbers).tolist()
         counts_r, num_labelled, sizes = counts[:num_rows], counts[num_rows], counts[num_rows + 1 :]
