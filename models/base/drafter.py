@@ -122,7 +122,7 @@ class Drafter(WithoutEmbeddings):
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved.
 
         Raises:
-            UserError: The drafter was made for a target of another kind or size.
+            UserError: As `DrafterConfig.check_same_target`.
         """
         self.config.check_same_target(target)
         head, shape = target.get_output_embeddings(), logit_shape(target)
@@ -247,9 +247,7 @@ class Drafter(WithoutEmbeddings):
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
 
-        Args:
-            groups: Groups of the batch, with its tokens and positions.
-            features: [B, S, F] of the target, AT each token; `previous_features` gives those that a group may read.
+        `features` [B, S, F] are the target's AT each token; `previous_features` gives those that a group may read.
         """
         raise NotImplementedError
 
@@ -260,13 +258,9 @@ class Drafter(WithoutEmbeddings):
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
     ) -> Auxiliary | None:
-        """Return a loss that a kind adds to the loss through an LM head; by default none.
+        """Return a loss that a kind adds to the loss of an LM head's rows; by default none.
 
-        Args:
-            rows: Rows of the head.
-            groups: Groups of the batch.
-            hidden_nd: Result of `hidden_states`.
-            features_pd: [P, D] that the target's head reads, if there is a teacher.
+        `hidden_nd` are the `hidden_states`, and `features_pd` what the target's head reads, if there is a teacher.
         """
         return None
 
@@ -354,13 +348,8 @@ def sum_losses(
 ) -> DrafterOutput:
     """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
 
-    Args:
-        groups: Groups of the step.
-        heads: The rows of each LM head, and their auxiliary loss.
-        weight: Weight of the losses through heads, relative to 1 for the auxiliary losses.
-        shares_g: [G] of the options' `depth_shares`.
-        counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
-        credit: How rows are weighted by their group, if at all.
+    `weight` is that of the losses through heads, relative to 1 for the auxiliary losses; `counts_2g` are the whole
+    batch's `Drafter.label_counts`, by default those of these rows.
     """
     batch, num_depths, length = groups.labels_bgs.shape
     losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
@@ -400,14 +389,7 @@ def sum_losses(
 
 
 def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor | None) -> Tensor:
-    """Return weights [M]: the depth's share over the number of its rows, 0 where the mask is 0.
-
-    Args:
-        shares_g: [G] of the options' `depth_shares`.
-        depth_m: [M] from 0.
-        mask_m: [M] 1 for the rows that count.
-        counts_g: [G] rows of each depth in the whole batch; by default these are all.
-    """
+    """Return weights [M]: the depth's share over the number of its rows in the whole batch, 0 where the mask is 0."""
     counts_g = torch.zeros_like(shares_g).index_add(0, depth_m, mask_m) if counts_g is None else counts_g
     return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
 
@@ -427,10 +409,8 @@ def weigh_by_groups(
     2607.01893): a draft is accepted up to its first row whose most likely token is not the label.
 
     Args:
-        credit: Rules that are switched on.
         slot_m: For each labelled row the number of its group times G, plus its depth.
         nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
-        correct_m: Whether the drafter's most likely token is the label.
         counted_groups: [] groups with a label in the whole batch; by default these are all.
 
     Returns:
@@ -468,8 +448,7 @@ def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_gro
 
     Args:
         alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
-        cross_entropy_n: -log q(label) of each row.
-        slot_n: For each row the number of its group, from 0, times G, plus its depth. A group's depths have no gaps.
+        cross_entropy_n, slot_n: As `nats_m` and `slot_m` of `weigh_by_groups`. A group's depths have no gaps.
     """
     size = num_groups * num_depths
     confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha

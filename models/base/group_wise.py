@@ -119,7 +119,7 @@ MaskTokenId = Annotated[
 
 
 def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
-    """Build a check of `feature_layers` that sets the default for the target's number of layers if they are None."""
+    """Build a check of `feature_layers` that replaces None by the default for the target's number of layers."""
 
     def check(layers: list[int] | None, info: ValidationInfo) -> list[int]:
         if layers is None:

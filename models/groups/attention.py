@@ -80,12 +80,9 @@ class GroupAttention:
     """Group attention of the packed query rows of all groups: of all depths together, or of some depths at a time.
 
     Args:
-        backend: As in `group_attention`.
-        groups: Groups that the rows belong to.
+        backend, groups, causal, window: As in `group_attention`.
         depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
-        causal: Whether a row sees only the earlier rows of its group.
         keeps: Keep keys and values, as rows of further depths follow that attend to them.
-        window: As in `group_attention`.
     """
 
     def __init__(
@@ -151,7 +148,6 @@ def group_attention(
         q_bhqsd: [B, H, Q, S, Dh] of the last Q depths, already rotated.
         k_bhgsd: [B, Hkv, G, S, Dh], already rotated; Hkv divides H.
         v_bhgsd: [B, Hkv, G, S, Dh].
-        backend: `folded` or `dense`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Documents that the S positions consist of, if several, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
