@@ -40,7 +40,6 @@ from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding import cached_model, decoders
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.kv_cache import PAGE
-from draftsmith.models.drafters import medusa2
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
 from draftsmith.models.target.few_rows import CpuTarget
@@ -409,27 +408,6 @@ def test_node_of_a_tree_has_the_bits_of_its_path(family: str, dtype: torch.dtype
             assert torch.equal(values[..., -1, :], whole.values[..., node, :])
 
 
-@EVERY_DTYPE
-def test_bits_do_not_depend_on_another_sequence(dtype: torch.dtype) -> None:
-    """Two sequences alternate in one cache: each sees only its own columns."""
-    ours = packed_target(target := random_target("qwen2", (8, 1), 64, dtype))
-    first, second = random_rows(target, 9, 30, "tree"), random_rows(target, 20, 11, "tree")
-    both = [
-        torch.cat([getattr(first, name), getattr(second, name)], dim=dim)
-        for name, dim in (("ids", 0), ("positions", 0), ("keys", 3), ("values", 3))
-    ]
-    # Columns: context of the first and of the second, rows of the first and of the second.
-    parts = torch.arange(30 + 11 + 9 + 20).split([30, 11, 9, 20])
-    seen = torch.zeros(29, 70, dtype=torch.bool)
-    seen[:9, torch.cat([parts[0], parts[2]])] = first.seen
-    seen[9:, torch.cat([parts[1], parts[3]])] = second.seen
-    together = Rows(both[0], both[1], seen, both[2], both[3])
-    found = our_outputs(ours, together, spread_places(70, 200))
-    assert_same_bits(found.first(9), our_outputs(ours, first))
-    rest = Outputs(found.features[9:], found.logits[9:], found.keys[..., 9:, :], found.values[..., 9:, :])
-    assert_same_bits(rest, our_outputs(ours, second))
-
-
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """Return a function that sets the number of threads, which is restored at the end."""
@@ -549,26 +527,6 @@ def test_session_reads_changed_weights(session_of: str) -> None:
         fresh = answer(session)
     assert not torch.equal(before, after)
     assert torch.equal(after, fresh)
-
-
-def test_merged_adapter_is_read() -> None:
-    """Medusa-2 merges its LoRA into layers that were packed before, and removes it again."""
-    target = tiny_target(head_dim=32)
-    pack_linears(target)
-    ids = torch.tensor([[5, 9, 33]])
-    with torch.no_grad():
-        plain = target(input_ids=ids).logits
-        drafter = tiny_drafter_of("medusa2", target)
-        adapted = target(input_ids=ids).logits
-        assert not torch.allclose(adapted, plain, atol=1e-2)
-        drafter.freeze()
-        torch.testing.assert_close(target(input_ids=ids).logits, adapted, **CLOSE)
-        medusa2.remove(target)
-        torch.testing.assert_close(target(input_ids=ids).logits, plain, **CLOSE)
-    with TargetSession(target, 32) as session:
-        assert session.runs_in_one_call
-        session.prefill([5, 9])
-        torch.testing.assert_close(session.forward_tree(root_only(33)).logits, plain[0, -1:], **CLOSE)
 
 
 # ---- what is not covered ----
