@@ -413,14 +413,9 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 
 @dataclass
 class _Rows:
-    """Inputs of an LM head for N rows, which pass through it in chunks.
+    """Inputs of an LM head for N rows, which pass through it in chunks."""
 
-    Args:
-        terms: Products that add up to the logits, of rows [N, D] and a weight [V, D]; the first is the head's, to which
-            its bias and its shape belong.
-        dtype: Dtype of the products.
-    """
-
+    # Products that add up to the logits, of rows [N, D] and a weight [V, D]: first the head's, with bias and shape.
     terms: list[tuple[Tensor, Tensor]]
     bias_v: Tensor | None
     labels_n: Tensor
@@ -430,7 +425,7 @@ class _Rows:
     shape: LogitShape
     teacher: Teacher | None
     needs_acceptance: bool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the products
 
     def __post_init__(self) -> None:
         self._teacher_vd = self._teacher_bias_v = None

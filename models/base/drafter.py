@@ -44,28 +44,17 @@ class Attached:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The M labelled rows that an LM head reads, and their losses through it.
+    """The M labelled rows that an LM head reads, and their losses through it."""
 
-    Args:
-        place_m: Places of the rows among the N.
-        depth_m, before_m: The depth of each row, and the place of the token before its label, see `Groups.labels`.
-        tokens_m: These tokens.
-        rows_m: The labels' rows of the head, see `DraftVocab.rows_of`.
-        mask_m: 1 for the rows with loss, see `DraftVocab.mask_of`.
-        weights_m: Of the rows' losses, by depth.
-        linear: The head.
-        normed_md: Its inputs.
-    """
-
-    place_m: Tensor
+    place_m: Tensor  # among the N rows
     depth_m: Tensor
-    before_m: Tensor
-    tokens_m: Tensor
-    rows_m: Tensor
-    mask_m: Tensor
-    weights_m: Tensor
+    before_m: Tensor  # place of the token before each label, see `Groups.labels`
+    tokens_m: Tensor  # that token
+    rows_m: Tensor  # the labels' rows of the head, see `DraftVocab.rows_of`
+    mask_m: Tensor  # 1 for the rows with loss, see `DraftVocab.mask_of`
+    weights_m: Tensor  # of the rows' losses, by depth
     linear: nn.Linear
-    normed_md: Tensor
+    normed_md: Tensor  # the head's inputs
     result: HeadLoss
 
 

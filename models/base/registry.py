@@ -42,11 +42,7 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`, the record of a training.
-
-    draft_vocabulary_coverage: share of the tokens with loss that a reduced draft vocabulary has. best_step: step whose
-    weights were kept, if not the last one's.
-    """
+    """`training.json`, the record of a training."""
 
     steps: int
     history: list[dict[str, float]]
@@ -57,10 +53,10 @@ class Training:
     batch_size: int = 0
     rows: int | None = None
     target_change: str | None = None
-    draft_vocabulary_coverage: float | None = None
+    draft_vocabulary_coverage: float | None = None  # share of the tokens with loss that a reduced one has
     weights_sha256: dict[str, str] | None = None
     start: Start | None = None
-    best_step: int | None = None
+    best_step: int | None = None  # whose weights were kept, if not the last one's
     stopped_early: bool = False
 
 

@@ -299,7 +299,8 @@ class DFlash2Drafter(CandidateDrafter):
 @torch.no_grad()
 def top_columns(rows_nd: Tensor, head: nn.Linear, top_k: int) -> Tensor:
     """Return the columns [N, K] of the K largest logits of each row, without a tensor [N, V]."""
-    chunk = chunk_rows(*head.weight.shape, device_type=rows_nd.device.type)
+    vocabulary, hidden_size = head.weight.shape
+    chunk = chunk_rows(vocabulary, hidden_size, device_type=rows_nd.device.type)
     parts = (F.linear(rows.to(head.weight.dtype), head.weight, head.bias) for rows in rows_nd.split(chunk))
     return torch.cat([logits.topk(top_k, dim=-1).indices for logits in parts])
 

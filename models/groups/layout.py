@@ -123,33 +123,19 @@ def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The groups of a batch: its tokens and labels, and the query rows to compute, in the order of a grid [B, R, S].
+    """The groups of a batch: its tokens and labels, and the query rows to compute, in the order of a grid [B, R, S]."""
 
-    Args:
-        input_ids: [B, S].
-        labels_bgs: [B, G, S] of the last G rows of a group, -100 without a label.
-        position_ids: [B, S], if they are not 0..S-1.
-        shape: B, R, S.
-        index_n: [N] places of the rows on the flattened grid.
-        counts_r: [R] rows of each depth.
-        labelled_m: [M] indices of the rows with a label among the N rows.
-        core_shape: Grid of the attention kernel: batch, R and positions; documents are joined to one sequence.
-        core_index_n: [N] indices of the rows on that grid, flattened.
-        is_full: Whether the rows fill the kernel's grid completely, in its order.
-        documents: Documents that the core's positions consist of, if there are several.
-    """
-
-    input_ids: Tensor
-    labels_bgs: Tensor
-    position_ids: Tensor | None
-    shape: Shape
-    index_n: Tensor
-    counts_r: list[int]
-    labelled_m: Tensor
-    core_shape: Shape
-    core_index_n: Tensor
-    is_full: bool
-    documents: Documents | None = None
+    input_ids: Tensor  # [B, S]
+    labels_bgs: Tensor  # of the last G rows of a group, -100 without a label
+    position_ids: Tensor | None  # [B, S], if they are not 0..S-1
+    shape: Shape  # B, R, S
+    index_n: Tensor  # places of the rows on the flattened grid
+    counts_r: list[int]  # rows of each depth
+    labelled_m: Tensor  # indices of the rows with a label among the N rows
+    core_shape: Shape  # grid of the attention kernel: batch, R and positions; documents are joined to one sequence
+    core_index_n: Tensor  # indices of the rows on that grid, flattened
+    is_full: bool  # whether the rows fill the kernel's grid completely, in its order
+    documents: Documents | None = None  # documents that the core's positions consist of, if there are several
 
     @staticmethod
     def of(

@@ -56,7 +56,7 @@ def test_weight_beyond_the_targets_dtype_is_refused(tmp_path: Path, target: Any)
     [
         ("parallel", {"num_layers": 10**9}),
         ("parallel", {"num_masks": 10**9}),
-        ("parallel", {"depth_weights": [0.5] * 10**6}),
+        ("parallel", {"depth_weights": [0.5] * 10**4}),
         ("medusa", {"num_heads": 10**9}),
         ("medusa", {"num_layers": 10**9}),
         ("eagle3", {"ttt_steps": 10**9}),
