@@ -40,7 +40,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,6 @@ from draftsmith.errors import UserError
 from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
 Backend = Literal["folded", "dense"]
-BACKENDS: tuple[str, ...] = get_args(Backend)
 
 aten = torch.ops.aten
 
@@ -87,7 +86,7 @@ class GroupAttention:
 
     def __init__(
         self,
-        backend: str,
+        backend: Backend,
         groups: Groups,
         depths: DepthRows | None = None,
         causal: bool = True,
@@ -136,7 +135,7 @@ def group_attention(
     q_bhqsd: Tensor,
     k_bhgsd: Tensor,
     v_bhgsd: Tensor,
-    backend: str = "folded",
+    backend: Backend = "folded",
     scale: float | None = None,
     documents: Documents | None = None,
     causal: bool = True,
@@ -157,7 +156,7 @@ def group_attention(
         [B, H, Q, S, Dh].
 
     Raises:
-        UserError: Unknown backend, or one that this device cannot run.
+        UserError: The device cannot run the backend.
     """
     longest = q_bhqsd.shape[3] if documents is None else documents[1]
     if window is not None and window >= longest + k_bhgsd.shape[2] - 1:
@@ -169,8 +168,6 @@ def group_attention(
         folded = _Folded(q_bhqsd.shape[2], k_bhgsd.shape[2] - 1, scale, documents, causal, window)
         out: Tensor = _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, folded)
         return out
-    if backend not in BACKENDS:
-        raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
     query_depths, num_depths, length = q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
     key = torch.arange(num_depths * length, device=q_bhqsd.device)
     document_s = None if documents is None else number_documents(documents, length)

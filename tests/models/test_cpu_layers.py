@@ -254,46 +254,35 @@ EVERY_SHAPE = pytest.mark.parametrize(("family", "heads", "head_size", "context"
 ROW_COUNTS = (1, 2, 13, 14, 15, 33, 64)
 
 
+@EVERY_DTYPE
 @EVERY_SHAPE
-def test_fp32_equals_transformers_in_fp64(family: str, heads: tuple[int, int], head_size: int, context: int) -> None:
-    """Compare features of every layer, logits, and written keys and values for every number of rows."""
-    if not is_covered(head_size):
-        pytest.skip(f"no heads of {head_size} on this processor")
-    target = random_target(family, heads, head_size)
-    exact, ours = copy.deepcopy(target).double(), packed_target(target)
-    for shape in ("chain", "tree", "window"):
-        rows = random_rows(target, MOST_TREE_NODES, context, shape)
-        theirs = transformers_outputs(exact, rows)
-        for count in ROW_COUNTS:
-            some = rows.first(count)
-            found = our_outputs(ours, some, with_mask=not some.is_causal())
-            for our_part, their_part in zip(found.tensors(), theirs.first(count).tensors(), strict=True):
-                torch.testing.assert_close(our_part.double(), their_part, **CLOSE)
-
-
-@EVERY_SHAPE
-def test_bf16_is_as_near_to_fp64_as_transformers_in_bf16(
-    family: str, heads: tuple[int, int], head_size: int, context: int
+def test_fp32_equals_transformers_in_fp64_and_bf16_is_as_near_to_it_as_transformers(
+    family: str, heads: tuple[int, int], head_size: int, context: int, dtype: torch.dtype
 ) -> None:
-    """The reference has the same bf16 weights and context.
+    """Compare features of every layer, logits, and written keys and values for every number of rows.
 
-    transformers rounds to bf16 wherever the kernels do and in some places more, so our error, of fewer roundings, must
-    not exceed its error except by chance. Over 13 rows and more, chance is 1/10 of the root mean square (measured: 0.87
-    to 0.90 of transformers' on average, 1.03 at most); over one row, whose errors come from few roundings, half of it
-    (1.38 at most), and a factor of 2 of the largest error (1.68).
+    The reference of bf16 has the same bf16 weights and context. transformers rounds to bf16 wherever the kernels do and
+    in some places more, so our error, of fewer roundings, must not exceed its error except by chance. Over 13 rows and
+    more, chance is 1/10 of the root mean square (measured: 0.87 to 0.90 of transformers' on average, 1.03 at most);
+    over one row, whose errors come from few roundings, half of it (1.38 at most), and a factor of 2 of the largest
+    error (1.68).
     """
     if not is_covered(head_size):
         pytest.skip(f"no heads of {head_size} on this processor")
-    target = random_target(family, heads, head_size, torch.bfloat16)
+    target = random_target(family, heads, head_size, dtype)
     exact, plain, ours = copy.deepcopy(target).double(), copy.deepcopy(target), packed_target(target)
     for shape in ("chain", "tree", "window"):
         rows = random_rows(target, MOST_TREE_NODES, context, shape)
-        wanted, theirs = transformers_outputs(exact, rows), transformers_outputs(plain, rows)
+        wanted = transformers_outputs(exact, rows)
+        theirs = wanted if dtype == torch.float32 else transformers_outputs(plain, rows)
         for count in ROW_COUNTS:
             some = rows.first(count)
             found = our_outputs(ours, some, with_mask=not some.is_causal())
             parts = (each.first(count).tensors() for each in (found, theirs, wanted))
             for our_part, their_part, exact_part in zip(*parts, strict=True):
+                if dtype == torch.float32:
+                    torch.testing.assert_close(our_part.double(), exact_part, **CLOSE)
+                    continue
                 our_error, their_error = (part.double() - exact_part for part in (our_part, their_part))
                 chance = 1.1 if count >= 13 else 1.5
                 assert our_error.square().mean().sqrt() <= chance * their_error.square().mean().sqrt() + 1e-6

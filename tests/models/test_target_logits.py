@@ -162,14 +162,6 @@ def test_scaled_target_trains_and_drafts_like_its_unscaled_twin(kind: str, optio
     assert answers[0] == answers[1]
 
 
-def test_own_heads_start_with_the_targets_distribution() -> None:
-    plain, scaled = build_twins()
-    heads = [
-        load_drafter_class("medusa").from_target(target, {}).vocab.own_heads[0].weight for target in (plain, scaled)
-    ]
-    torch.testing.assert_close(heads[0], heads[1])
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "to", "refused"),
     [

@@ -170,12 +170,6 @@ def test_large_scores_stay_finite() -> None:
     assert all(torch.isfinite(part.grad).all() for part in qkv if part.grad is not None)
 
 
-def test_invalid_backends_are_reported() -> None:
-    qkv = random_qkv((1, 2, 2, 3, 8, 8), torch.float32)
-    with pytest.raises(UserError, match="unknown attention backend `fold`: use one of folded, dense"):
-        group_attention(*qkv, backend="fold")
-
-
 @pytest.mark.parametrize(
     ("dtype", "capability", "kernel", "window"),
     [
