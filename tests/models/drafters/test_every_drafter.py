@@ -80,10 +80,10 @@ OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", EXPERTS)
-@pytest.mark.parametrize(("kind", "layers"), OTHER_LAYERS)
-def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
-    """For a target of experts: dense layers with its width, heads and RoPE, trained, decoded, saved and loaded."""
+@pytest.mark.parametrize(("case", "model_type"), [*zip(OTHER_LAYERS, itertools.cycle(EXPERTS))])
+def test_layers_of_another_model_type(case: tuple[str, str], model_type: str, tmp_path: Path) -> None:
+    """For a target of experts: dense layers with its width, heads and RoPE, decoded as trained, saved and loaded."""
+    kind, layers = case
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS, **EXPERTS[model_type])
     options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
     if layers == "qwen3" and kind not in ("dflash", "dspark"):
@@ -93,10 +93,6 @@ def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, t
     assert any("q_norm" in name for name in names) == (layers == "qwen3")
     assert not any("expert" in name for name in names)
     check_training_equals_decoding(target, drafter, offset=23)
-    batch = random_batch(target, drafter=drafter)
-    drafter.train()
-    drafter(**batch).loss.backward()
-    assert all(parameter.grad is not None for parameter in drafter.parameters() if parameter.requires_grad)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target)
     assert loaded.config.layers == layers
