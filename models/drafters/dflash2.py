@@ -313,7 +313,8 @@ def logits_at(rows_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
 
     chunk = chunk_rows(columns_nk.shape[1] * rows_nd.shape[1], 0, device_type=rows_nd.device.type)
     parts = zip(rows_nd.split(chunk), columns_nk.split(chunk), strict=True)
-    logits_nk = torch.cat([checkpoint(compute, *part, use_reentrant=False) for part in parts])
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+    logits_nk = torch.cat([checkpoint(compute, *part, **options) for part in parts])
     logits_nk = logits_nk.to(softmax_dtype(rows_nd.dtype))
     return logits_nk if head.bias is None else logits_nk + head.bias[columns_nk]
 
