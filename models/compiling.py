@@ -85,8 +85,8 @@ class StaticCall:
     longer. The function must give the same if it is called twice.
 
     The graph is recorded here and not by torch's mode "reduce-overhead", which looks at the guards of every layer
-    before it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. That mode is
-    what remains where recording fails.
+    before it replays (0.16 ms for 30 layers), and copies every input: `CUDAGraph.replay` is one launch. Where recording
+    fails, the compiled function runs without a graph.
 
     Args:
         function: Takes `inputs`.
@@ -145,12 +145,8 @@ class StaticCall:
                 raise
             except Exception as error:  # of many types too
                 logger.warning(
-                    "%s cannot be recorded as a CUDA graph (%s: %s); running with torch's graphs",
-                    self._what,
-                    type(error).__name__,
-                    " ".join(str(error).split())[:200],
+                    "%s cannot be recorded as a CUDA graph (%s); running without one", self._what, _in_short(error)
                 )
-                self._fast = self._with_torchs_graphs()
                 return self._fast()
 
             def replayed() -> Any:
@@ -160,15 +156,6 @@ class StaticCall:
             self._fast = replayed
             return replayed()
         return results
-
-    def _with_torchs_graphs(self) -> Callable[[], Any]:
-        fast = _compile(self._function, self._backend, dynamic=False, mode="reduce-overhead")
-
-        def call() -> Any:
-            torch.compiler.cudagraph_mark_step_begin()
-            return fast(*self.inputs)
-
-        return call
 
 
 def record_graph(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
@@ -206,7 +193,8 @@ def _first_call(call: Callable[[], Any], what: str, backend: str) -> Any:
 
 
 def _cannot_compile(what: str, error: Exception) -> UserError:
-    return UserError(
-        f"{what} cannot be compiled on this machine ({type(error).__name__}: "
-        f"{' '.join(str(error).split())[:200]}): use eval.compile=false"
-    )
+    return UserError(f"{what} cannot be compiled on this machine ({_in_short(error)}): use eval.compile=false")
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -279,7 +279,7 @@ def as_tensor_like(numbers: Tensor | Sequence[float], tensor: Tensor) -> Tensor:
 
 
 class Teacher(NamedTuple):
-    """The target's final features and LM head, which give p for N rows; rows with the same label share features."""
+    """The target's final features and LM head, which give p for N rows."""
 
     features_pd: Tensor  # [P, D] of all tokens
     token_n: Tensor  # [N] the token whose features predict a row's label
@@ -329,15 +329,17 @@ def head_loss(
         is_reduced: Whether the head may not have a label, which is below 0 then.
         needs_acceptance: Return every row's alpha too, whatever the loss.
     """
-    head, loss, order_n, common_n = _linear(head), loss_weights(loss), None, None
-    known_n = factors = None
+    head, loss, is_summed = _linear(head), loss_weights(loss), weights_n is not None
+    if weights_n is None:
+        weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(hidden_nd.dtype))
+    order_n = common_n = known_n = factors = None
     if is_reduced:
         known_n = (labels_n >= 0).to(softmax_dtype(hidden_nd.dtype))
         labels_n, factors = labels_n.clamp(min=0), (known_n, None if teacher is None else teacher.mass_n)
     if factors is not None and len({has_teacher(name) for name in loss}) == 1:
         # If all losses share one factor, multiply the rows by it, and no tensor of [N, V].
         common_n, factors = factors[has_teacher(loss)], None
-        weights_n = weights_n if weights_n is None or common_n is None else weights_n * common_n
+        weights_n = weights_n if common_n is None else weights_n * common_n
     if has_teacher(loss) or needs_acceptance:
         if teacher is None:
             raise ValueError(f"loss `{' and '.join(loss)}` compares with the teacher: pass its rows")
@@ -350,13 +352,12 @@ def head_loss(
     products: list[Tensor] = [hidden_nd, head.weight, *(low_rank or ())]
     if order_n is not None:
         products[::2] = [rows.index_select(0, order_n) for rows in products[::2]]
-        labels_n, weights_n = labels_n[order_n], None if weights_n is None else weights_n[order_n]
-        factors = _factors_of(factors, order_n)
-    if not torch.is_grad_enabled():
-        products = [factor.detach() for factor in products]
+        labels_n, weights_n, factors = labels_n[order_n], weights_n[order_n], _factors_of(factors, order_n)
+    detached = [factor.detach() for factor in products]
+    terms, dtype = list(zip(detached[::2], detached[1::2], strict=True)), _product_dtype(head.weight)
     with torch.autocast(hidden_nd.device.type, enabled=False):
-        given = loss, factors, shape, teacher, needs_acceptance, _product_dtype(head.weight)
-        loss_sum, *results = _HeadLoss.apply(head.bias, labels_n, weights_n, given, *products)
+        rows = _Rows(terms, head.bias, labels_n, weights_n, loss, factors, shape, teacher, needs_acceptance, dtype)
+        loss_sum, *results = _HeadLoss.apply(rows, is_summed, *(products if torch.is_grad_enabled() else detached))
     if order_n is not None:
         back_n = order_n.argsort()
         results = [None if part is None else part.index_select(0, back_n) for part in results]
@@ -412,14 +413,9 @@ def chunk_rows(vocabulary: int, hidden_size: int, head_is_trained: bool = False,
 
 @dataclass
 class _Rows:
-    """Inputs of an LM head for N rows, which pass through it in chunks.
+    """Inputs of an LM head for N rows, which pass through it in chunks."""
 
-    Args:
-        terms: Products that add up to the logits, of rows [N, D] and a weight [V, D]; the first is the head's, to which
-            its bias and its shape belong.
-        dtype: Dtype of the products.
-    """
-
+    # Products that add up to the logits, of rows [N, D] and a weight [V, D]: first the head's, with bias and shape.
     terms: list[tuple[Tensor, Tensor]]
     bias_v: Tensor | None
     labels_n: Tensor
@@ -429,7 +425,7 @@ class _Rows:
     shape: LogitShape
     teacher: Teacher | None
     needs_acceptance: bool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the products
 
     def __post_init__(self) -> None:
         self._teacher_vd = self._teacher_bias_v = None
@@ -474,8 +470,8 @@ class _Rows:
             needs_grad: For each term whether gradients of its rows and of its weight are needed.
 
         Returns:
-            Losses [N], whether the label is the argmax, cross entropies and perhaps alphas; of each term the gradients
-            of rows [N, D], which are those of the unweighted losses; and of each the gradient of the weight.
+            `losses_in_place`'s results [N]; of each term the gradients [N, D] of the unweighted losses by its rows, and
+            of the weighted sum by its weight.
         """
         hidden_nd, weight_vd = self.terms[0]
         # Of the unweighted losses: a weight is 1 / N or less, and with it fp16 needs the loss scale of the backward.
@@ -541,19 +537,9 @@ class _Rows:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, bias_v: Tensor | None, labels_n: Tensor, weights_n: Tensor | None, given: Any, *factors: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Compute loss and gradients. given: `_Rows`' fields from `loss` on; factors: rows and weight of each term."""
-        needed = ctx.needs_input_grad[-len(factors) :]
-        terms = [
-            (rows_nd.detach(), weight_vd.detach())
-            for rows_nd, weight_vd in zip(factors[::2], factors[1::2], strict=True)
-        ]
-        ctx.summed = weights_n is not None
-        if weights_n is None:
-            weights_n = torch.ones_like(labels_n, dtype=softmax_dtype(factors[0].dtype))
-        rows = _Rows(terms, bias_v, labels_n, weights_n, *given)
+    def forward(ctx: Any, rows: _Rows, is_summed: bool, *factors: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute loss and gradients; factors: rows and weight of each term, with their gradients."""
+        needed, weights_n, ctx.summed = ctx.needs_input_grad[2:], rows.weights_n, is_summed
         keeps = [
             needs and ctx.summed and not _would_hold_two_large_gradients(weight)
             for needs, weight in zip(needed[1::2], factors[1::2], strict=True)
@@ -588,7 +574,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_vd is not None:
                 grad_vd = grad_vd.mul_(ctx.rows.unit * scale).to(ctx.dtypes[2 * place + 1])
             grads += [grad_nd, grad_vd]
-        return None, None, None, None, *grads
+        return None, None, *grads
 
 
 def _would_hold_two_large_gradients(weight: Tensor) -> bool:

@@ -66,15 +66,11 @@ class MarkovHead(nn.Module):
 
 @dataclass(frozen=True)
 class VocabCoverage:
-    """Share of the training data's tokens with loss that a drafter can draft.
+    """Share of the training data's tokens with loss that a drafter can draft."""
 
-    size, vocabulary: number of tokens that the drafter can draft, and of all tokens; seen: number of different tokens
-    in the data.
-    """
-
-    size: int
-    vocabulary: int
-    seen: int
+    size: int  # number of tokens that the drafter can draft
+    vocabulary: int  # number of all tokens
+    seen: int  # number of different tokens in the data
     coverage: float
 
     def sentence(self) -> str:

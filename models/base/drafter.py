@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -43,28 +44,17 @@ class Attached:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The M labelled rows that an LM head reads, and their losses through it.
+    """The M labelled rows that an LM head reads, and their losses through it."""
 
-    Args:
-        place_m: Places of the rows among the N.
-        depth_m, before_m: The depth of each row, and the place of the token before its label, see `Groups.labels`.
-        tokens_m: These tokens.
-        rows_m: The labels' rows of the head, see `DraftVocab.rows_of`.
-        mask_m: 1 for the rows with loss, see `DraftVocab.mask_of`.
-        weights_m: Of the rows' losses, by depth.
-        linear: The head.
-        normed_md: Its inputs.
-    """
-
-    place_m: Tensor
+    place_m: Tensor  # among the N rows
     depth_m: Tensor
-    before_m: Tensor
-    tokens_m: Tensor
-    rows_m: Tensor
-    mask_m: Tensor
-    weights_m: Tensor
+    before_m: Tensor  # place of the token before each label, see `Groups.labels`
+    tokens_m: Tensor  # that token
+    rows_m: Tensor  # the labels' rows of the head, see `DraftVocab.rows_of`
+    mask_m: Tensor  # 1 for the rows with loss, see `DraftVocab.mask_of`
+    weights_m: Tensor  # of the rows' losses, by depth
     linear: nn.Linear
-    normed_md: Tensor
+    normed_md: Tensor  # the head's inputs
     result: HeadLoss
 
 
@@ -121,7 +111,7 @@ class Drafter(WithoutEmbeddings):
         """Borrow the target's frozen embedding and LM head. They are neither parameters of this model nor saved.
 
         Raises:
-            UserError: The drafter was made for a target of another kind or size.
+            UserError: As `DrafterConfig.check_same_target`.
         """
         self.config.check_same_target(target)
         head, shape = target.get_output_embeddings(), logit_shape(target)
@@ -246,9 +236,7 @@ class Drafter(WithoutEmbeddings):
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
 
-        Args:
-            groups: Groups of the batch, with its tokens and positions.
-            features: [B, S, F] of the target, AT each token; `previous_features` gives those that a group may read.
+        `features` [B, S, F] are the target's AT each token; `previous_features` gives those that a group may read.
         """
         raise NotImplementedError
 
@@ -259,13 +247,9 @@ class Drafter(WithoutEmbeddings):
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
     ) -> Auxiliary | None:
-        """Return a loss that a kind adds to the loss through an LM head; by default none.
+        """Return a loss that a kind adds to the loss of an LM head's rows; by default none.
 
-        Args:
-            rows: Rows of the head.
-            groups: Groups of the batch.
-            hidden_nd: Result of `hidden_states`.
-            features_pd: [P, D] that the target's head reads, if there is a teacher.
+        `hidden_nd` are the `hidden_states`, and `features_pd` what the target's head reads, if there is a teacher.
         """
         return None
 
@@ -278,11 +262,21 @@ class Drafter(WithoutEmbeddings):
         raise NotImplementedError
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Compute the logits of every group that training compares with labels, [B, G, S, V]: for tests.
+        """Compute the logits of all groups that training compares with labels, [B, G, S, V], to compare with drafts.
 
-        Where a depth reads drafted tokens it is given the true ones. -inf for tokens outside a reduced vocabulary.
+        Where a depth reads drafted tokens it is given the true ones. -inf without a row, and for tokens outside a
+        reduced vocabulary.
         """
-        raise NotImplementedError
+        groups, features = label_all_groups(self, input_ids, features, position_ids)
+        places, logits = list[Tensor](), list[Tensor]()
+        for linear, place_m, normed_md in self.head_inputs(groups, self.hidden_states(groups, features)):
+            places.append(place_m)
+            logits.append(self.vocab.shape(linear(normed_md.to(linear.weight.dtype))))
+            if self.markov_head is not None:
+                _, _, before_m = groups.labels(place_m)
+                logits[-1] = logits[-1] + self.markov_head(groups.input_ids.flatten()[before_m]).to(logits[-1].dtype)
+        logits_mv = self.vocab.widen(torch.cat(logits))
+        return groups.on_grid(torch.cat(places), logits_mv, float("-inf"))[:, :, : input_ids.shape[1]]
 
     @classmethod
     def make_config(cls, target: PreTrainedModel, options: dict[str, Any]) -> DrafterConfig:
@@ -321,6 +315,18 @@ class Drafter(WithoutEmbeddings):
         return self.eval().requires_grad_(False)
 
 
+def label_all_groups(
+    drafter: Drafter, input_ids: Tensor, features: Tensor, position_ids: Tensor | None
+) -> tuple[Groups, Tensor]:
+    """Return groups of tokens [B, S] with all G labels, and features [B, S + G, F]: G tokens 0 follow these."""
+    num_depths = drafter.config.num_depths
+    ids, features = F.pad(input_ids, (0, num_depths)), F.pad(features, (0, 0, 0, num_depths))
+    if position_ids is not None:
+        ahead = torch.arange(1, num_depths + 1, device=ids.device)
+        position_ids = torch.cat([position_ids, position_ids[:, -1:] + ahead], dim=1)
+    return drafter.groups(ids, torch.ones_like(ids), position_ids), features
+
+
 def sum_losses(
     groups: Groups,
     heads: Sequence[tuple[HeadRows, Auxiliary | None]],
@@ -331,13 +337,8 @@ def sum_losses(
 ) -> DrafterOutput:
     """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
 
-    Args:
-        groups: Groups of the step.
-        heads: The rows of each LM head, and their auxiliary loss.
-        weight: Weight of the losses through heads, relative to 1 for the auxiliary losses.
-        shares_g: [G] of the options' `depth_shares`.
-        counts_2g: `Drafter.label_counts` of the whole batch; by default these groups are all of it.
-        credit: How rows are weighted by their group, if at all.
+    `weight` is that of the losses through heads, relative to 1 for the auxiliary losses; `counts_2g` are the whole
+    batch's `Drafter.label_counts`, by default those of these rows.
     """
     batch, num_depths, length = groups.labels_bgs.shape
     losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
@@ -377,14 +378,7 @@ def sum_losses(
 
 
 def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor | None) -> Tensor:
-    """Return weights [M]: the depth's share over the number of its rows, 0 where the mask is 0.
-
-    Args:
-        shares_g: [G] of the options' `depth_shares`.
-        depth_m: [M] from 0.
-        mask_m: [M] 1 for the rows that count.
-        counts_g: [G] rows of each depth in the whole batch; by default these are all.
-    """
+    """Return weights [M]: the depth's share over the number of its rows in the whole batch, 0 where the mask is 0."""
     counts_g = torch.zeros_like(shares_g).index_add(0, depth_m, mask_m) if counts_g is None else counts_g
     return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
 
@@ -404,10 +398,8 @@ def weigh_by_groups(
     2607.01893): a draft is accepted up to its first row whose most likely token is not the label.
 
     Args:
-        credit: Rules that are switched on.
         slot_m: For each labelled row the number of its group times G, plus its depth.
         nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
-        correct_m: Whether the drafter's most likely token is the label.
         counted_groups: [] groups with a label in the whole batch; by default these are all.
 
     Returns:
@@ -445,8 +437,7 @@ def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_gro
 
     Args:
         alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
-        cross_entropy_n: -log q(label) of each row.
-        slot_n: For each row the number of its group, from 0, times G, plus its depth. A group's depths have no gaps.
+        cross_entropy_n, slot_n: As `nats_m` and `slot_m` of `weigh_by_groups`. A group's depths have no gaps.
     """
     size = num_groups * num_depths
     confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha

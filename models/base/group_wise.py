@@ -8,7 +8,6 @@ Shapes: B batch, S sequence, G depths, K masks, N active rows, M of them labelle
 features, V vocabulary, V' of them drafted, W tree nodes of a call.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Self
 
@@ -120,7 +119,7 @@ MaskTokenId = Annotated[
 
 
 def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
-    """Build a check of `feature_layers` that sets the default for the target's number of layers if they are None."""
+    """Build a check of `feature_layers` that replaces None by the default for the target's number of layers."""
 
     def check(layers: list[int] | None, info: ValidationInfo) -> list[int]:
         if layers is None:
@@ -140,8 +139,6 @@ class GroupWiseDrafter(Drafter):
     norm: nn.Module
     layers_config: PreTrainedConfig
     _rotary: Rotate | None = None
-    # The row of a group that predicts depth 1.
-    first_depth = 0
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, config.num_layers)
@@ -190,31 +187,6 @@ class GroupWiseDrafter(Drafter):
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         yield self.vocab.head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
-
-    def group_hidden(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the hidden states of all depths before the final norm, [B, G, S, D]; zeros without a row."""
-        num_depths = self.config.num_depths
-        groups = Groups.full(input_ids, num_depths, position_ids, self.reads_first_token, self.first_depth)
-        hidden_nd = self.hidden_states(groups, features)
-        grid = hidden_nd.new_zeros(math.prod(groups.shape), hidden_nd.shape[-1])
-        return grid.index_copy(0, groups.index_n, hidden_nd).unflatten(0, groups.shape)[:, self.first_depth :]
-
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        logits_bgsv = self.vocab.widen(self.logits_of(self.group_hidden(input_ids, features, position_ids)))
-        if self.markov_head is None:
-            return logits_bgsv
-        bias = self.markov_head(self.tokens_before(input_ids))
-        return logits_bgsv + self.vocab.columns.widened(bias.to(logits_bgsv.dtype), 0.0)
-
-    def tokens_before(self, input_ids: Tensor) -> Tensor:
-        """Return the tokens [B, G, S] before the labels of every group: x_t at depth 1.
-
-        Groups that would need a token after the sequence's last one get the last one; their results are not used.
-        """
-        length = input_ids.shape[1]
-        ahead_g = torch.arange(self.config.num_depths, device=input_ids.device)
-        place_s = torch.arange(length, device=input_ids.device)
-        return input_ids[:, (ahead_g[:, None] + place_s).clamp(max=length - 1)]
 
     # ---- shared by training and decoding ----
 

@@ -42,11 +42,7 @@ class Start:
 
 @dataclass
 class Training:
-    """`training.json`, the record of a training.
-
-    draft_vocabulary_coverage: share of the tokens with loss that a reduced draft vocabulary has. best_step: step whose
-    weights were kept, if not the last one's.
-    """
+    """`training.json`, the record of a training."""
 
     steps: int
     history: list[dict[str, float]]
@@ -57,10 +53,10 @@ class Training:
     batch_size: int = 0
     rows: int | None = None
     target_change: str | None = None
-    draft_vocabulary_coverage: float | None = None
+    draft_vocabulary_coverage: float | None = None  # share of the tokens with loss that a reduced one has
     weights_sha256: dict[str, str] | None = None
     start: Start | None = None
-    best_step: int | None = None
+    best_step: int | None = None  # whose weights were kept, if not the last one's
     stopped_early: bool = False
 
 
@@ -155,26 +151,18 @@ def drafter_config(folder: Path) -> dict[str, Any]:
 
 
 def check_as_trained(folder: Path) -> str:
-    """Compare kind and weights with `training.json`, if it exists; return the kind.
+    """Compare the weights with `training.json`, if it exists; return the kind.
 
     Raises:
-        UserError: Kind or weights differ from those that were trained, or the folder holds no trained drafter.
+        UserError: The weights differ from those that were trained, or the folder holds no trained drafter.
     """
     model_type = str(drafter_config(folder).get("model_type", ""))
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise UserError(f"{folder} holds no trained drafter: run `draftsmith train RECIPE` first")
-    kind = model_type.removeprefix(MODEL_TYPE_PREFIX)
-    file = folder / TRAINING_FILE
+    kind, file = model_type.removeprefix(MODEL_TYPE_PREFIX), folder / TRAINING_FILE
     if not file.is_file():
         return kind
-    noted = read_training(folder)
-    trained_kind = noted.settings.get("drafter.kind", kind)
-    if kind != trained_kind:
-        raise UserError(
-            f"{folder / 'config.json'} says kind {kind}, but the weights are of a {trained_kind} drafter: restore "
-            "that file"
-        )
-    weights = noted.weights_sha256
+    weights = read_training(folder).weights_sha256
     if weights is not None and weights != weights_sha256(folder):
         raise UserError(
             f"the weights in {folder} are not those that training wrote ({file.name} has their hashes): restore them, "

@@ -131,8 +131,6 @@ class DFlashDrafter(GroupWiseDrafter):
         super().build(config)
         self.hidden_norm, hidden_size = copy.deepcopy(self.norm), self.layers_config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
-        # Row 0 of a group is the context's, row 1 the anchor's, which may predict nothing.
-        self.first_depth = 1 if config.sample_from_anchor else 2
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
         """Initialise, with `init: target`: c near the mean of the features, the layers from the target's.
@@ -289,7 +287,7 @@ class BlockDecoder(CachedDecoder):
         super().__init__(drafter, max_length_tokens, config.block_size)
         self.columns = drafter.vocab.columns
         self._masks_kd, self._causal = drafter.mask_inputs().detach(), config.causal
-        self._first_row = drafter.first_depth - 1
+        self._first_row = int(not config.sample_from_anchor)  # the anchor's row may predict nothing
         self._to_keys_values = ContextLayers(drafter.layers)
 
     def _static_forward(self) -> Callable[[Tensor, Tensor, Tensor], Any]:

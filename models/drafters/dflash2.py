@@ -37,15 +37,16 @@ import torch
 import torch.nn.functional as F
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import Auxiliary, HeadRows
+from draftsmith.models.base.drafter import Auxiliary, HeadRows, label_all_groups
 from draftsmith.models.base.options import one_message
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
-from draftsmith.models.groups.layout import Groups, previous_features
+from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.recipes.schema import MOST_DEPTHS
 
@@ -223,13 +224,28 @@ class CandidateDrafter(DFlashDrafter):
         shape = len(scores_nk), self.vocab.head().out_features
         return scores_nk.new_full(shape, float("-inf")).scatter(1, rows[0], scores_nk)
 
+    def blocks(self, groups: Groups, hidden_nd: Tensor, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return final-normed rows of all blocks [A, G, D], their newest c [A, D], and the places [M] in [A * G]."""
+        depths, first_depth = self.config.num_depths, groups.first_depth
+        depth_n = groups.depth_n - first_depth
+        row_r = (depth_n >= 0).nonzero_static(size=sum(groups.counts_r[first_depth:])).squeeze(1)
+        # Block by block; there are whole ones only.
+        row_r = row_r[(groups.token_n[row_r] * depths + depth_n[row_r]).argsort()]
+        token_a = groups.token_n[row_r[::depths]]
+        context_c = groups.rows_of_depths(1)[0][0]
+        context_a = context_c[torch.searchsorted(groups.token_n[context_c], token_a)]
+        normed_agd = self.norm(hidden_nd.index_select(0, row_r)).unflatten(0, (-1, depths))
+        slot_m = torch.searchsorted(token_a, groups.token_n[place_m]) * depths + depth_n[place_m]
+        return normed_agd, hidden_nd.index_select(0, context_a), slot_m
+
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        # Contiguous: how a product of strided rows rounds depends on where they lie.
-        blocks = self.norm(self.group_hidden(input_ids, features, position_ids)).transpose(1, 2).contiguous()
-        rows = self.rows_of(blocks, self.context_of(previous_features(features, position_ids)))
-        before = self.tokens_before(input_ids).transpose(1, 2)
-        scores_nv = self.path_logits([row.flatten(0, 2) for row in rows], before.flatten())
-        return self.vocab.widen(scores_nv.unflatten(0, blocks.shape[:3]).transpose(1, 2))
+        groups, features = label_all_groups(self, input_ids, features, position_ids)
+        place_m = groups.labelled_m
+        _, _, before_m = groups.labels(place_m)
+        normed_agd, context_ad, slot_m = self.blocks(groups, self.hidden_states(groups, features), place_m)
+        rows = [row.flatten(0, 1)[slot_m] for row in self.rows_of(normed_agd, context_ad)]
+        logits_mv = self.vocab.widen(self.path_logits(rows, groups.input_ids.flatten()[before_m]))
+        return groups.on_grid(place_m, logits_mv, float("-inf"))[:, :, : input_ids.shape[1]]
 
     def saved_values(self, num_rows: int, num_labels: int) -> int:
         return num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
@@ -256,11 +272,12 @@ class DFlash2Drafter(CandidateDrafter):
     ) -> Auxiliary:
         """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
         linear, selector, rows_m = rows.linear, self.candidate_selector, rows.rows_m
-        known_m = rows_m >= 0
-        logits_mk, columns_mk, rank_m, missing_m = _TopLogits.apply(
-            rows.normed_md, linear.weight, linear.bias, rows_m.clamp(min=0), self.config.selector_top_k
-        )
-        logits_mk = self.vocab.shape(logits_mk)  # scale and cap keep the order of logits
+        known_m, labels_m = rows_m >= 0, rows_m.clamp(min=0)
+        columns_mk = top_columns(rows.normed_md, linear, self.config.selector_top_k)
+        missing_m = (columns_mk != labels_m[:, None]).all(-1)
+        columns_mk[:, -1] = torch.where(missing_m, labels_m, columns_mk[:, -1])
+        rank_m = (columns_mk == labels_m[:, None]).int().argmax(-1)
+        logits_mk = self.vocab.shape(logits_at(rows.normed_md, linear, columns_mk))
         scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), rows.tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
@@ -279,42 +296,27 @@ class DFlash2Drafter(CandidateDrafter):
         return values_nk + self.candidate_selector.edges(gates_nr, before_n, self.tokens_of(columns_nk))
 
 
-class _TopLogits(torch.autograd.Function):
-    """The K largest logits of each row and their columns; a label that is not among them replaces the last.
+@torch.no_grad()
+def top_columns(rows_nd: Tensor, head: nn.Linear, top_k: int) -> Tensor:
+    """Return the columns [N, K] of the K largest logits of each row, without a tensor [N, V]."""
+    vocabulary, hidden_size = head.weight.shape
+    chunk = chunk_rows(vocabulary, hidden_size, device_type=rows_nd.device.type)
+    parts = (F.linear(rows.to(head.weight.dtype), head.weight, head.bias) for rows in rows_nd.split(chunk))
+    return torch.cat([logits.topk(top_k, dim=-1).indices for logits in parts])
 
-    Neither direction has a tensor [N, V] or [N, K, D]; the head is frozen.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, normed_nd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, labels_n: Tensor, top_k: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return logits [N, K], fp32 at least, columns [N, K], the label's place, whether it replaced the last [N]."""
-        vocabulary, hidden_size = weight_vd.shape
-        chunk = chunk_rows(vocabulary, hidden_size, device_type=normed_nd.device.type)
-        values, columns, put_there = [], [], []
-        for rows, labels in zip(normed_nd.split(chunk), labels_n.split(chunk), strict=True):
-            logits = F.linear(rows.to(weight_vd.dtype), weight_vd, bias_v)
-            top = logits.topk(top_k, dim=-1)
-            missing = (top.indices != labels[:, None]).all(-1)
-            top.indices[:, -1] = torch.where(missing, labels, top.indices[:, -1])
-            values.append(logits.gather(1, top.indices))
-            columns.append(top.indices)
-            put_there.append(missing)
-        values_nk, columns_nk = torch.cat(values).to(softmax_dtype(normed_nd.dtype)), torch.cat(columns)
-        place_n = (columns_nk == labels_n[:, None]).int().argmax(-1)
-        ctx.save_for_backward(columns_nk, weight_vd)
-        ctx.dtype = normed_nd.dtype
-        missing_n = torch.cat(put_there)
-        ctx.mark_non_differentiable(columns_nk, place_n, missing_n)
-        return values_nk, columns_nk, place_n, missing_n
+def logits_at(rows_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
+    """Return the logits [N, K] of a frozen head at these columns, fp32 at least, without a tensor [N, K, D]."""
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        columns_nk, weight_vd = ctx.saved_tensors
-        weights_nk = grad_outputs[0].to(weight_vd.dtype)
-        grad_nd = F.embedding_bag(columns_nk, weight_vd.detach(), mode="sum", per_sample_weights=weights_nk)
-        return grad_nd.to(ctx.dtype), None, None, None, None
+    def compute(rows: Tensor, columns: Tensor) -> Tensor:
+        return torch.einsum("nd,nkd->nk", rows.to(head.weight.dtype), F.embedding(columns, head.weight))
+
+    chunk = chunk_rows(columns_nk.shape[1] * rows_nd.shape[1], 0, device_type=rows_nd.device.type)
+    parts = zip(rows_nd.split(chunk), columns_nk.split(chunk), strict=True)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+    logits_nk = torch.cat([checkpoint(compute, *part, **options) for part in parts])
+    logits_nk = logits_nk.to(softmax_dtype(rows_nd.dtype))
+    return logits_nk if head.bias is None else logits_nk + head.bias[columns_nk]
 
 
 class CandidateDecoder(PathDecoder):

@@ -14,8 +14,9 @@ The noise is that of the authors' code (SafeAILab/EAGLE, eagle/train/main.py, Ad
 U(-0.1, 0.1) in a sequence of 512 tokens, times 512 / length in others, so that short ones get more. A length is counted
 up to the last label; each of several packed documents has its own. w_cls = 0.1 is the paper's, and `p_w` in that code.
 
-As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too). Where we
-differ from that code:
+As in the authors' code, the layer has no input norm and there is no final norm (it is vLLM's layout too), and it starts
+at random: the target's last layer, whose inputs have a larger norm, is no better a start. Where we differ from that
+code:
 * KL in place of soft cross entropy: the same gradient, and 0 at the optimum.
 * `fc` has no bias by default. Theirs has (eagle/model/cnets1.py), but where the config says `bias: false`, as for
   Llama 3: `fc_bias`. Its effect is not measured here.
@@ -26,7 +27,6 @@ Shapes: B batch, S sequence, N labelled rows, D hidden, E = D input width of the
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Auxiliary, HeadRows
@@ -82,9 +82,6 @@ class EagleLayer(GroupWiseDrafter):
     @property
     def needs_teacher(self) -> bool:
         return True
-
-    def initialize_from_target(self, target: PreTrainedModel) -> None:
-        """Keep the random weights: the target's last layer, whose inputs have a larger norm, is no better a start."""
 
     # ---- training ----
 

@@ -159,9 +159,9 @@ class Eagle3Shape(GroupWiseDrafter):
     fc_norm: nn.ModuleList | None
     input_norm: nn.Module | None
 
-    def build_shape(self, config: DrafterConfig, num_layers: int) -> None:
-        """Make the parameters. The first layer is an `Eagle3Layer`; further ones are plain."""
-        self.layers_config = layers_config(config.layers_of, num_layers)
+    def build(self, config: DrafterConfig) -> None:
+        """Make the parameters. The first layer is an `Eagle3Layer`; further ones, of P-EAGLE, are plain."""
+        self.layers_config = layers_config(config.layers_of, getattr(config, "num_layers", 1))
         (first, *others), norm = build_target_layers(self.layers_config)
         hidden_size = self.layers_config.hidden_size
         spread = getattr(self.layers_config, "initializer_range", 0.02)
@@ -248,9 +248,6 @@ class Eagle3Drafter(Eagle3Shape):
     """The drafter q; see the module's docstring."""
 
     config_class = Eagle3Config
-
-    def build(self, config: DrafterConfig) -> None:
-        self.build_shape(config, num_layers=1)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the active rows before the final norm [N, D], computed depth after depth."""

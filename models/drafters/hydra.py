@@ -163,20 +163,11 @@ class HydraDrafter(HeadsDrafter):
     # ---- training: all groups of a sequence together ----
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the state of group t and the embedding of token t side by side, for each t, [P, 2D]."""
-        states_pd = self.states_of(groups, features)
-        return torch.cat([states_pd, self.embedded(groups.input_ids).flatten(0, 1).to(states_pd.dtype)], dim=-1)
-
-    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
-        states_pd, embedded_pd = states_pd.chunk(2, dim=-1)
-        read = [states_pd.index_select(0, token_m), *(embedded_pd.index_select(0, token_m + i) for i in range(j + 1))]
-        return self.heads[j](torch.cat(read, dim=-1))
-
-    def states_of(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the state of group t at each t, [P, D]; zeros where depth 0 has no row."""
+        """Return the state of group t, zeros without a row, and the embedding of token t side by side [P, 2D]."""
         previous_pd = previous_features(features, groups.position_ids).to(self.dtype).flatten(0, 1)
+        embedded_pd = self.embedded(groups.input_ids).flatten(0, 1).to(previous_pd.dtype)
         if self.prefix is None:
-            return previous_pd
+            return torch.cat([previous_pd, embedded_pd], dim=-1)
         depths = groups.rows_of_depths(1)[0]
         place_n = depths[0]
         token_n = groups.token_n[place_n]
@@ -184,18 +175,13 @@ class HydraDrafter(HeadsDrafter):
         rotary = self.prefix.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
         attention = GroupAttention(self.config.attention, groups, depths, window=self.prefix.sliding_window)
         states_nd = self.prefix.run_layers(hidden, rotary, cached_attention=attention)[0]
-        return states_nd.new_zeros(len(previous_pd), states_nd.shape[-1]).index_copy(0, token_n, states_nd)
+        states_pd = states_nd.new_zeros(len(previous_pd), states_nd.shape[-1]).index_copy(0, token_n, states_nd)
+        return torch.cat([states_pd, embedded_pd.to(states_pd.dtype)], dim=-1)
 
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        batch, length = input_ids.shape
-        embedded_bsd = self.embedded(input_ids)
-        inputs, logits = self.states_of(Groups.full(input_ids, 1, position_ids), features).view(batch, length, -1), []
-        for j in range(self.config.num_heads):
-            # Groups that would need tokens past the last one get that one; their logits are not used.
-            read_s = torch.arange(j, j + length, device=input_ids.device).clamp(max=length - 1)
-            inputs = torch.cat([inputs, embedded_bsd[:, read_s]], dim=-1)
-            logits.append(self.logits_of(inputs, j))
-        return self.vocab.widen(torch.stack(logits, dim=1))
+    def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
+        states_pd, embedded_pd = states_pd.chunk(2, dim=-1)
+        read = [states_pd.index_select(0, token_m), *(embedded_pd.index_select(0, token_m + i) for i in range(j + 1))]
+        return self.heads[j](torch.cat(read, dim=-1))
 
     # ---- shared by training and decoding ----
 

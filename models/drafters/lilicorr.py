@@ -50,7 +50,12 @@ from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Auxiliary, HeadRows
 from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.dflash import DFlashConfig
-from draftsmith.models.drafters.dflash2 import CandidateDrafter, ConvolutionOptions, within_the_vocabulary
+from draftsmith.models.drafters.dflash2 import (
+    CandidateDrafter,
+    ConvolutionOptions,
+    logits_at,
+    within_the_vocabulary,
+)
 from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import chunk_rows, softmax_dtype
 from draftsmith.models.target_logits import LogitShape
@@ -278,7 +283,7 @@ class LiLiCorrDrafter(CandidateDrafter):
     ) -> Auxiliary:
         """Return the lattice's loss of the rows of the loss through the LM head, and whether its choice is right."""
         config, linear, shape = self.config, rows.linear, self.vocab.shape
-        normed_agd, context_ad, slot_m = self._blocks(groups, hidden_nd, rows.place_m, rows.depth_m)
+        normed_agd, context_ad, slot_m = self.blocks(groups, hidden_nd, rows.place_m)
         log_q_rk, columns_rk = _TopLogProbabilities.apply(
             normed_agd.flatten(0, 1), linear.weight, linear.bias, config.lattice_top_k, shape
         )
@@ -297,25 +302,10 @@ class LiLiCorrDrafter(CandidateDrafter):
             ahead_m = scores_mk.gather(1, rank_m[:, None]).squeeze(1) - others_mk.amax(1)
             losses_m = losses_m + config.lattice_margin_weight * F.relu(config.lattice_margin - ahead_m)
         if config.lattice_penalty_weight and features_pd is not None:
-            logits_mk = shape(_logits_at(features_pd.index_select(0, rows.before_m), linear, columns_mk))
+            logits_mk = shape(logits_at(features_pd.index_select(0, rows.before_m), linear, columns_mk))
             gaps_mk = F.relu(logits_mk.gather(1, rank_m[:, None]) - logits_mk)
             losses_m = losses_m + config.lattice_penalty_weight * (scores_mk.softmax(-1) * gaps_mk).sum(-1)
         return losses_m * counts_m, rows.mask_m, correct_m
-
-    def _blocks(
-        self, groups: Groups, hidden_nd: Tensor, place_m: Tensor, depth_m: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return final-normed rows of all blocks [A, G, D], their newest c [A, D], and labels' places in [A * G]."""
-        depths, depth_n = self.config.num_depths, groups.depth_n - self.first_depth
-        row_r = (depth_n >= 0).nonzero_static(size=sum(groups.counts_r[self.first_depth :])).squeeze(1)
-        # Block by block; there are whole ones only.
-        row_r = row_r[(groups.token_n[row_r] * depths + depth_n[row_r]).argsort()]
-        token_a = groups.token_n[row_r[::depths]]
-        context_c = groups.rows_of_depths(1)[0][0]
-        context_a = context_c[torch.searchsorted(groups.token_n[context_c], token_a)]
-        normed_agd = self.norm(hidden_nd.index_select(0, row_r)).unflatten(0, (-1, depths))
-        slot_m = torch.searchsorted(token_a, groups.token_n[place_m]) * depths + depth_m
-        return normed_agd, hidden_nd.index_select(0, context_a), slot_m
 
     # ---- shared by training and decoding ----
 
@@ -401,18 +391,6 @@ class _TopLogProbabilities(torch.autograd.Function):
         sloped_rk = (grad_outputs[0] * slope_rk).to(weight_vd.dtype)
         grad_rd = F.embedding_bag(columns_rk, weight_vd.detach(), mode="sum", per_sample_weights=sloped_rk)
         return (grad_rd - weights_rk.sum(1, keepdim=True) * mean_rd).to(ctx.dtype), None, None, None, None
-
-
-@torch.no_grad()
-def _logits_at(features_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
-    """Return the head's logits [N, K] of these columns, in fp32 at least."""
-    (num_columns, top_k), hidden_size = columns_nk.shape, features_nd.shape[1]
-    chunk = chunk_rows(top_k * hidden_size, 0, device_type=features_nd.device.type)
-    logits = features_nd.new_empty(num_columns, top_k, dtype=softmax_dtype(features_nd.dtype))
-    for place in range(0, num_columns, chunk):
-        columns, rows = columns_nk[place : place + chunk], features_nd[place : place + chunk].to(head.weight.dtype)
-        logits[place : place + chunk] = torch.einsum("nd,nkd->nk", rows, F.embedding(columns, head.weight))
-    return logits if head.bias is None else logits + head.bias[columns_nk]
 
 
 DRAFTER = LiLiCorrDrafter

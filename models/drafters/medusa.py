@@ -135,9 +135,6 @@ class MedusaDrafter(HeadsDrafter):
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
         return self.blocks[j](states_pd.index_select(0, token_m).to(self.dtype))
 
-    def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self.vocab.widen(self.logits_of(previous_features(features, position_ids)).movedim(0, 1))
-
     def logits_of(self, previous: Tensor) -> Tensor:
         """Map h_{t-1} [..., D] to the logits [G, ..., V'] of all heads."""
         hidden = torch.stack([blocks(previous.to(self.dtype)) for blocks in self.blocks])

@@ -39,7 +39,7 @@ class PEagleDrafter(Eagle3Shape):
     config_class = PEagleConfig
 
     def build(self, config: DrafterConfig) -> None:
-        self.build_shape(config, config.num_layers)
+        super().build(config)
         self.mask_hidden = nn.Parameter(torch.randn(1, self.fc.in_features))
 
     def mask_inputs(self) -> Tensor:

@@ -40,7 +40,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,6 @@ from draftsmith.errors import UserError
 from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
 Backend = Literal["folded", "dense"]
-BACKENDS: tuple[str, ...] = get_args(Backend)
 
 aten = torch.ops.aten
 
@@ -80,17 +79,14 @@ class GroupAttention:
     """Group attention of the packed query rows of all groups: of all depths together, or of some depths at a time.
 
     Args:
-        backend: As in `group_attention`.
-        groups: Groups that the rows belong to.
+        backend, groups, causal, window: As in `group_attention`.
         depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
-        causal: Whether a row sees only the earlier rows of its group.
         keeps: Keep keys and values, as rows of further depths follow that attend to them.
-        window: As in `group_attention`.
     """
 
     def __init__(
         self,
-        backend: str,
+        backend: Backend,
         groups: Groups,
         depths: DepthRows | None = None,
         causal: bool = True,
@@ -139,7 +135,7 @@ def group_attention(
     q_bhqsd: Tensor,
     k_bhgsd: Tensor,
     v_bhgsd: Tensor,
-    backend: str = "folded",
+    backend: Backend = "folded",
     scale: float | None = None,
     documents: Documents | None = None,
     causal: bool = True,
@@ -151,7 +147,6 @@ def group_attention(
         q_bhqsd: [B, H, Q, S, Dh] of the last Q depths, already rotated.
         k_bhgsd: [B, Hkv, G, S, Dh], already rotated; Hkv divides H.
         v_bhgsd: [B, Hkv, G, S, Dh].
-        backend: `folded` or `dense`.
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Documents that the S positions consist of, if several, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
@@ -161,7 +156,7 @@ def group_attention(
         [B, H, Q, S, Dh].
 
     Raises:
-        UserError: Unknown backend, or one that this device cannot run.
+        UserError: The device cannot run the backend.
     """
     longest = q_bhqsd.shape[3] if documents is None else documents[1]
     if window is not None and window >= longest + k_bhgsd.shape[2] - 1:
@@ -170,9 +165,9 @@ def group_attention(
     # Under autocast RoPE leaves queries and keys in fp32 and values in half precision; kernels need one dtype.
     q_bhqsd, k_bhgsd = q_bhqsd.to(v_bhgsd.dtype), k_bhgsd.to(v_bhgsd.dtype)
     if backend == "folded":
-        return _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, scale, documents, causal, window)
-    if backend not in BACKENDS:
-        raise UserError(f"unknown attention backend `{backend}`: use one of {', '.join(BACKENDS)}")
+        folded = _Folded(q_bhqsd.shape[2], k_bhgsd.shape[2] - 1, scale, documents, causal, window)
+        out: Tensor = _FoldedGroupAttention.apply(q_bhqsd, k_bhgsd, v_bhgsd, folded)
+        return out
     query_depths, num_depths, length = q_bhqsd.shape[2], *k_bhgsd.shape[2:4]
     key = torch.arange(num_depths * length, device=q_bhqsd.device)
     document_s = None if documents is None else number_documents(documents, length)
@@ -186,59 +181,36 @@ class _FoldedGroupAttention(torch.autograd.Function):
     """Part (a) by the flash kernel, part (b) by an M x K product, merged by log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_bhqsd: Tensor,
-        k_bhgsd: Tensor,
-        v_bhgsd: Tensor,
-        scale: float,
-        documents: Documents | None = None,
-        causal: bool = True,
-        window: int | None = None,
-    ) -> Tensor:
-        query_depths, num_masks = q_bhqsd.shape[2], k_bhgsd.shape[2] - 1
+    def forward(ctx: Any, q_bhqsd: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, folded: "_Folded") -> Tensor:
         # The depths of one query head are neighbours on the head axis: grouped-query heads of one key head.
         q_folded = q_bhqsd.flatten(1, 2)
-        past = _Past(query_depths, num_masks, scale, documents, window)
-        out_folded, lse_folded, states = past.forward(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0])
-        if num_masks > 0:
-            masks = slice(-min(query_depths, num_masks), None)
-            q, out, lse = (part.unflatten(1, (-1, query_depths)) for part in (q_folded, out_folded, lse_folded))
-            with torch.autocast(q.device.type, enabled=False):  # fp32 products here, as in the backward
-                _merge_own_group(out[:, :, masks], lse[:, :, masks], q[:, :, masks], k_bhgsd, v_bhgsd, scale, causal)
+        out_folded, lse_folded, states = folded.past(q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0])
+        if folded.num_masks > 0:
+            with torch.autocast(q_bhqsd.device.type, enabled=False):  # fp32 products here, as in the backward
+                folded.merge_own_group(out_folded, lse_folded, q_folded, k_bhgsd, v_bhgsd)
         ctx.save_for_backward(q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *states)
-        ctx.scale, ctx.past, ctx.causal = scale, past, causal
-        return out_folded.unflatten(1, (-1, query_depths))
+        ctx.folded = folded
+        return out_folded.unflatten(1, (-1, folded.query_depths))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_out_bhqsd,) = grad_outputs
         q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded, *states = ctx.saved_tensors
-        query_depths, num_masks = grad_out_bhqsd.shape[2], k_bhgsd.shape[2] - 1
-        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = ctx.past.backward(
-            states,
-            grad_out_bhqsd.flatten(1, 2),
-            q_folded,
-            k_bhgsd[:, :, 0],
-            v_bhgsd[:, :, 0],
-            out_folded,
-            lse_folded,
-        )
-        grad_q = grad_q_folded.unflatten(1, (-1, query_depths))
-        if num_masks == 0:
-            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None, None, None, None
-        grad_k, grad_v = torch.empty_like(k_bhgsd), torch.empty_like(v_bhgsd)
-        grad_k[:, :, 0], grad_v[:, :, 0] = grad_k0_bhsd, grad_v0_bhsd
-        masks = slice(-min(query_depths, num_masks), None)
-        q, out, lse = (
-            part.unflatten(1, (-1, query_depths))[:, :, masks] for part in (q_folded, out_folded, lse_folded)
-        )
-        grad_out = grad_out_bhqsd[:, :, masks]
-        with torch.autocast(q.device.type, enabled=False):
-            grad_q[:, :, masks] += _own_group_backward(
-                grad_out, q, k_bhgsd, v_bhgsd, out, lse, ctx.scale, ctx.causal, grad_k[:, :, 1:], grad_v[:, :, 1:]
+        folded, grad_out_folded = ctx.folded, grad_outputs[0].flatten(1, 2)
+        past = grad_out_folded, q_folded, k_bhgsd[:, :, 0], v_bhgsd[:, :, 0], out_folded, lse_folded
+        grad_q_folded, grad_k0_bhsd, grad_v0_bhsd = folded.past_backward(states, *past)
+        grad_q = grad_q_folded.unflatten(1, (-1, folded.query_depths))
+        if folded.num_masks == 0:
+            return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None
+        with torch.autocast(q_folded.device.type, enabled=False):
+            grad_own_q, *grad_own = folded.own_group_backward(
+                grad_out_folded, q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded
             )
-        return grad_q, grad_k, grad_v, None, None, None, None
+        folded.of_masks(grad_q_folded).add_(grad_own_q)
+        grad_k, grad_v = (
+            torch.cat([first.unsqueeze(2), own.to(first.dtype)], dim=2)
+            for first, own in zip((grad_k0_bhsd, grad_v0_bhsd), grad_own, strict=True)
+        )
+        return grad_q, grad_k, grad_v, None
 
 
 def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
@@ -246,86 +218,73 @@ def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
     return q_bhmsd.unflatten(1, (num_kv_heads, -1)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
 
-def _from_rows(rows: Tensor, num_queries: int) -> Tensor:
-    """Invert `_rows`: [B, Hkv, S, R*M, ...] -> [B, H, M, S, ...]."""
-    return rows.unflatten(3, (-1, num_queries)).movedim(2, 4).flatten(1, 2)
-
-
-def _own_scores(q_rows: Tensor, k_bhskd: Tensor, num_queries: int, scale: float, causal: bool) -> Tensor:
-    """Compute scores [B, Hkv, S, R*M, K] of the last M masks; if causal, mask j sees masks 1..j, the rest is -inf."""
-    scores = (q_rows @ k_bhskd.mT).mul_(scale)
-    if causal:
-        num_masks = k_bhskd.shape[3]
-        hidden = torch.ones(num_queries, num_masks, dtype=torch.bool, device=q_rows.device)
-        hidden = hidden.triu(1 + num_masks - num_queries)
-        scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
-    return scores
-
-
-def _merge_own_group(
-    out_bhmsd: Tensor,
-    lse_bhms: Tensor,
-    q_bhmsd: Tensor,
-    k_bhgsd: Tensor,
-    v_bhgsd: Tensor,
-    scale: float,
-    causal: bool,
-) -> None:
-    """Add part (b) to the output and log-sum-exp of part (a), in place."""
-    num_kv_heads, num_queries = k_bhgsd.shape[1], q_bhmsd.shape[2]
-    dtype = lse_bhms.dtype  # at least fp32
-    q_rows = _rows(q_bhmsd, num_kv_heads).to(dtype)
-    k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    scores = _own_scores(q_rows, k_bhskd, num_queries, scale, causal)
-    merged_bhms = torch.logaddexp(lse_bhms, _from_rows(scores.logsumexp(-1), num_queries))
-    p_rows = scores.sub_(_rows(merged_bhms.unsqueeze(-1), num_kv_heads)).exp_()
-    out_bhmsd.mul_((lse_bhms - merged_bhms).exp_().unsqueeze(-1))
-    out_bhmsd.add_(_from_rows(p_rows @ v_bhskd, num_queries))
-    lse_bhms.copy_(merged_bhms)
-
-
-def _own_group_backward(
-    grad_out_bhmsd: Tensor,
-    q_bhmsd: Tensor,
-    k_bhgsd: Tensor,
-    v_bhgsd: Tensor,
-    out_bhmsd: Tensor,
-    lse_bhms: Tensor,
-    scale: float,
-    causal: bool,
-    grad_k_bhksd: Tensor,
-    grad_v_bhksd: Tensor,
-) -> Tensor:
-    """Return the gradient of part (b)'s queries [B, H, M, S, Dh]; write those of the masks' keys and values."""
-    num_kv_heads, num_queries = k_bhgsd.shape[1], q_bhmsd.shape[2]
-    dtype = lse_bhms.dtype
-    q_rows, grad_out_rows, out_rows = (_rows(x, num_kv_heads).to(dtype) for x in (q_bhmsd, grad_out_bhmsd, out_bhmsd))
-    k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
-    lse_rows = _rows(lse_bhms.unsqueeze(-1), num_kv_heads)
-    p_rows = _own_scores(q_rows, k_bhskd, num_queries, scale, causal).sub_(lse_rows).exp_()
-    # dS = P * (dP - rowsum(dO * O)), with the merged O
-    grad_p_rows = grad_out_rows @ v_bhskd.mT
-    grad_scores = grad_p_rows.sub_(torch.linalg.vecdot(grad_out_rows, out_rows).unsqueeze(-1))
-    grad_scores.mul_(p_rows).mul_(scale)
-    grad_k_bhksd.copy_((grad_scores.mT @ q_rows).transpose(2, 3))
-    grad_v_bhksd.copy_((p_rows.mT @ grad_out_rows).transpose(2, 3))
-    return _from_rows(grad_scores @ k_bhskd, num_queries)
-
-
-# ---- part (a): causal attention with its log-sum-exp, by the kernels that torch has ----
-
-
 @dataclass(frozen=True)
-class _Past:
-    """Attention to the real past (part a) of the last Q of 1 + `num_masks` depths, folded in heads [B, H*Q, S, Dh]."""
+class _Folded:
+    """Group attention of the last Q of 1 + `num_masks` depths, whose queries are folded in heads [B, H*Q, S, Dh].
+
+    `past` is part (a), by the kernels that torch has, with its log-sum-exp; `own_group` is part (b).
+    """
 
     query_depths: int
     num_masks: int
     scale: float
     documents: Documents | None
+    causal: bool
     window: int | None
 
-    def forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    # ---- part (b): the masks of a query's own group ----
+
+    def of_masks(self, folded: Tensor) -> Tensor:
+        """Return the part of the M masks' queries, a view [B, H, M, S, ...]."""
+        return folded.unflatten(1, (-1, self.query_depths))[:, :, -min(self.query_depths, self.num_masks) :]
+
+    def _from_rows(self, rows: Tensor) -> Tensor:
+        """Invert `_rows`: [B, Hkv, S, R*M, ...] -> [B, H, M, S, ...]."""
+        return rows.unflatten(3, (-1, min(self.query_depths, self.num_masks))).movedim(2, 4).flatten(1, 2)
+
+    def _own_scores(self, q_rows: Tensor, k_bhskd: Tensor) -> Tensor:
+        """Compute scores [B, Hkv, S, R*M, K]; if causal, mask j sees masks 1..j, the rest is -inf."""
+        scores = (q_rows @ k_bhskd.mT).mul_(self.scale)
+        if self.causal:
+            num_queries = min(self.query_depths, self.num_masks)
+            hidden = torch.ones(num_queries, self.num_masks, dtype=torch.bool, device=q_rows.device)
+            hidden = hidden.triu(1 + self.num_masks - num_queries)
+            scores.masked_fill_(hidden.repeat(scores.shape[3] // num_queries, 1), float("-inf"))
+        return scores
+
+    def merge_own_group(self, out: Tensor, lse: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor) -> None:
+        """Add part (b) to the output and log-sum-exp of part (a), in place."""
+        out_bhmsd, lse_bhms, q_bhmsd = map(self.of_masks, (out, lse, q))
+        num_kv_heads, dtype = k_bhgsd.shape[1], lse.dtype  # at least fp32
+        k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
+        scores = self._own_scores(_rows(q_bhmsd, num_kv_heads).to(dtype), k_bhskd)
+        merged_bhms = torch.logaddexp(lse_bhms, self._from_rows(scores.logsumexp(-1)))
+        p_rows = scores.sub_(_rows(merged_bhms.unsqueeze(-1), num_kv_heads)).exp_()
+        out_bhmsd.mul_((lse_bhms - merged_bhms).exp_().unsqueeze(-1))
+        out_bhmsd.add_(self._from_rows(p_rows @ v_bhskd))
+        lse_bhms.copy_(merged_bhms)
+
+    def own_group_backward(
+        self, grad_out: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients of the masks' queries [B, H, M, S, Dh], keys and values [B, Hkv, K, S, Dh]."""
+        num_kv_heads, dtype = k_bhgsd.shape[1], lse.dtype
+        q_rows, grad_out_rows, out_rows = (
+            _rows(self.of_masks(part), num_kv_heads).to(dtype) for part in (q, grad_out, out)
+        )
+        k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
+        lse_rows = _rows(self.of_masks(lse).unsqueeze(-1), num_kv_heads)
+        p_rows = self._own_scores(q_rows, k_bhskd).sub_(lse_rows).exp_()
+        # dS = P * (dP - rowsum(dO * O)), with the merged O
+        grad_p_rows = grad_out_rows @ v_bhskd.mT
+        grad_scores = grad_p_rows.sub_(torch.linalg.vecdot(grad_out_rows, out_rows).unsqueeze(-1))
+        grad_scores.mul_(p_rows).mul_(self.scale)
+        grad_k_bhskd, grad_v_bhskd = grad_scores.mT @ q_rows, p_rows.mT @ grad_out_rows
+        return self._from_rows(grad_scores @ k_bhskd), grad_k_bhskd.transpose(2, 3), grad_v_bhskd.transpose(2, 3)
+
+    # ---- part (a): causal attention to the real past ----
+
+    def past(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return output, log-sum-exp [B, H*Q, S] in fp32 (fp64 for fp64), and the kernels' random states.
 
         Raises:
@@ -337,11 +296,11 @@ class _Past:
         outs, lses, states = zip(*by_document, strict=True)
         return _joined(outs), _joined(lses), [state for there in states for state in there]
 
-    def backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def past_backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of queries, keys and values.
 
         Args:
-            states: Of the forward.
+            states: Of `past`.
             given: Gradient of the output, queries, keys, values, and merged output and log-sum-exp.
         """
         if _has_flash(given[1]):
@@ -365,7 +324,7 @@ class _Past:
     # ---- by the device's fused kernel, one sequence in each row of the batch ----
 
     def _fused_forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Attend causally in each row; returns as `forward`."""
+        """Attend causally in each row; returns as `past`."""
         device, dtype = q_bhsd.device.type, q_bhsd.dtype
         if device == "cpu":
             mask = self._mask(q_bhsd)
@@ -388,17 +347,8 @@ class _Past:
         )
         return out.to(dtype), lse[..., : q_bhsd.shape[2]].contiguous(), [seed, offset]
 
-    def _fused_backward(
-        self,
-        states: list[Tensor],
-        grad_out: Tensor,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of `_fused_forward`; as `backward`."""
+    def _fused_backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = given
         if q_bhsd.device.type == "cpu":
             mask, q = self._mask(q_bhsd), q_bhsd
             if mask is not None:
@@ -436,64 +386,31 @@ class _Past:
     # ---- by the variable-length flash kernel, which groups query heads itself ----
 
     def _flash_forward(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Attend causally in each document, or each row of the batch; returns as `forward`."""
-        bounds_d, longest = self._bounds(q_bhsd)
+        """Attend causally in each document, or each row of the batch; returns as `past`."""
+        bounds = self._bounds(q_bhsd)
         k_thd, v_thd = map(_as_tokens, (k_bhsd, v_bhsd))
         outs, lses, states = list[Tensor](), list[Tensor](), list[Tensor]()
         for q, window in zip(self._by_window(q_bhsd), self._windows, strict=True):
             out_thd, lse_ht, *random_states, _ = aten._flash_attention_forward(
-                _as_tokens(q),
-                k_thd,
-                v_thd,
-                bounds_d,
-                bounds_d,
-                longest,
-                longest,
-                0.0,
-                True,
-                False,
-                scale=self.scale,
-                **window,
+                _as_tokens(q), k_thd, v_thd, *bounds, 0.0, True, False, scale=self.scale, **window
             )
             outs.append(out_thd.view(len(q), -1, *out_thd.shape[1:]).transpose(1, 2))
             lses.append(lse_ht.view(len(lse_ht), len(q), -1).transpose(0, 1))
             states += random_states
         return self._folded(outs), self._folded(lses), states
 
-    def _flash_backward(
-        self,
-        states: list[Tensor],
-        grad_out: Tensor,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of `_flash_forward`; as `backward`."""
-        bounds_d, longest = self._bounds(q_bhsd)
+    def _flash_backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = given
+        bounds = self._bounds(q_bhsd)
         k_thd, v_thd = map(_as_tokens, (k_bhsd, v_bhsd))
         grads = list[list[Tensor]]()
         by_window = map(self._by_window, (grad_out, q_bhsd, out, lse))
         for number, (grad, q, o, sums, window) in enumerate(zip(*by_window, self._windows, strict=True)):
             grad_thd, q_thd, out_thd = map(_as_tokens, (grad, q, o))
             lse_ht = sums.transpose(0, 1).flatten(1, 2).contiguous()  # the kernel ignores strides
+            parts, random_states = (grad_thd, q_thd, k_thd, v_thd, out_thd, lse_ht), states[2 * number :][:2]
             grads_thd = aten._flash_attention_backward(
-                grad_thd,
-                q_thd,
-                k_thd,
-                v_thd,
-                out_thd,
-                lse_ht,
-                bounds_d,
-                bounds_d,
-                longest,
-                longest,
-                0.0,
-                True,
-                *states[2 * number : 2 * number + 2],
-                scale=self.scale,
-                **window,
+                *parts, *bounds, 0.0, True, *random_states, scale=self.scale, **window
             )
             grads.append([part.unflatten(0, (len(q), -1)).transpose(1, 2) for part in grads_thd])
         grads_q, grads_k, grads_v = zip(*grads, strict=True)
@@ -501,12 +418,14 @@ class _Past:
             return grads_q[0], grads_k[0], grads_v[0]
         return self._folded(grads_q), torch.stack(grads_k).sum(0), torch.stack(grads_v).sum(0)
 
-    def _bounds(self, q_bhsd: Tensor) -> Documents:
-        """Return the documents, which are the rows of the batch if there are none."""
+    def _bounds(self, q_bhsd: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """Return bounds and longest length of queries and keys: the documents', or those of the rows of the batch."""
         if self.documents is not None:
-            return self.documents
-        batch, length = len(q_bhsd), q_bhsd.shape[2]
-        return torch.arange(batch + 1, device=q_bhsd.device, dtype=torch.int32) * length, length
+            bounds_d, longest = self.documents
+        else:
+            longest = q_bhsd.shape[2]
+            bounds_d = torch.arange(len(q_bhsd) + 1, device=q_bhsd.device, dtype=torch.int32) * longest
+        return bounds_d, bounds_d, longest, longest
 
     @property
     def _windows(self) -> list[dict[str, int]]:

@@ -123,47 +123,19 @@ def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The groups of a batch: its tokens and labels, and the query rows to compute, in the order of a grid [B, R, S].
+    """The groups of a batch: its tokens and labels, and the query rows to compute, in the order of a grid [B, R, S]."""
 
-    Args:
-        input_ids: [B, S].
-        labels_bgs: [B, G, S] of the last G rows of a group, -100 without a label.
-        position_ids: [B, S], if they are not 0..S-1.
-        shape: B, R, S.
-        index_n: [N] places of the rows on the flattened grid.
-        counts_r: [R] rows of each depth.
-        labelled_m: [M] indices of the rows with a label among the N rows.
-        core_shape: Grid of the attention kernel: batch, R and positions; documents are joined to one sequence.
-        core_index_n: [N] indices of the rows on that grid, flattened.
-        is_full: Whether the rows fill the kernel's grid completely, in its order.
-        documents: Documents that the core's positions consist of, if there are several.
-    """
-
-    input_ids: Tensor
-    labels_bgs: Tensor
-    position_ids: Tensor | None
-    shape: Shape
-    index_n: Tensor
-    counts_r: list[int]
-    labelled_m: Tensor
-    core_shape: Shape
-    core_index_n: Tensor
-    is_full: bool
-    documents: Documents | None = None
-
-    @staticmethod
-    def full(
-        input_ids: Tensor,
-        num_depths: int,
-        position_ids: Tensor | None = None,
-        first_token: bool = True,
-        first_depth: int = 0,
-    ) -> Groups:
-        """Return groups with every row, none of them labelled; `first_depth` as the property."""
-        batch, length = input_ids.shape
-        labels_bgs = input_ids.new_full((batch, num_depths, length), IGNORED_LABEL)
-        active_brs = torch.ones(batch, first_depth + num_depths, length, dtype=torch.bool, device=input_ids.device)
-        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, first_token)
+    input_ids: Tensor  # [B, S]
+    labels_bgs: Tensor  # of the last G rows of a group, -100 without a label
+    position_ids: Tensor | None  # [B, S], if they are not 0..S-1
+    shape: Shape  # B, R, S
+    index_n: Tensor  # places of the rows on the flattened grid
+    counts_r: list[int]  # rows of each depth
+    labelled_m: Tensor  # indices of the rows with a label among the N rows
+    core_shape: Shape  # grid of the attention kernel: batch, R and positions; documents are joined to one sequence
+    core_index_n: Tensor  # indices of the rows on that grid, flattened
+    is_full: bool  # whether the rows fill the kernel's grid completely, in its order
+    documents: Documents | None = None  # documents that the core's positions consist of, if there are several
 
     @staticmethod
     def of(
@@ -207,7 +179,7 @@ class Groups:
             placed_bs = active_brs.any(1).flip(-1).cumsum(-1).flip(-1) > 0
             if not first_token:
                 placed_bs &= ~starts_bs
-            placed_bs[0, int(not first_token)].fill_(True)
+            placed_bs[0, int(not first_token)] |= ~placed_bs.any()
             numbers += [starts_bs.sum().view(1), placed_bs.sum().view(1), _longest(starts_bs, placed_bs).view(1)]
         counts = torch.cat(numbers).tolist()
         counts_r, num_labelled, sizes = counts[:num_rows], counts[num_rows], counts[num_rows + 1 :]
@@ -262,6 +234,13 @@ class Groups:
         depth_m, token_m = self.depth_n[place_m] - self.first_depth, self.token_n[place_m]
         index_m = (token_m // length * num_depths + depth_m) * length + token_m % length
         return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m
+
+    def on_grid(self, place_m: Tensor, rows_mx: Tensor, fill: float = 0.0) -> Tensor:
+        """Return values [M, X] of the rows with these places among the N by group, [B, G, S, X]; `fill` elsewhere."""
+        batch, num_depths, length = self.labels_bgs.shape
+        slot_m = self.token_n[place_m] * num_depths + self.depth_n[place_m] - self.first_depth
+        grid = rows_mx.new_full((batch * length * num_depths, rows_mx.shape[-1]), fill)
+        return grid.index_copy(0, slot_m, rows_mx).view(batch, length, num_depths, -1).transpose(1, 2)
 
     def rows_of_depths(self, *runs: int) -> list[DepthRows]:
         """Return the rows of consecutive runs of depths with these lengths; runs without rows are left out."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession
@@ -17,7 +17,6 @@ from draftsmith.models.fused_projections import FusedProjection, fuse_projection
 
 PROMPT = [5, 9, 33, 12, 40, 7]
 TREE = DraftTree([7, 3, 20, 21, 22, 23], TreeShape.of((-1, 0, 0, 1, 2, 2)))
-WITH_BIAS = {"attention_bias": True, "mlp_bias": True}
 
 
 class Products:
@@ -47,13 +46,9 @@ def projections(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FusedProjection)]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [("llama", {}), ("llama", WITH_BIAS), ("mistral", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3", WITH_BIAS)],
-)
-def test_layer_of_a_compiled_target_has_four_products(model_type: str, changes: dict[str, Any]) -> None:
-    layers = 3
-    target = tiny_target(model_type, num_hidden_layers=layers, **changes)
+def test_layer_of_a_compiled_target_has_four_products() -> None:
+    layers = 2
+    target = tiny_target(num_hidden_layers=layers, attention_bias=True, mlp_bias=True)
     for name, part in target.named_parameters():
         if name.endswith("bias"):
             part.normal_()
@@ -74,7 +69,7 @@ def test_layer_of_a_compiled_target_has_four_products(model_type: str, changes: 
 
 
 # A layer's four, one of the features and the LM head; DFlash has one more, of its context's keys and values.
-@pytest.mark.parametrize(("kind", "products"), [("parallel", 6), ("eagle", 6), ("eagle3", 6), ("dflash", 7)])
+@pytest.mark.parametrize(("kind", "products"), [("parallel", 6), ("eagle3", 6), ("dflash", 7)])
 def test_compiled_draft_has_fewer_products(kind: str, products: int) -> None:
     target = tiny_target(num_hidden_layers=4)
     options = {"num_layers": 1} if kind == "dflash" else {}
@@ -86,16 +81,12 @@ def test_compiled_draft_has_fewer_products(kind: str, products: int) -> None:
     assert [number for number, _ in counted.graphs] == [products]
 
 
-def compiled_logits(target: PreTrainedModel) -> torch.Tensor:
-    with TargetSession(target, 40, compiler=Compiler("eager", is_static=True)) as session:
-        session.prefill(PROMPT)
-        return session.forward_tree(TREE).logits
-
-
-def test_weights_are_saved_and_loaded_under_their_names(tmp_path: Path) -> None:
-    target = tiny_target("qwen2")
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_weights_are_saved_and_loaded_under_their_names(model_type: str, tmp_path: Path) -> None:
+    target = tiny_target(model_type)
     wanted = {name: part.clone() for name, part in target.state_dict().items()}
     fuse_projections(target)
+    assert len(projections(target)) == 5 * target.config.num_hidden_layers
     target.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for state in (target.state_dict(), loaded.state_dict()):
@@ -105,19 +96,16 @@ def test_weights_are_saved_and_loaded_under_their_names(tmp_path: Path) -> None:
 
 def test_trained_weights_are_those_of_the_next_compiled_forward() -> None:
     target = tiny_target()
-    first = compiled_logits(target)
+    fuse_projections(target)
+    before = [part.fused.weight.clone() for part in projections(target)]
     target.requires_grad_(True)
     optimizer = torch.optim.AdamW(target.parameters(), lr=1e-2)
     target(input_ids=torch.tensor([PROMPT]), use_cache=False).logits.square().sum().backward()
     assert all(part.weight.grad is not None for part in projections(target))
     optimizer.step()
-    target.requires_grad_(False)
-    torch._dynamo.reset()
-    second = compiled_logits(target)
-    with TargetSession(target, 40) as plain:
-        plain.prefill(PROMPT)
-        torch.testing.assert_close(second, plain.forward_tree(TREE).logits, atol=1e-5, rtol=0)
-    assert float((first - second).abs().max()) > 0.01
+    for part, old in zip(projections(target), before, strict=True):
+        assert torch.equal(part.fused.weight.split(part.fused.sizes)[part.place], part.weight)
+        assert not torch.equal(part.fused.weight, old)
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda target: target.double()])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from draftsmith.models.loss import (
     chunk_rows,
     has_teacher,
     head_loss,
-    losses_in_place,
     mass_inside,
     smooth_l1,
 )
@@ -69,23 +69,14 @@ def test_row_losses_by_hand(name: str) -> None:
     torch.testing.assert_close(values, torch.tensor([BY_HAND[name], same], dtype=torch.float64))
 
 
-def test_gradients_of_row_losses() -> None:
-    """ce: q - one-hot. kl: q - p. lk_alpha: that of TV over alpha. lk_lambda: a constant lambda mixes the two."""
+def test_lambda_of_lk_lambda_has_no_gradient() -> None:
     logits, labels, teacher_logits = random_rows()
-    q, p = logits.softmax(-1), teacher_logits.softmax(-1)
-    grads = {}
-    for name, row_loss in LOSSES.items():
-        at = logits.clone().requires_grad_()
-        (grads[name],) = torch.autograd.grad(row_loss(at, labels, teacher_logits).sum(), at)
-    alpha = torch.minimum(p, q).sum(-1, keepdim=True)
-    weight = torch.exp(-3 * alpha)
-    # d TV / d q_v = -1 where q_v < p_v, else 0; through the softmax
-    slope = -(q < p).double()
-    torch.testing.assert_close(grads["ce"], q - F.one_hot(labels, V))
-    torch.testing.assert_close(grads["kl"], q - p)
-    torch.testing.assert_close(grads["tv"], q * (slope - (q * slope).sum(-1, keepdim=True)))
-    torch.testing.assert_close(grads["lk_alpha"], grads["tv"] / alpha)
-    torch.testing.assert_close(grads["lk_lambda"], weight * grads["kl"] + (1 - weight) * grads["tv"])
+    kl, tv, mixed = (
+        gradient(lambda z, name=name: LOSSES[name](z, labels, teacher_logits), logits)
+        for name in ("kl", "tv", "lk_lambda")
+    )
+    alpha = torch.minimum(teacher_logits.softmax(-1), logits.softmax(-1)).sum(-1, keepdim=True)
+    torch.testing.assert_close(mixed, torch.exp(-3 * alpha) * kl + (1 - torch.exp(-3 * alpha)) * tv)
 
 
 @pytest.mark.parametrize("name", TEACHER_NAMES)
@@ -113,38 +104,28 @@ def test_softmax_is_in_fp32_at_least(name: str) -> None:
     assert LOSSES[name](logits, labels, teacher_logits).dtype == torch.float64
 
 
+@pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 @pytest.mark.parametrize("vocabulary", [5, 16, 37, 1000])
-def test_cross_entropy_in_one_pass_on_a_cpu(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_in_one_pass_on_a_cpu(vocabulary: int) -> None:
     """It equals torch's operations; ties give the first argmax, and NaN stays NaN."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(9, vocabulary, generator=generator)).bfloat16()
     logits[0], logits[1] = 1.0, 2.0
     labels = logits.float().argmax(-1)
     labels[1:9:2] = vocabulary - 1
-    if not has_kernels():
-        pytest.skip("no compiler")
-
-    def computed() -> list[Tensor]:
-        taken, results = logits.clone(), [torch.empty(9), torch.empty(9, dtype=torch.bool), torch.empty(9)]
-        losses_in_place({"ce": 1.0}, taken, labels, None, None, results, True)
-        return [taken, *results]
-
-    called: list[int] = []
-    by_torch = through_head._cross_entropy
-    monkeypatch.setattr(through_head, "_cross_entropy", lambda *args: (called.append(1), by_torch(*args)))
-    in_one_pass = computed()
-    assert not called
-    with monkeypatch.context() as patch:
-        patch.setattr(through_head, "has_kernels", lambda: False)
-        by_operations = computed()
-    for found, expected in zip(in_one_pass, by_operations, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2**-8 if found.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-    assert called
-    assert in_one_pass[2][:2].tolist() == [True, False]
+    exact = logits.float().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    expected.sum().backward()
+    losses, correct, grad = torch.empty(9), torch.empty(9, dtype=torch.bool), logits.clone()
+    torch.ops.draftsmith.cross_entropy(grad, labels, losses, correct)
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad.float(), exact.grad, rtol=2**-8, atol=1e-6)
+    assert correct.tolist() == (logits.float().argmax(-1) == labels).tolist()
+    assert correct[:2].tolist() == [True, False]
     logits[3, 2] = math.nan
-    in_one_pass = computed()
-    assert in_one_pass[0][3].isnan().all()
-    assert in_one_pass[1][3].isnan()
+    torch.ops.draftsmith.cross_entropy(logits, labels, losses, correct)
+    assert logits[3].isnan().all()
+    assert losses[3].isnan()
 
 
 def test_smooth_l1() -> None:
@@ -235,15 +216,25 @@ class Setting:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize(
-    ("trained", "reduced", "low_rank"), [(True, True, False), (True, False, True), (False, True, True)]
+    "options",
+    [
+        {},
+        {"reduced": False, "low_rank": True},
+        {"trained": False, "low_rank": True},
+        *({"low_rank": True, "shape": LogitShape(*shape)} for shape in ((0.25,), (1.0, 2.0), (0.5, 1.5))),
+    ],
+    ids=str,
 )
 def test_head_loss_equals_plain_autograd(
-    name: str, chunk: int, trained: bool, reduced: bool, low_rank: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, chunk: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of hidden states, head and both factors of a low-rank term; the head's bias is added once."""
+    """Gradients of hidden states, head and both factors of a low-rank term; the head's bias is added once.
+
+    The low-rank term is neither scaled nor capped. Row weights that come later give the same gradients.
+    """
     monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", chunk * V)
     assert chunk_rows(V, D) == chunk
-    setting = Setting(trained, reduced, low_rank)
+    setting = Setting(**options)
     result = setting.run(name)
     expected, losses_n, logits = setting.reference({name: 1.0})
     torch.testing.assert_close(result.loss, expected)
@@ -251,40 +242,17 @@ def test_head_loss_equals_plain_autograd(
     cross_entropy_n = F.cross_entropy(logits, setting.labels_n, reduction="none")
     torch.testing.assert_close(result.cross_entropy_n, cross_entropy_n.detach())
     assert result.correct_n.tolist() == (logits.argmax(-1) == setting.labels_n).tolist()
-    torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
+    wanted = setting.grads(2.5 * expected)
+    torch.testing.assert_close(setting.grads(2.5 * result.loss), wanted)
     assert [part.requires_grad for part in result[:4]] == [True, False, False, False]
     with torch.no_grad():
         silent = setting.run(name)
     assert silent.loss.grad_fn is None
     torch.testing.assert_close(silent.losses_n, result.losses_n)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [LogitShape(0.25), LogitShape(1.0, 2.0), LogitShape(0.5, 1.5)], ids=str)
-def test_scaled_and_capped_heads(name: str, shape: LogitShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients equal plain autograd; the term added to the logits is neither scaled nor capped."""
-    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
-    setting = Setting(low_rank=True, shape=shape)
-    result, (expected, losses_n, _) = setting.run(name), setting.reference({name: 1.0})
-    torch.testing.assert_close(result.losses_n, losses_n.detach())
-    torch.testing.assert_close(setting.grads(2.5 * result.loss), setting.grads(2.5 * expected))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("trained", [True, False])
-def test_weights_may_come_later(name: str, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of hidden states and head stay equal, although chunks are freed before the weights are known."""
-    monkeypatch.setattr(through_head, "CHUNK_ELEMENTS", 3 * V)
-    setting = Setting(trained=trained)
-    now, weights_n = setting.run(name), setting.weights_n
-    expected = setting.grads(2.5 * now.loss)
-    setting.weights_n = None
+    weights_n, setting.weights_n = setting.weights_n, None
     later = setting.run(name)
     assert [part.requires_grad for part in later[:4]] == [False, True, False, False]
-    torch.testing.assert_close(later.losses_n.detach(), now.losses_n)
-    found = setting.grads(2.5 * (later.losses_n * weights_n).sum())
-    assert (found[1] is not None) == trained
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(setting.grads(2.5 * (later.losses_n * weights_n).sum()), wanted)
 
 
 @pytest.mark.parametrize(

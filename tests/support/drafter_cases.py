@@ -8,7 +8,7 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.drafter import Drafter, label_all_groups
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 
@@ -108,7 +108,7 @@ FREQUENT = datasets.Dataset.from_dict(
     {"input_ids": [[token for token in range(VOCABULARY) if token % 3]], "loss_mask": [[1] * 40]}
 )
 # By default a lattice is a quarter as wide, and labels of 61 tokens are rarely among 8 candidates.
-TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": VOCABULARY}}
+TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": 30}}
 CASES = [
     (kind, {**TINY.get(kind, {}), **options}) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]
 ]
@@ -116,7 +116,7 @@ CASES = [
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dpace_alpha": 0.3}),
     ("dflash2", {"dpace_alpha": 0.3, "selector_rank": 6, "selector_top_k": 5}),
-    ("lilicorr", {**TINY["lilicorr"], "dpace_alpha": 0.3, "lattice_top_k": 30}),
+    ("lilicorr", {**TINY["lilicorr"], "dpace_alpha": 0.3}),
     ("eagle_parallel", {"dpace_alpha": 0.3, "draft_vocab_size": 40, "loss": "ce", "class_weight": 1.0}),
     ("eagle3", {"dpace_alpha": 0.5, "draft_vocab_size": 40, "loss": "ce"}),
     ("peagle", {"dpace_alpha": 0.5, "draft_vocab_size": 40}),
@@ -143,6 +143,13 @@ def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedMo
             for head in drafter.vocab.own_heads:  # which are initialised from the target's
                 head.weight.add_(0.1 * torch.randn_like(head.weight))
     return target, drafter
+
+
+def group_hidden(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
+    """Return the hidden states of all depths before the final norm, [B, G, S, D]; zeros without a row."""
+    groups, features = label_all_groups(drafter, ids, features, None)
+    hidden_nd = drafter.hidden_states(groups, features)
+    return groups.on_grid(groups.labelled_m, hidden_nd[groups.labelled_m])[:, :, : ids.shape[1]]
 
 
 def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.drafter_cases import BY_GROUPS, CASES, FREQUENT, TARGET_LAYERS
-from support.tiny_models import tiny_target
+from support.drafter_cases import BY_GROUPS, CASES, FREQUENT, TARGET_LAYERS, TINY
+from support.tiny_models import VOCABULARY, tiny_target
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -41,7 +41,15 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 5, "dpace_alpha": 0.4, "draft_vocab_size": 40}),
     ("medusa2", {"lora_rank": 2, "loss": "kl"}),
 ]
-GOLDEN_CASES = [*CASES, *BY_GROUPS, *MORE]
+ALL_CANDIDATES = {**TINY["lilicorr"], "lattice_top_k": VOCABULARY}
+GOLDEN_CASES = [
+    *(
+        (kind, ALL_CANDIDATES if (kind, options) == ("lilicorr", TINY["lilicorr"]) else options)
+        for kind, options in CASES
+    ),
+    *BY_GROUPS,
+    *MORE,
+]
 NAMES = [f"{kind} {json.dumps(options, sort_keys=True)}" for kind, options in GOLDEN_CASES]
 
 

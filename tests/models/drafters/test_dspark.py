@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.drafter_cases import group_hidden
 from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_target
 
 from draftsmith.models.base.registry import load_drafter_class
@@ -30,7 +31,7 @@ def test_loss_by_hand(loss: str, weight: float) -> None:
     state = drafter.state_dict()
     with torch.no_grad():
         output, logits = drafter(**batch), drafter.group_logits(ids, features)
-        normed = drafter.norm(drafter.group_hidden(ids, features))
+        normed = drafter.norm(group_hidden(drafter, ids, features))
         teacher = TARGET(ids).logits
     losses: list[list[float]] = [[], [], []]
     for b, j, t in itertools.product(range(2), range(3), range(1, LENGTH)):

@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.drafter_cases import BY_GROUPS, CASES, TARGET_LAYERS, TINY, drafted_logits, options_of, target_and_drafter
+from support.drafter_cases import (
+    BY_GROUPS,
+    CASES,
+    TARGET_LAYERS,
+    TINY,
+    drafted_logits,
+    group_hidden,
+    options_of,
+    target_and_drafter,
+)
 from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.errors import UserError
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
@@ -39,9 +47,8 @@ IDS = [f"{kind}-{index}" for index, (kind, _) in enumerate(CASES)]
 DEFAULTS = [(kind, TINY.get(kind, {})) for kind in drafter_kinds()]
 every_drafter = pytest.mark.parametrize(("kind", "options"), CASES, ids=IDS)
 # With the variants of options in `make test` only.
-every_kind = pytest.mark.parametrize(
-    ("kind", "options"), [c if c in DEFAULTS else pytest.param(*c, marks=pytest.mark.slow) for c in CASES], ids=IDS
-)
+KINDS = [case if case in DEFAULTS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+every_kind = pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CASES, ("parallel", {"num_masks": 0, "init": "random"})])
@@ -73,10 +80,10 @@ OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", EXPERTS)
-@pytest.mark.parametrize(("kind", "layers"), OTHER_LAYERS)
-def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, tmp_path: Path) -> None:
-    """For a target of experts: dense layers with its width, heads and RoPE, trained, decoded, saved and loaded."""
+@pytest.mark.parametrize(("case", "model_type"), [*zip(OTHER_LAYERS, itertools.cycle(EXPERTS))])
+def test_layers_of_another_model_type(case: tuple[str, str], model_type: str, tmp_path: Path) -> None:
+    """For a target of experts: dense layers with its width, heads and RoPE, decoded as trained, saved and loaded."""
+    kind, layers = case
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS, **EXPERTS[model_type])
     options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
     if layers == "qwen3" and kind not in ("dflash", "dspark"):
@@ -86,23 +93,10 @@ def test_layers_of_another_model_type(kind: str, layers: str, model_type: str, t
     assert any("q_norm" in name for name in names) == (layers == "qwen3")
     assert not any("expert" in name for name in names)
     check_training_equals_decoding(target, drafter, offset=23)
-    batch = random_batch(target, drafter=drafter)
-    drafter.train()
-    drafter(**batch).loss.backward()
-    assert all(parameter.grad is not None for parameter in drafter.parameters() if parameter.requires_grad)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target)
     assert loaded.config.layers == layers
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in drafter.state_dict().items())
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
-def test_layers_of_experts_are_refused(kind: str) -> None:
-    target = tiny_target("qwen3_moe", **EXPERTS["qwen3_moe"])
-    with pytest.raises(
-        UserError, match=r"layers.*of the target's own kind, qwen3_moe, are not supported: use llama or"
-    ):
-        tiny_drafter_of(kind, target, layers="target")
 
 
 def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, offset: int) -> None:
@@ -329,10 +323,10 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     drafted = drafter.group_logits(ids, features).argmax(-1)
     kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
     teacher = batch.get("teacher_features", features)
-    hidden = drafter.group_hidden(ids, features) if "class_weight" in config.to_dict() else None
+    hidden = group_hidden(drafter, ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
-    normed = drafter.norm(drafter.group_hidden(ids, features)) if selector is not None or has_lattice else None
+    normed = drafter.norm(group_hidden(drafter, ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
     alpha, until_first_error = credit or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth
@@ -391,7 +385,10 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     return total
 
 
-@pytest.mark.parametrize(("kind", "options"), [*CASES, *BY_GROUPS])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*KINDS, *BY_GROUPS],
+)
 def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     """1e-6 in fp64, since transformers' norms and RoPE and the row weights are in fp32."""
     target, drafter = target_and_drafter(kind, options)
@@ -424,71 +421,45 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "backend"), [*((*case, "folded") for case in CASES), ("parallel", {}, "dense")]
-)
-def test_packed_loss_equals_unpacked_loss(kind: str, options: dict[str, Any], backend: str) -> None:
-    """Documents in separate rows or packed into rows: the same labels, loss, gradients and sums of each depth.
+def run_step(drafter: Drafter, target: PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[Any, ...]:
+    """Return loss, gradients, label counts, and sums of each depth of a step whose micro-batches these are."""
+    groups = [drafter.groups(each["input_ids"], each["loss_mask"], each.get("position_ids")) for each in batches]
+    counts = sum(map(drafter.label_counts, groups)) if len(batches) > 1 else None
+    losses, sums = [], []
+    for batch in batches:
+        ids, positions = batch["input_ids"], batch.get("position_ids")
+        features, teacher = drafter.training_features(target, ids, positions)
+        output = drafter(ids, features, batch["loss_mask"], positions, teacher, counts)
+        output.loss.backward()
+        losses.append(output.loss.detach())
+        sums.append(torch.stack([output.depth_count, output.depth_correct, output.depth_loss_sum.detach()]))
+    gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad()
+    return sum(losses), sum(sums), gradients
 
-    Documents start and end within answers, so a label, a feature or a key of a neighbouring document would show.
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*KINDS, *BY_GROUPS, ("parallel", {"attention": "dense"})],
+)
+def test_packed_rows_and_micro_batches_have_the_loss_of_the_batch(kind: str, options: dict[str, Any]) -> None:
+    """Documents in separate rows, packed into rows, and in micro-batches of which one is empty.
+
+    They start and end within answers, so a label, a feature or a key of a neighbouring document would show, and have
+    different numbers of labels, so the mean of their means would differ.
     """
     target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
-    if "attention" in drafter.config.to_dict() and "attention" not in options:
-        drafter.config.attention = backend
-    generator = torch.Generator().manual_seed(5)
-    rows = []
+    generator, rows = torch.Generator().manual_seed(5), list[dict[str, Any]]()
     for length in (9, LENGTH, 4, 1, 7):
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         rows.append({"input_ids": ids, "loss_mask": [int(t % 7 != 2) for t in range(length)]})
-    packed = [pack_documents([rows[0], rows[1], rows[2]]), pack_documents([rows[3], rows[4]])]
-    results = []
-    for batch in (collate_right_padded(rows), collate_right_padded(packed)):
-        ids, positions = batch["input_ids"], batch.get("position_ids")
-        features, teacher = drafter.training_features(target, ids, positions)
-        output = drafter(ids, features, batch["loss_mask"], position_ids=positions, teacher_features=teacher)
-        output.loss.backward()
-        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
-        results.append((output, gradients))
-        drafter.zero_grad()
-    (expected, expected_gradients), (found, gradients) = results
-    assert torch.equal(found.depth_count, expected.depth_count)
-    assert expected.depth_count.min() > 0
-    torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.depth_loss_sum, expected.depth_loss_sum, atol=1e-5, rtol=1e-5)
-    assert torch.equal(found.depth_correct, expected.depth_correct)
-    torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "options"), [*DEFAULTS, *BY_GROUPS])
-def test_losses_of_micro_batches_add_up(kind: str, options: dict[str, Any]) -> None:
-    """Any split of a batch, also with an empty part, sums to its loss and gradients, scaled by its `label_counts`.
-
-    The parts have 1, 3 and 0 rows, with answers of different lengths: the mean of their means would differ.
-    """
-    target, drafter = target_and_drafter(kind, options)
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for length in (LENGTH, 5, 9, 7):
-        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "loss_mask": [0] * (length % 3) + [1] * (length - length % 3)})
-    batches = [collate_right_padded(part) for part in (rows[:1], rows[1:], [])]
-    counts = sum(drafter.label_counts(drafter.groups(batch["input_ids"], batch["loss_mask"])) for batch in batches)
-    results, sums = [], []
-    for parts, label_counts in (([collate_right_padded(rows)], None), (batches, counts)):
-        losses, depth_counts = [], []
-        for batch in parts:
-            ids = batch["input_ids"]
-            features, teacher = drafter.training_features(target, ids)
-            mask = batch["loss_mask"]
-            output = drafter(ids, features, mask, teacher_features=teacher, label_counts=label_counts)
-            output.loss.backward()
-            losses.append(output.loss.detach())
-            depth_counts.append(output.depth_count)
-        gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
-        results.append((sum(losses), gradients))
-        sums.append(sum(depth_counts))
-        drafter.zero_grad()
-    assert losses[-1] == 0
-    assert torch.equal(counts[0], sums[0].float())
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    loss, sums, gradients = run_step(drafter, target, [collate_right_padded(rows)])
+    assert sums[0].min() > 0
+    packed = [pack_documents(rows[:3]), pack_documents(rows[3:])]
+    for batches in ([packed], [rows[:1], rows[1:], []], [rows[:3], packed[1:]]):
+        found = run_step(drafter, target, list(map(collate_right_padded, batches)))
+        torch.testing.assert_close(found[0], loss, atol=1e-6, rtol=1e-6)
+        assert torch.equal(found[1][:2], sums[:2])
+        torch.testing.assert_close(found[1][2], sums[2], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[2], gradients, atol=1e-6, rtol=1e-5)

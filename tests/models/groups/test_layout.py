@@ -45,7 +45,7 @@ def test_one_document_per_row_is_not_packed() -> None:
     ids = labels[:, 0]
     groups = Groups.of(ids, labels, position_ids=torch.arange(7, 12)[None])
     assert (groups.documents, groups.core_shape, groups.is_full) == (None, (1, 2, 5), True)
-    assert torch.equal(groups.core_index_n, Groups.full(ids, 2).index_n)
+    assert torch.equal(groups.core_index_n, torch.arange(10))
     without = Groups.of(ids, labels, first_token=False)
     assert (without.core_shape, without.is_full, without.index_n.tolist()) == (
         (1, 2, 4), True, [1, 2, 3, 4, 6, 7, 8, 9],
@@ -78,3 +78,12 @@ def test_active_rows_skip_padding(first_token: bool) -> None:
     assert groups.token_n.tolist() == tokens
     assert (groups.core_shape, groups.is_full) == ((1, 1, len(tokens)), True)
     assert Groups.of(ids, labels, first_token=first_token).core_shape == (3, 1, 6 - skipped)
+
+
+def test_first_token_of_a_later_document_has_no_place_without_first_tokens() -> None:
+    """A document of one token comes first: the second one's first token, which has no row, is no key either."""
+    labels = torch.tensor([[[-100, -100, -100, 7, -100]]])
+    positions = torch.tensor([[0, 0, 1, 2, 3]])
+    groups = Groups.of(labels[:, 0], labels, position_ids=positions, first_token=False)
+    assert groups.documents is not None
+    assert (groups.documents[0].tolist(), groups.column_n.tolist()) == ([0, 0, 2], [2, 3])

@@ -12,7 +12,7 @@ from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.groups.attention import _FoldedGroupAttention
+from draftsmith.models.groups.attention import _Folded, _FoldedGroupAttention
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
@@ -98,7 +98,8 @@ def test_attention_of_documents_is_one_kernel_per_direction() -> None:
                 parts = [part.to(device) for part in (q, k, v)]
                 documents = bounds_d.to(device), max(lengths)
                 ghosts.counting = True
-                out = _FoldedGroupAttention.forward(kept, *parts, 0.3, documents)
+                folded = _Folded(parts[0].shape[2], parts[1].shape[2] - 1, 0.3, documents, True, None)
+                out = _FoldedGroupAttention.forward(kept, *parts, folded)
                 grads = _FoldedGroupAttention.backward(kept, out.sin())[:3]
                 ghosts.counting = False
                 found.append([part.cpu() for part in (out, *grads) if part is not None])
