@@ -106,19 +106,11 @@ struct BFloat16 : OneColumn {
     std::memcpy(&wide, &bits, sizeof wide);
     return wide;
   }
-  // The nearest, ties to even; what is not a number stays so.
-  static Words round(Floats values) {
-    Words bits;
-    std::memcpy(&bits, &values, sizeof bits);
-    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
-  }
-  static void store(Element* to, Floats values) {
-    const Words nearest = round(values);
-#ifdef __AVX512F__  // GCC converts in halves
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)nearest));
+  static void store(Element* to, Floats values) {  // to the nearest, ties to even; what is not a number stays so
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)values));
 #else
-    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(nearest, Halves);
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(nearest(values), Halves);
 #endif
   }
   static Floats load(const Element* from) {
@@ -149,9 +141,8 @@ struct BFloat16 : OneColumn {
   using Values = __m512bh;
   static constexpr int64_t COLUMNS = 2;
   static Floats store_shares(Share* to, Floats shares) {
-    const auto rounded = (__m256i)_mm512_cvtneps_pbh((__m512)shares);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
-    return (Floats)((Words)_mm512_cvtepu16_epi32(rounded) << 16);
+    store(to, shares);
+    return load(to);
   }
   static Values values(const Element* first, const Element* second) {  // their lanes taking turns
     const auto at = [](const Element* of) { return _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of))); };
@@ -175,8 +166,14 @@ struct BFloat16 : OneColumn {
     sums += input.even * (Floats)even;
     return sums + input.odd * (Floats)odd;
   }
+  static Words nearest(Floats values) {
+    Words bits;
+    std::memcpy(&bits, &values, sizeof bits);
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+  }
   static Floats store_shares(Share* to, Floats shares) {
-    const auto rounded = (Floats)(round(shares) << 16);
+    const auto rounded = (Floats)(nearest(shares) << 16);
     Float32::store(to, rounded);
     return rounded;
   }
