@@ -307,7 +307,7 @@ def test_printed_server_has_the_parallelism_of_distillation() -> None:
     ("kind", "to", "sentence"),
     [
         ("dflash", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `dflash` needs vLLM 0.20 or later"),
-        ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `parallel_drafting` needs vLLM 0.16 or later"),
+        ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `peagle` needs vLLM 0.16 or later"),
         ("eagle3", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32)"),
         ("dflash", "sglang", "for SGLang 0.5.23"),
     ],
