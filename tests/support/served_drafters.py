@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.drafter_cases import greedy_logits
 
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
@@ -132,20 +133,6 @@ class Setup:
     answers: list[list[int]]  # greedy, beyond the compared length
 
 
-def chain(decoder: Any, depth: int) -> list[int]:
-    """Draft the greedy tokens of the next depths."""
-    if hasattr(decoder, "draft"):
-        logits = decoder.draft()[:depth]
-        return decoder.columns.tokens(logits.argmax(-1).tolist())
-    tokens: list[int] = []
-    logits = decoder.begin()
-    for place in range(depth):
-        tokens += decoder.columns.tokens(logits.argmax(-1).tolist())
-        if place + 1 < depth:
-            logits = decoder.expand(tokens[-1:], [place])
-    return tokens
-
-
 def count_our_rounds(drafter: Drafter, setup: Setup, within: bool = False) -> tuple[int, list[int], int]:
     """Count rounds, accepted draft tokens by position, and draft tokens of a chain in our decoder.
 
@@ -170,7 +157,8 @@ def count_our_rounds(drafter: Drafter, setup: Setup, within: bool = False) -> tu
             if not depth:
                 break
             drafted += depth
-            right = [a == b for a, b in zip(chain(decoder, depth), ids[known:].tolist(), strict=False)]
+            drafts = decoder.columns.tokens(greedy_logits(decoder, depth).argmax(-1).tolist())
+            right = [a == b for a, b in zip(drafts, ids[known:].tolist(), strict=False)]
             count = right.index(False) if False in right else depth
             rounds += 1
             for place in range(count):

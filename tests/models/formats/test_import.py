@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.drafter_cases import drafted_logits
 from support.eagle_reference import LayoutReference, rotary, rotate
 from support.loader_rules import required_shapes
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
@@ -186,23 +187,17 @@ def reference(tensors: dict[str, Tensor]) -> LayoutReference:
     return LayoutReference(tensors, TARGET.get_input_embeddings().weight, TARGET.get_output_embeddings().weight)
 
 
-def start_decoder(drafter: Drafter) -> tuple[Any, Tensor]:
-    """Return a decoder that has read tokens 0..NEWEST, and the target's features at all of them."""
-    features = target_features(TARGET, IDS, layers=drafter.feature_layers)[0]
-    decoder = drafter.decoder(IDS.shape[1])
+def features_of(drafter: Drafter) -> Tensor:
+    return target_features(TARGET, IDS, layers=drafter.feature_layers)[0]
+
+
+def check_drafts(drafter: Drafter, expected: Tensor) -> None:
+    """Check the logits [depths, V'] of a chain along the true tokens after NEWEST."""
+    features, decoder = features_of(drafter), drafter.decoder(IDS.shape[1])
     decoder.start(IDS[0, :3], features[:3])
     decoder.observe(IDS[0, 3 : NEWEST + 1], features[2:NEWEST])
-    return decoder, features
-
-
-def draft_chain(decoder: Any, depths: int) -> Tensor:
-    """Return the logits [depths, V'] of a chain along the true tokens."""
-    if hasattr(decoder, "draft"):
-        return decoder.draft()[:depths]
-    rows = [decoder.begin()[0]]
-    for depth in range(1, depths):
-        rows.append(decoder.expand([int(IDS[0, NEWEST + depth])], [depth - 1])[0])
-    return torch.stack(rows)
+    drafted = drafted_logits(drafter, decoder, IDS[0], NEWEST)[: len(expected)]
+    torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -270,7 +265,7 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, published: P
     checkpoint = published(layout)
     drafter = checkpoint.load()
     assert drafter.feature_layers == layers
-    theirs, (decoder, features) = reference(checkpoint.tensors), start_decoder(drafter)
+    theirs, features = reference(checkpoint.tensors), features_of(drafter)
     tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.eagle3_fused(features[:NEWEST])
     expected = []
     for depth in range(3):
@@ -278,7 +273,7 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, published: P
         expected.append(theirs.eagle3_logits(out))
         read = theirs.eagle3_feedback(out, bool(checkpoint.config.get("norm_output")))
         tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
-    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, torch.stack(expected))
     if "d2t" in checkpoint.tensors:
         assert drafter.vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
 
@@ -286,12 +281,12 @@ def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, published: P
 @pytest.mark.parametrize("layout", ["peagle", "peagle-normed"])
 def test_peagle(layout: str, published: Publish) -> None:
     checkpoint = published(layout)
-    decoder, features = start_decoder(checkpoint.load())
-    theirs, mask = reference(checkpoint.tensors), checkpoint.tensors["mask_hidden"]
+    drafter = checkpoint.load()
+    theirs, features, mask = reference(checkpoint.tensors), features_of(drafter), checkpoint.tensors["mask_hidden"]
     tokens = [*IDS[0, 1 : NEWEST + 1].tolist(), 7, 7]
     g = theirs.eagle3_fused(torch.cat([features[:NEWEST], mask, mask]))
     out = theirs.eagle3_slots(tokens, g)
-    torch.testing.assert_close(draft_chain(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, theirs.eagle3_logits(out[-3:]))
 
 
 # The keys of torchspec/config/dflash_draft_config.json; AngelSpec's, in angelspec/models/draft/dspark.py, are more.
@@ -344,13 +339,12 @@ def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, published: P
     drafter, made = checkpoint.load(), checkpoint.made
     assert [f"names no block_size: {size} was taken" in each for each in made.assumed] == [True] * (size != 4)
     assert (drafter.feature_layers, drafter.config.sample_from_anchor, made.kind) == ((1, 3), False, kind)
-    decoder, features = start_decoder(drafter)
-    expected = torchspec_logits(tensors, features[:NEWEST], [int(IDS[0, NEWEST]), *[7] * (size - 1)])[1:]
+    expected = torchspec_logits(tensors, features_of(drafter)[:NEWEST], [int(IDS[0, NEWEST]), *[7] * (size - 1)])[1:]
     if kind == "dspark":  # angelspec/models/draft/dspark.py: the token before each of these changes its logits
         before = IDS[0, NEWEST : NEWEST + 2]
         bias = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
         expected = expected[:2] + bias
-    torch.testing.assert_close(draft_chain(decoder, len(expected)), expected, atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, expected)
 
 
 @pytest.mark.parametrize(
@@ -374,22 +368,22 @@ def test_a_key_without_which_it_would_be_another_drafter(layout: str, key: str, 
 
 def test_medusa(published: Publish) -> None:
     checkpoint = published("medusa")
-    decoder, features = start_decoder(checkpoint.load())
-    theirs = reference(checkpoint.tensors)
+    drafter = checkpoint.load()
+    theirs, features = reference(checkpoint.tensors), features_of(drafter)
     expected = []
     for head in range(3):
         hidden = features[NEWEST - 1]
         for block in range(2):
             hidden = hidden + torch.nn.functional.silu(theirs.product(f"{head}.{block}.linear", hidden))
         expected.append(theirs.product(f"{head}.2", hidden))
-    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, torch.stack(expected))
 
 
 def test_hydra(published: Publish) -> None:
     """Head i reads the feature and i + 1 embeddings; its second block has the size of the first."""
     checkpoint = published("hydra")
-    decoder, features = start_decoder(checkpoint.load())
-    theirs = reference(checkpoint.tensors)
+    drafter = checkpoint.load()
+    theirs, features = reference(checkpoint.tensors), features_of(drafter)
     read, expected = features[NEWEST - 1], []
     for head in range(3):
         read = torch.cat([read, theirs.embedding[IDS[0, NEWEST + head]]])
@@ -398,7 +392,7 @@ def test_hydra(published: Publish) -> None:
         hidden = hidden + torch.nn.functional.silu(theirs.product(f"{first}.linear", read))
         hidden = hidden + torch.nn.functional.silu(theirs.product(f"hydra_mlp.{head}.1.linear", hidden))
         expected.append(theirs.product(f"hydra_lm_head.{head}", hidden))
-    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, torch.stack(expected))
 
 
 def test_separate_head_for_all_tokens_is_kept(published: Publish) -> None:
