@@ -108,7 +108,7 @@ def test_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
     """All questions in parallel over HTTP, also streamed: plain vLLM's answers and our decoder's acceptance."""
     kind, _, options = SERVED["eagle3"]
     drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
-    server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))
+    server = VllmServer(tmp_path / "log", printed_command(drafter, tmp_path))
     try:
         asked = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
         bodies = [{**asked, "prompt": ids, "return_token_ids": True} for ids in setup.prompts]
