@@ -5,13 +5,20 @@ from typing import Any
 
 import torch
 from support.drafter_cases import greedy_logits
+from transformers import PreTrainedModel
 
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.schema import TargetRecipe
 
 NEW_TOKENS = 48  # of a compared answer
+QUESTIONS = 12
 TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks train slowly
 
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -88,6 +95,13 @@ IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark-reduced": ("dspark", {"block_size": 3, "num_layers": 1, "markov_rank": 32, "draft_vocab_size": 1000}),
     "draft_model": ("draft_model", {"draft_depth": 3, "num_layers": 2}),
 }  # fmt: skip
+
+
+def load_embedded() -> tuple[PreTrainedModel, Any, list[list[int]]]:
+    """Return the embedded target in fp32, its tokenizer, and the prompts of a few questions."""
+    target, tokenizer = load_target(TargetRecipe(model="embedded", dtype="float32", device="cpu"))
+    asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
+    return target, tokenizer, [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
 
 
 def train_briefly(
