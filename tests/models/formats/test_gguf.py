@@ -84,10 +84,11 @@ def test_every_kind_is_written_and_read_back(name: str, target: Any, file: Path,
 
 def test_tokenizer_is_the_targets(target: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is copied key by key; a block's mask token is added."""
-    monkeypatch.setattr(llamacpp, "tokenizer_of", tokenizer_of)
+    keys = tokenizer_of(file, target[0].config.to_dict())
+    monkeypatch.setattr(llamacpp, "tokenizer_of", lambda *_: keys)
     fields = gguf.GGUFReader(export_to(build_drafter("dflash", {"block_size": 4}, target), file, tmp_path)).fields
     ours = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.")}
-    theirs = {key: value for key, value, _ in tokenizer_of(file, target[0].config.to_dict())}
+    theirs = {key: value for key, value, _ in keys}
     assert ours == {**theirs, "tokenizer.ggml.mask_token_id": 0}
     assert len(theirs["tokenizer.ggml.tokens"]) == 4096
 

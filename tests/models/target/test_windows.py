@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.table_decoder import leaf_paths
 from support.tiny_models import HYBRIDS, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,9 +81,9 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 def check_step(step: Any, tree: DraftTree, target: Any, said: list[int]) -> None:
     """Check that every node of a tree has the logits of its path without a tree."""
-    for node in range(len(tree)):
-        own = [tree.tokens[place] for place in tree.shape.path_to(node)]
-        assert_same(step.logits[node], recompute(target, said + own)[-1])
+    for path in leaf_paths(tree):
+        own = [tree.tokens[node] for node in path]
+        assert_same(step.logits[path], recompute(target, said + own)[len(said) :])
 
 
 def check_trees(session: Any, target: Any, prompt: list[int]) -> None:
