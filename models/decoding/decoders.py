@@ -451,7 +451,9 @@ class MarkovDecoder(PathDecoder):
         return self._logits_gv[depths_w] + self._bias_of(tokens_w)
 
 
-def depths_below(parents: list[int], depths: list[int], num_depths: int, limit: str) -> list[int]:
+def depths_below(
+    parents: list[int], depths: list[int], num_depths: int = LONGEST_TREE_NODES, limit: str = ""
+) -> list[int]:
     """Return the depths of W new nodes below `parents`, [W].
 
     Args:
@@ -491,12 +493,10 @@ class GrowingTree:
         Raises:
             ValueError: A parent does not exist, or the tree grows too large.
         """
-        first, end = len(self.depths), len(self.depths) + len(parents)
-        if not self.depths or max(parents) >= first:
-            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
+        end = len(self.depths) + len(parents)
         if end > LONGEST_TREE_NODES:
             raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        depths = [self.depths[parent] + 1 for parent in parents]
+        depths = depths_below(parents, self.depths)
         self.depths += depths
         self.parents += [parent - 1 for parent in parents]
         return depths
