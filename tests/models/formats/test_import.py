@@ -533,12 +533,17 @@ def test_names_with_a_model_prefix(layout: str, published: Publish) -> None:
 
 
 def test_export_imports_again(tmp_path: Path) -> None:
-    """Draft models and PARD drafters, whose embedding and head are the target's except for the mask's row."""
+    """Draft models and PARD drafters, whose embedding and head are the target's except for the mask's row, and RoPE."""
     for kind, options in (("draft_model", {}), ("parallel", {"inputs": "embedding", "shared_mask": True})):
         drafter = tiny_drafter_of(kind, TARGET, **options)
         export_drafter(drafter, "vllm", tmp_path / f"out-{kind}", "TARGET", tmp_path)
         import_drafter(str(tmp_path / f"out-{kind}"), TARGET, tmp_path / kind)
         assert_same(load_drafter(tmp_path / kind, TARGET).state_dict(), drafter.state_dict())
+        config = tmp_path / f"out-{kind}" / "config.json"
+        rope = {"rope_type": "default", "rope_theta": 5.0}
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rope_parameters": rope}))
+        with pytest.raises(UserError, match=r"rope_parameters is .*drafters here have layers of the target's shape"):
+            import_drafter(str(tmp_path / f"out-{kind}"), TARGET, tmp_path / f"turned-{kind}")
 
 
 def test_import_command(published: Publish, tmp_path: Path) -> None:
