@@ -124,7 +124,7 @@ def with_variables(template: str, values: dict[str, Any]) -> str:
                 f"key `target.chat_template_kwargs`: the target's chat template reads no variable {name}: "
                 f"{did_you_mean(name, sorted(switches), 'leave it out')}"
             )
-    # JSON values are written alike in Jinja and Python. A template's own first line break would be taken for the one
+    # Jinja reads JSON values as Python writes them. A template's own first line break would be taken for the one
     # after a block.
     settings = (f"{{% set {name} = {value!r} %}}\n" for name, value in values.items())
     return "".join(settings) + template
