@@ -115,10 +115,10 @@ SWITCHED = (
 
 def test_chat_template_variables_reach_every_rendering(target_folder: Path) -> None:
     """They are set for every caller that renders the template, with values of every JSON type."""
-    values = {"enable_thinking": False, "tone": 'a "quoted" é', "rules": [None, {"a": 1.5}]}
+    values = {"enable_thinking": False, "tone": 'a "quoted" é 😀', "rules": [None, {"a": 1.5}]}
     _, tokenizer = load_target(recipe_for(target_folder, chat_template=SWITCHED, chat_template_kwargs=values))
     messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == 'a "quoted" é:1.5hi'
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == 'a "quoted" é 😀:1.5hi'
     _, plain = load_target(recipe_for(target_folder, chat_template=SWITCHED))
     assert plain.apply_chat_template(messages, tokenize=False) == "hi"
     asked = plain.apply_chat_template(messages, tokenize=False, **values)
