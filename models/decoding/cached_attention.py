@@ -86,32 +86,28 @@ class CachedAttention(KVCache):
         """Return True if the last of N `positions` after the committed tokens does not see all of these."""
         return self._window is not None and self.length + positions > self._window
 
-    def begin_step(self, num_rows: int, causal: bool = True) -> None:
-        """Prepare the mask that all layers of this step share; without `causal` its rows see each other."""
-        begin, end, first, mask = self.length, self.length + num_rows, 0, None
-        window = self._window if self.is_beyond_window(num_rows) else None
+    def begin_step(
+        self, num_rows: int, causal: bool = True, has_mask: bool = True, parents: list[int] | None = None
+    ) -> None:
+        """Prepare a step of R rows and the mask that all its layers share; without `causal` the rows see each other.
+
+        Args:
+            has_mask: False for a causal step of `run` inside the window, which needs no mask.
+            parents: Of the M nodes of a draft tree, of which the rows are the last; -1 for those below node 0.
+        """
+        end, first, mask = self.length + (num_rows if parents is None else len(parents)), 0, None
+        begin, window = end - num_rows, self._window if has_mask and self.is_beyond_window(num_rows) else None
         if window is not None:
             first = max(begin + 1 - window, 0)  # the first column that the first row sees
             columns = torch.arange(first, end, device=self.keys.device)
             mask = zero_mask(num_rows, end - first, dtype=self.keys.dtype, device=columns.device)
             mask.masked_fill_(masked_columns(columns, columns[-num_rows:], causal, window), float("-inf"))
-        elif causal and begin > 0:
+        elif causal and has_mask and begin > 0:
             shape, like = (num_rows, aligned(end)), self.keys
             mask = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device).triu_(begin + 1)[:, :end]
         self.write_at(begin, end)
-        self._mask, self._first, self._parents = mask, first, None
+        self._mask, self._first, self._parents = mask, first, parents
         self._causal, self._open = causal and window is None, not causal
-
-    def begin_call(self, num_rows: int, parents: list[int] | None = None) -> None:
-        """Prepare a step for `run`, which needs no mask: of causal rows, or of the last R nodes of a draft tree.
-
-        Args:
-            parents: Of the M nodes of the tree, -1 for those below node 0.
-        """
-        end = self.length + (num_rows if parents is None else len(parents))
-        self.write_at(end - num_rows, end)
-        self._mask, self._first, self._parents = None, 0, parents
-        self._causal, self._open = parents is None, False
 
     def run(
         self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool

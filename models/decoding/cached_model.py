@@ -40,8 +40,7 @@ class CachedModel:
         self.feature_layers, self.tap = feature_layers, FeatureTap(model, feature_layers)
         self.few_rows = CpuTarget.of(model, cache.capacity)
         if self.few_rows is not None:
-            one = self.few_rows.empty_keys()
-            cache.allocate(self.few_rows.num_layers, one, one)
+            self.few_rows.allocate(cache)
         layers = cache_layers(model, 1, lambda number, count: TreeCacheLayer(cache, number, count, is_static))
         self.states = ChainStates(layers) if has_recurrent_layers(model) else None
         self._layers = Cache(layers=layers)

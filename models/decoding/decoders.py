@@ -284,7 +284,7 @@ class CachedDecoder:
             rows, begin = min(more, MOST_CALL_ROWS), self._cache.length
             if not self._is_one_call(rows):
                 break
-            self._cache.begin_call(rows)
+            self._cache.begin_step(rows, has_mask=False)
             self._hidden_of(
                 self._drafter.real_inputs(ids[:rows], features[:rows]),
                 self._rotary_of(features, slice(begin, begin + rows)),
@@ -296,10 +296,7 @@ class CachedDecoder:
     def _causal_logits(self, inputs_re: Tensor, first_kept: int) -> tuple[Tensor, Tensor]:
         """Run rows that follow the cached ones; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
         begin, num_rows = self._cache.length, len(inputs_re)
-        if self._is_one_call(num_rows):
-            self._cache.begin_call(num_rows)
-        else:
-            self._cache.begin_step(num_rows)
+        self._cache.begin_step(num_rows, has_mask=not self._is_one_call(num_rows))
         return self._run_rows(inputs_re, self._rotary_of(inputs_re, slice(begin, begin + num_rows)), first_kept)
 
     def _run_rows(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int = 0) -> tuple[Tensor, Tensor]:
@@ -454,7 +451,9 @@ class MarkovDecoder(PathDecoder):
         return self._logits_gv[depths_w] + self._bias_of(tokens_w)
 
 
-def depths_below(parents: list[int], depths: list[int], num_depths: int, limit: str) -> list[int]:
+def depths_below(
+    parents: list[int], depths: list[int], num_depths: int = LONGEST_TREE_NODES, limit: str = ""
+) -> list[int]:
     """Return the depths of W new nodes below `parents`, [W].
 
     Args:
@@ -494,12 +493,10 @@ class GrowingTree:
         Raises:
             ValueError: A parent does not exist, or the tree grows too large.
         """
-        first, end = len(self.depths), len(self.depths) + len(parents)
-        if not self.depths or max(parents) >= first:
-            raise ValueError(f"parents {parents} must be among the {first} nodes there are: call begin() first")
+        end = len(self.depths) + len(parents)
         if end > LONGEST_TREE_NODES:
             raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
-        depths = [self.depths[parent] + 1 for parent in parents]
+        depths = depths_below(parents, self.depths)
         self.depths += depths
         self.parents += [parent - 1 for parent in parents]
         return depths
@@ -567,7 +564,7 @@ class TreeDecoder(CachedDecoder):
         if self._has_calls:
             ids, parents_w, depths_w = with_tokens(tokens, self._device, parents, depths)
             inputs_we = self._drafter.drafted_inputs(ids, self._outputs.index_select(0, parents_w))
-            self._cache.begin_call(nodes, self._tree.parents)
+            self._cache.begin_step(nodes, has_mask=False, parents=self._tree.parents)
             rotary = self._rotary_of(inputs_we, depths_w + (self._cache.length - 1))
             hidden_wd, logits_wv = self._run_rows(inputs_we, rotary)
             self._outputs[first : first + nodes].copy_(hidden_wd)

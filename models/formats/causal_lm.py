@@ -24,9 +24,9 @@ from draftsmith.models.formats.layout import (
     Refusal,
     always,
     has_targets_class,
-    kind_of_layers,
     no_scaled_embeddings,
     only,
+    read_layers,
     take_borrowed,
 )
 from draftsmith.models.groups.layers import OTHER_KINDS
@@ -81,7 +81,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: Its layers are of another shape than the target's.
     """
     config = checkpoint.config
-    kind = kind_of_layers(checkpoint, target_config)
+    kind, _, _ = read_layers(checkpoint, target_config, with_own_rope=False)
     state = {name.removeprefix("model."): value for name, value in checkpoint.tensors.items()}
     borrowed, num_layers = take_borrowed(state), config["num_hidden_layers"]
     mask_token_id = config.get("pard_token")
@@ -95,6 +95,6 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
 _whole = partial(Exporter, read=parameters, needs_target=always, logits_fit=has_targets_class)
 EXPORTERS = {
     ("draft_model", "vllm"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="draft_model"),
-    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True),
+    ("parallel", "vllm"): _whole(to_pard, refusals=PARD_RULES, method="draft_model", parallel=True, first_vllm="0.16"),
     ("draft_model", "sglang"): _whole(to_draft_model, refusals=DRAFT_MODEL_RULES, method="STANDALONE"),
 }

@@ -28,18 +28,16 @@ from draftsmith.models.formats.layout import (
     Refusal,
     drafted_mask,
     dtype_name,
-    kind_of_layers,
     llama_config,
     no_scaled_embeddings,
     only,
-    own_rope,
+    read_layers,
     renamed,
     speculators_keys,
     take_borrowed,
     window_keys,
     window_of,
 )
-from draftsmith.models.groups.layers import of_kind
 
 BLOCK_RULES = (
     no_scaled_embeddings("and engines do not for a block"),
@@ -215,8 +213,7 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: The checkpoint was made for a target of other sizes, or its config lacks a key.
     """
     checkpoint, block_assumed = _from_torchspec(checkpoint)
-    kind_of_layers(checkpoint, target_config, ("qwen3",), with_own_rope=True)
-    rope, assumed = own_rope(checkpoint, of_kind("qwen3", target_config))
+    _, rope, assumed = read_layers(checkpoint, target_config, ("qwen3",))
     result = _read_blocks(checkpoint, target_config)
     return replace(result, options={**result.options, **rope}, assumed=(*block_assumed, *assumed))
 
@@ -283,7 +280,7 @@ def _read_blocks(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Pa
 
 _in_blocks = partial(Exporter, read=parameters, needs_target=has_draft_vocabulary, in_blocks=True)
 EXPORTERS = {
-    ("dflash", "vllm"): _in_blocks(to_dflash, refusals=DFLASH_RULES, method="dflash"),
+    ("dflash", "vllm"): _in_blocks(to_dflash, refusals=DFLASH_RULES, method="dflash", first_vllm="0.20"),
     ("dflash", "sglang"): _in_blocks(to_dflash, refusals=(*DFLASH_RULES, *SGLANG_RULES), method="DFLASH"),
     ("dflash2", "vllm"): _in_blocks(to_dflash2, refusals=DFLASH2_RULES, method="dflash", first_vllm=FIRST_DFLASH2),
     ("dflash2", "sglang"): _in_blocks(to_dflash2, refusals=(*DFLASH2_RULES, *SGLANG_RULES), method="DFLASH"),
@@ -291,6 +288,7 @@ EXPORTERS = {
         partial(to_speculators, write=to_dflash, architecture="DFlashSpeculator"),
         refusals=(*DFLASH_RULES, *SPECULATORS_RULES),
         method="dflash",
+        first_vllm="0.20",
     ),
     ("dflash2", "speculators"): _in_blocks(
         partial(to_speculators, write=to_dflash2, architecture="DFlash2DraftModel"),

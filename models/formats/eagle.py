@@ -33,13 +33,12 @@ from draftsmith.models.formats.layout import (
     drafted_mask,
     dtype_name,
     has_uncapped_logits,
-    kind_of_layers,
     llama_config,
     no_layers,
     no_layers_but,
     no_scaled_embeddings,
     only,
-    own_rope,
+    read_layers,
     renamed,
     speculators_keys,
     take_borrowed,
@@ -196,10 +195,8 @@ def parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -> Para
         UserError: The checkpoint was made for another target, or its feature layers or mask token are not known.
     """
     config = checkpoint.config
-    kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
-    layer_config = of_kind(kind, target_config)
-    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), layer_config)
-    rope, rope_assumed = own_rope(checkpoint, layer_config)
+    kind, rope, rope_assumed = read_layers(checkpoint, target_config)
+    state = without_zero_biases(renamed(checkpoint.tensors, NAMES, back=True), of_kind(kind, target_config))
     layers, layers_assumed = _feature_layers(config, target_config)
     options: dict[str, Any] = {"feature_layers": layers, "loss": "kl", "layers": kind, **NO_FIRST_TOKEN, **rope}
     assumed = (*layers_assumed, *rope_assumed)
@@ -315,10 +312,8 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     Raises:
         UserError: The checkpoint was made for a target of another shape.
     """
-    kind = kind_of_layers(checkpoint, target_config, with_own_rope=True)
-    layer_config = of_kind(kind, target_config)
-    rope, assumed = own_rope(checkpoint, layer_config)
-    state = without_zero_biases(dict(checkpoint.tensors), layer_config)
+    kind, rope, assumed = read_layers(checkpoint, target_config)
+    state = without_zero_biases(dict(checkpoint.tensors), of_kind(kind, target_config))
     borrowed = take_borrowed(state)
     biased = "fc.bias" in state and bool(state["fc.bias"].any() or checkpoint.config.get("bias"))
     if not biased:
@@ -331,12 +326,12 @@ def eagle_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
 EXPORTERS = {
     ("eagle3", "vllm"): Exporter(to_vllm, parameters, EAGLE3_RULES, "eagle3", logits_fit=has_uncapped_logits),
     ("peagle", "vllm"): Exporter(
-        to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits
+        to_vllm, parameters, PEAGLE_RULES, "eagle3", parallel=True, logits_fit=has_uncapped_logits, first_vllm="0.16"
     ),
     ("eagle3", "sglang"): Exporter(to_sglang, parameters, (*LLAMA_ALONE, EMBEDDINGS_LAYER), "EAGLE3"),
     ("eagle3", "speculators"): Exporter(to_speculators, parameters, EAGLE3_RULES, "eagle3", needs_target=always),
     ("peagle", "speculators"): Exporter(
-        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always
+        to_speculators, parameters, PEAGLE_RULES, "eagle3", parallel=True, needs_target=always, first_vllm="0.16"
     ),
     ("eagle3", "eagle"): Exporter(to_authors, parameters, (*LLAMA_ALONE, *NO_NORMS), needs_target=always),
     ("eagle", "vllm"): Exporter(

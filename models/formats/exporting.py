@@ -46,8 +46,6 @@ FORMATS = {
     "medusa": "FasterDecoding/Medusa",
     "hydra": "zankner/Hydra",
 }
-# First vLLM version with a feature, by serve_vllm of NVIDIA-NeMo/Automodel (nemo_automodel/components/speculative).
-FIRST_VLLM = {"parallel_drafting": "0.16", "dflash": "0.20"}
 FORMAT_OF_ENGINE = {"llamacpp": "gguf"}  # engines whose format has another name
 EXPORTERS: dict[tuple[str, str], Exporter] = {
     **eagle.EXPORTERS, **heads.EXPORTERS, **causal_lm.EXPORTERS, **dflash.EXPORTERS, **llamacpp.EXPORTERS,
@@ -152,12 +150,8 @@ def caveat(config: DrafterConfig, to: str) -> str | None:
 
 def version_sentence(kind: str, to: str) -> str:
     """Return the engine version that a folder is for, and the oldest that supports it, if that is known."""
-    exporter = EXPORTERS[kind, to]
-    feature = "parallel_drafting" if exporter.parallel else exporter.method
-    named, first = (kind, exporter.first_vllm) if exporter.first_vllm else (feature, FIRST_VLLM.get(feature))
-    if first is None or to not in ("vllm", "speculators"):
-        return f"for {FORMATS[to]}"
-    return f"for {FORMATS[to]}; `{named}` needs vLLM {first} or later"
+    first = EXPORTERS[kind, to].first_vllm
+    return f"for {FORMATS[to]}" + (f"; `{kind}` needs vLLM {first} or later" if first else "")
 
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A layout converts a drafter into a `Checkpoint`, and a checkpoint into `Paramete
 keys, which every reader of these layouts knows; RoPE also under its old keys, for old readers.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -118,7 +117,8 @@ class Exporter:
         weights_file: Name of the file with the tensors.
         logits_fit: Returns whether the reader computes the same logits as this config's target, see
             `models/target_logits.py`.
-        first_vllm: First version of vLLM with this kind, where it is served by the method of another kind.
+        first_vllm: First version of vLLM with this kind, if that is known, by serve_vllm of NVIDIA-NeMo/Automodel
+            (nemo_automodel/components/speculative) or vLLM's pull requests.
     """
 
     write: Callable[[Drafter], Checkpoint]
@@ -342,21 +342,16 @@ def dtype_name(drafter: Drafter) -> str:
     return str(drafter.dtype).removeprefix("torch.")
 
 
-def config_differences(
-    config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool, own_rope: bool = False
-) -> list[str]:
+def config_differences(config: Mapping[str, Any], layer_config: Mapping[str, Any], exactly: bool) -> list[str]:
     """List the keys in which the layers of a config, as transformers reads it, differ from our layers.
 
     Args:
         layer_config: The config that our layers are built from.
         exactly: Also compare keys that do not affect the output: the number of positions, the initial range.
-        own_rope: Do not compare RoPE.
     """
     ours, theirs = layers_config(layer_config, 1), _as_transformers_reads(config)
     differences = []
     for key in LAYER_KEYS:
-        if key == "rope_parameters" and own_rope:
-            continue
         expected, value = getattr(ours, key, None), getattr(theirs, key, None)
         if key == "head_dim":
             expected = expected or ours.hidden_size // ours.num_attention_heads
@@ -379,9 +374,8 @@ def _known(rope: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (rope or {}).items() if value is not None}
 
 
-def own_rope(checkpoint: Checkpoint, layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the option `rope` if a foreign checkpoint has another RoPE than our layers, and the assumptions made."""
-    config = checkpoint.config
+def _own_rope(config: Mapping[str, Any], layer_config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the option `rope` if a foreign config has another RoPE than our layers, and the assumptions made."""
     ours = _known(layers_config(layer_config, 1).rope_parameters)
     theirs = _known(_as_transformers_reads(config).rope_parameters)
     if theirs == ours:
@@ -393,40 +387,44 @@ def own_rope(checkpoint: Checkpoint, layer_config: Mapping[str, Any]) -> tuple[d
     return {"rope": theirs}, (f"{sentence}: it is kept as drafter.options.rope",)
 
 
-def kind_of_layers(
+def read_layers(
     checkpoint: Checkpoint,
     target_config: Mapping[str, Any],
     kinds: Collection[str] = ("target", *OTHER_KINDS),
-    with_own_rope: bool = False,
-) -> str:
-    """Return the kind of a foreign checkpoint's layers, one of `kinds`; see `of_kind`.
+    with_own_rope: bool = True,
+) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Return the kind of a foreign checkpoint's layers, one of `kinds`, their option `rope`, and the assumptions made.
 
     Args:
-        with_own_rope: Our drafters of this layout may have another RoPE than the target.
+        with_own_rope: Our drafters of this layout may have another RoPE than the target. A kind with the target's is
+            preferred.
 
     Raises:
         UserError: Its layers do not have the target's shape, or it has another vocabulary.
     """
     config = checkpoint.config
-    differences, model_type = list[str](), config.get("model_type")
+    model_type, fits, differences = config.get("model_type"), None, list[str]()
     biased = any(name.endswith("self_attn.q_proj.bias") for name in checkpoint.tensors)
-    # Layers that have the target's RoPE come first.
-    for another_rope, kind in itertools.product((False, True) if with_own_rope else (False,), kinds):
+    for kind in kinds:
         layer_config = of_kind(kind, target_config)
         own = layer_config["model_type"]
         # Mistral's and Qwen 2's are written as Llama's.
         if own not in SUPPORTED_MODEL_TYPES or (own != model_type and "qwen3" in (own, model_type)):
             continue
-        if another_rope and own != model_type and own not in LLAMA_LIKE:
-            continue
-        wrong = config_differences(config, layer_config, exactly=False, own_rope=another_rope)
+        rope, assumed = _own_rope(config, layer_config)
+        wrong = config_differences(config, layer_config, exactly=False)
+        if with_own_rope and own in (model_type, *LLAMA_LIKE):
+            wrong = [each for each in wrong if not each.startswith("rope_parameters")]
         if biased != _has_biases(layer_config):
             wrong.append(f"attention has {'' if biased else 'no '}biases where the target's layers are otherwise")
         if config.get("vocab_size") != target_config["vocab_size"]:
             wrong.append(f"vocab_size is {config.get('vocab_size')} where the target has {target_config['vocab_size']}")
-        if not wrong:
-            return kind
-        differences += [each for each in wrong if not (with_own_rope and each.startswith("rope_parameters"))]
+        if not wrong and not rope:
+            return kind, {}, ()
+        fits = fits or (None if wrong else (kind, rope, assumed))
+        differences += wrong
+    if fits is not None:
+        return fits
     first = differences[0] if differences else f"layers are {model_type}'s"
     raise UserError(
         f"the checkpoint's {first}: drafters here have layers of the target's shape, so import one that was made for "

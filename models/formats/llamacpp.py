@@ -109,6 +109,7 @@ EXPORTERS = {
         refusals=(*rules, ROPE),
         weights_file=FILE,
         logits_fit=has_plain_logits,
+        first_vllm="",
     )
     for kind, method, exporters, rules in (
         ("eagle3", "draft-eagle3", eagle.EXPORTERS, EAGLE3_RULES),

@@ -37,15 +37,11 @@ class CpuTarget:
         """Read the weights again if they changed; called before a sequence."""
         self._layers.refresh((self._embedding.weight.detach(), *self._angles))
 
-    @property
-    def num_layers(self) -> int:
-        """Return L."""
-        return self._layers.num_layers
-
-    def empty_keys(self) -> Tensor:
-        """Return a tensor like a layer's keys of one token, and its values: [1, G, 1, H]."""
+    def allocate(self, cache: Any) -> None:
+        """Allocate the memory of a `KVCache` for these layers."""
         config = self._layers.config
-        return self._embedding.weight.new_empty(1, num_kv_heads(config), 1, head_size(config))
+        one = self._embedding.weight.new_empty(1, num_kv_heads(config), 1, head_size(config))
+        cache.allocate(self._layers.num_layers, one, one)
 
     @classmethod
     def of(cls, target: Any, positions: int) -> CpuTarget | None:

@@ -1,6 +1,5 @@
 """Loading of the target model p, frozen, with its tokenizer and configs."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -125,18 +124,10 @@ def with_variables(template: str, values: dict[str, Any]) -> str:
                 f"key `target.chat_template_kwargs`: the target's chat template reads no variable {name}: "
                 f"{did_you_mean(name, sorted(switches), 'leave it out')}"
             )
-    # A template's own first line break would be taken for the one after a block.
-    settings = (f"{{% set {name} = {_jinja(value)} %}}\n" for name, value in values.items())
+    # Jinja reads JSON values as Python writes them. A template's own first line break would be taken for the one
+    # after a block.
+    settings = (f"{{% set {name} = {value!r} %}}\n" for name, value in values.items())
     return "".join(settings) + template
-
-
-def _jinja(value: Any) -> str:
-    """Convert a JSON value to Jinja, whose null is `none`."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {_jinja(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_jinja, value)) + "]"
-    return "none" if value is None else json.dumps(value)
 
 
 def load_generation_config(recipe: TargetRecipe) -> GenerationConfig:

@@ -5,7 +5,7 @@ The templates are written for these tests; their output is the published form, c
 
 from dataclasses import dataclass, field
 
-from support.tiny_tokenizers import CHATML, tiny_tokenizer
+from support.tiny_tokenizers import CHATML, LLAMA3, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 LLAMA2 = (
@@ -15,11 +15,6 @@ LLAMA2 = (
     "{% for m in turns %}{% if m.role == 'user' %}"
     "{{ bos_token + '[INST] ' + ((system if loop.first else '') + m.content).strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 # FastChat's vicuna_v1.1.
 VICUNA = (

@@ -163,3 +163,13 @@ def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> 
         rows.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
         parent += 2
     return torch.stack(rows)
+
+
+def greedy_logits(decoder: Any, depths: int) -> Tensor:
+    """Return the logits [`depths` at most, V'] of a chain of the most likely tokens."""
+    if not isinstance(decoder, StepwiseDecoder):
+        return decoder.draft()[:depths]
+    rows = [decoder.begin()[0]]
+    for parent in range(min(depths, decoder.num_depths) - 1):
+        rows.append(decoder.expand(decoder.columns.tokens([int(rows[-1].argmax())]), [parent])[0])
+    return torch.stack(rows)

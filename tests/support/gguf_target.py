@@ -1,4 +1,4 @@
-"""The embedded target as the GGUF file that llama.cpp serves, with its tokenizer."""
+"""Targets as the GGUF files that llama.cpp serves, with their tokenizers."""
 
 import json
 from pathlib import Path
@@ -33,12 +33,16 @@ def tokenizer_keys(tokenizer: Any, vocabulary: int) -> list[Key]:
     return [*found, ("tokenizer.chat_template", tokenizer.get_chat_template(), [kinds.STRING])]
 
 
-def embedded_gguf(folder: Path, target: PreTrainedModel, tokenizer: Any, template: str | None = None) -> Path:
-    """Write the target in fp32 like a draft model of all its layers, with its chat template or another."""
+def embedded_gguf(
+    folder: Path, target: PreTrainedModel, tokenizer: Any, template: str | None = None, dtype: str = "f32"
+) -> Path:
+    """Write a target like a draft model of all its layers, with its chat template or another."""
     config, file = target.config.to_dict(), folder / "target.gguf"
-    tensors = {name: value.cpu() for name, value in target.state_dict().items() if name != "lm_head.weight"}
+    tensors = {name: value.float() for name, value in target.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
     keys = tokenizer_keys(tokenizer, config["vocab_size"])
     if template is not None:
         keys[-1] = (keys[-1][0], template, keys[-1][2])
-    write_gguf(file, Checkpoint(config, tensors), architecture_of("draft-simple", config), config, keys, "f32")
+    write_gguf(file, Checkpoint(config, tensors), architecture_of("draft-simple", config), config, keys, dtype)
     return file

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -273,47 +272,40 @@ def _with_defaults(given: Any, *defaults: Any) -> tuple[Any, ...]:
 def _packed_flash(args: Any, options: Any) -> Any:
     """Run attention of concatenated documents, [T, H, Dh]; the host passes the length of the longest."""
     GhostDevice.note("kernel", "packed flash")
-    q, k, v, bounds = map(_held, args[:4])
-    outs, lses = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    for begin, end in _spans(bounds, args[5]):
-        parts = [part[begin:end].transpose(0, 1).unsqueeze(0).contiguous() for part in (q, k, v)]
-        seen = _seen_by(parts[0], args[8], options)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*parts, args[7], **seen, scale=options.get("scale"))
-        outs[begin:end], lses[:, begin:end] = out[0].transpose(0, 1), lse[0]
+    parts, bounds = [_batched(part) for part in args[:3]], _held(args[3])
+    mask = _packed_mask(parts[0], bounds, args[5], args[8], options)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *parts, args[7], False, attn_mask=mask, scale=options.get("scale")
+    )
     state, unused = (GhostTensor(torch.empty(shape, dtype=torch.uint64)) for shape in (2, ()))
-    return GhostTensor(outs), GhostTensor(lses), state, unused, unused
+    return GhostTensor(out[0].transpose(0, 1).contiguous()), GhostTensor(lse[0]), state, unused, unused
 
 
 def _packed_flash_backward(args: Any, options: Any) -> Any:
     GhostDevice.note("kernel", "packed flash backward")
-    *tensors, lse, bounds = map(_held, args[:7])
-    grads = [torch.zeros_like(part) for part in tensors[1:4]]
-    for begin, end in _spans(bounds, args[8]):
-        parts = [part[begin:end].transpose(0, 1).unsqueeze(0).contiguous() for part in tensors]
-        sums, seen = lse[:, begin:end].unsqueeze(0).contiguous(), _seen_by(parts[1], args[11], options)
-        there = _cpu_backward(parts, sums, args[10], options=options, **seen)
-        for grad, part in zip(grads, there, strict=True):
-            grad[begin:end] = part.held[0].transpose(0, 1)
-    return tuple(map(GhostTensor, grads))
+    parts, lse, bounds = [_batched(part) for part in args[:5]], _held(args[5]), _held(args[6])
+    mask = _packed_mask(parts[1], bounds, args[8], args[11], options)
+    grads = _cpu_backward(parts, lse[None], args[10], False, options, mask)
+    return tuple(GhostTensor(grad.held[0].transpose(0, 1).contiguous()) for grad in grads)
 
 
-def _seen_by(q: Tensor, causal: bool, options: Any) -> dict[str, Any]:
-    """Return the CPU kernel's arguments for a causal kernel with a window."""
-    left = options.get("window_size_left")
-    if left is None:
-        return {"is_causal": causal}
-    if not causal or options["window_size_right"] != 0:
-        raise RuntimeError("a window to both sides is not what is trained")
-    place = torch.arange(q.shape[2])
-    back = place[:, None] - place
-    mask = torch.zeros(back.shape, dtype=q.dtype).masked_fill_((back < 0) | (back > left), float("-inf"))
-    return {"is_causal": False, "attn_mask": mask}
+def _batched(part: Tensor) -> Tensor:
+    """Return [1, H, T, Dh] of [T, H, Dh]."""
+    return _held(part).transpose(0, 1).unsqueeze(0).contiguous()
 
 
-def _spans(bounds: Tensor, longest: int) -> list[tuple[int, int]]:
+def _packed_mask(q: Tensor, bounds: Tensor, longest: int, causal: bool, options: Any) -> Tensor:
+    """Return the additive mask [T, T] of documents, causal or not, with the kernel's window."""
     if bounds.dtype != torch.int32 or bounds.diff().max() != longest:
         raise RuntimeError(f"the kernel got {longest} tokens at most in documents of {bounds.diff().tolist()}")
-    return [(begin, end) for begin, end in pairwise(bounds.tolist()) if begin < end]
+    place = torch.arange(q.shape[2], dtype=torch.int32)
+    document, back = torch.searchsorted(bounds, place, right=True), place[:, None] - place
+    hidden = (document[:, None] != document) | ((back < 0) & causal)
+    if (left := options.get("window_size_left")) is not None:
+        if not causal or options["window_size_right"] != 0:
+            raise RuntimeError("a window to both sides is not what is trained")
+        hidden |= back > left
+    return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _efficient(args: Any, options: Any) -> Any:

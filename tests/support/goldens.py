@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.drafter_cases import BY_GROUPS, CASES, FREQUENT, TARGET_LAYERS, TINY
+from support.drafter_cases import BY_GROUPS, CASES, FREQUENT, TARGET_LAYERS, TINY, greedy_logits
 from support.tiny_models import VOCABULARY, tiny_target
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -106,17 +106,9 @@ def _drafts(drafter: Drafter, target: Any, ids: list[int]) -> list[list[float]]:
     decoder.start(prompt[:5], features[:5])
     for first, last in ((5, 5), (5, 8)):
         decoder.observe(prompt[first:last], features[first - 1 : last - 1])
-        if isinstance(decoder, StepwiseDecoder):
-            row, parent = decoder.begin()[0], 0
-            for depth in range(min(3, decoder.num_depths)):
-                column = int(row.argmax())
-                drafts.append([decoder.columns.tokens([column])[0], float(row.softmax(-1)[column])])
-                if depth + 1 < min(3, decoder.num_depths):
-                    row, parent = decoder.expand([drafts[-1][0]], [parent])[0], parent + 1
-        else:
-            for row in decoder.draft():
-                column = int(row.argmax())
-                drafts.append([decoder.columns.tokens([column])[0], float(row.softmax(-1)[column])])
+        for row in greedy_logits(decoder, 3 if isinstance(decoder, StepwiseDecoder) else drafter.config.num_depths):
+            column = int(row.argmax())
+            drafts.append([decoder.columns.tokens([column])[0], float(row.softmax(-1)[column])])
     return drafts
 
 

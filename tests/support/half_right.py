@@ -4,17 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PhiConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig
 
 from draftsmith.eval.methods.drafter import (
     BestFirstBuilder,
@@ -55,16 +45,22 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 TINY = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "gemma": GemmaConfig(**SIZES, head_dim=8),
-    "gemma2": Gemma2Config(**SIZES, head_dim=8, sliding_window=64),
-    "phi": PhiConfig(**SIZES),
-    "gpt_neox": GPTNeoXConfig(**{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}),
-    "tied llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3),
+    name: AutoConfig.for_model(name, **SIZES, **changes)
+    for name, changes in {
+        "llama": {},
+        "qwen2": {},
+        "qwen3": {"head_dim": 8},
+        "mistral": {"sliding_window": None},
+        "gemma": {"head_dim": 8},
+        "gemma2": {"head_dim": 8, "sliding_window": 64},
+        "phi": {},
+    }.items()
+} | {
+    "gpt_neox": AutoConfig.for_model("gpt_neox", **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
+    "tied llama": AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=True),
+    "gpt2": AutoConfig.for_model(
+        "gpt2", vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3
+    ),
 }
 
 

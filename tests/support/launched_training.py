@@ -9,7 +9,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from support.places import ROOT
+from support.processes import free_port
 from support.tiny_runs import recipe_file
 from transformers import TrainerCallback
 
@@ -50,11 +50,8 @@ def _environment(signals: dict[int, tuple[int, str]] | None) -> dict[str, str]:
 
 def start_processes(recipe: Recipe, signals: dict[int, tuple[int, str]] | None = None) -> list[int]:
     """Start two processes with ranks from the environment, as a scheduler does; return their exit codes and output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = SCRIPT if signals is None else Path(__file__)
-    common = {**_environment(signals), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**_environment(signals), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), recipe_file(recipe)],

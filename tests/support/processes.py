@@ -14,6 +14,12 @@ PRELOADED = ["draftsmith.train.drafter.stage"]
 LONGEST_S = 300.0
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def run_in_processes(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
     """Call `function` in every process; raise if one fails.
 
@@ -22,9 +28,7 @@ def run_in_processes(function: Callable[..., None], num_processes: int, *argumen
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     failures = context.SimpleQueue()
     processes = [
         context.Process(target=_call, args=(failures, rank, num_processes, port, function, arguments))

@@ -4,13 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.drafter_cases import greedy_logits
+from transformers import PreTrainedModel
 
+from draftsmith.data.sources.conversation import Turn
+from draftsmith.data.sources.questions import load_questions
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.layout import drafted_tokens
 from draftsmith.models.target.features import target_features
+from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.schema import TargetRecipe
 
 NEW_TOKENS = 48  # of a compared answer
+QUESTIONS = 12
 TRAINING_STEPS, STEPS_WITH_MASKS = 60, 400  # masks train slowly
 
 SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -89,6 +97,13 @@ IN_LLAMACPP: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def load_embedded() -> tuple[PreTrainedModel, Any, list[list[int]]]:
+    """Return the embedded target in fp32, its tokenizer, and the prompts of a few questions."""
+    target, tokenizer = load_target(TargetRecipe(model="embedded", dtype="float32", device="cpu"))
+    asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
+    return target, tokenizer, [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
+
+
 def train_briefly(
     kind: str, options: dict[str, Any], target: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> Drafter:
@@ -132,20 +147,6 @@ class Setup:
     answers: list[list[int]]  # greedy, beyond the compared length
 
 
-def chain(decoder: Any, depth: int) -> list[int]:
-    """Draft the greedy tokens of the next depths."""
-    if hasattr(decoder, "draft"):
-        logits = decoder.draft()[:depth]
-        return decoder.columns.tokens(logits.argmax(-1).tolist())
-    tokens: list[int] = []
-    logits = decoder.begin()
-    for place in range(depth):
-        tokens += decoder.columns.tokens(logits.argmax(-1).tolist())
-        if place + 1 < depth:
-            logits = decoder.expand(tokens[-1:], [place])
-    return tokens
-
-
 def count_our_rounds(drafter: Drafter, setup: Setup, within: bool = False) -> tuple[int, list[int], int]:
     """Count rounds, accepted draft tokens by position, and draft tokens of a chain in our decoder.
 
@@ -170,7 +171,8 @@ def count_our_rounds(drafter: Drafter, setup: Setup, within: bool = False) -> tu
             if not depth:
                 break
             drafted += depth
-            right = [a == b for a, b in zip(chain(decoder, depth), ids[known:].tolist(), strict=False)]
+            drafts = decoder.columns.tokens(greedy_logits(decoder, depth).argmax(-1).tolist())
+            right = [a == b for a, b in zip(drafts, ids[known:].tolist(), strict=False)]
             count = right.index(False) if False in right else depth
             rounds += 1
             for place in range(count):

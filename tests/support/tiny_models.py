@@ -66,19 +66,10 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
 
 def tiny_chat_llama() -> LlamaForCausalLM:
     """Build a target in float64 with the vocabulary of `tiny_tokenizers`."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=340,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.6,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    return LlamaForCausalLM(config).double().eval()
+    return smallest_llama(
+        0, 340, hidden_size=32, intermediate_size=64, max_position_embeddings=128, initializer_range=0.6,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
 
 
 def smallest_llama(seed: int, vocab_size: int, **changes: Any) -> LlamaForCausalLM:

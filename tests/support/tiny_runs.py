@@ -12,8 +12,10 @@ from support.tiny_models import VOCABULARY, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
-from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.base.drafter import Drafter
+from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
 from draftsmith.models.target.loading import load_target
+from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -92,6 +94,15 @@ def untrained_run(folder: Path, **evaluation: Any) -> Recipe:
     drafter = load_drafter_class("parallel").from_target(load_target(recipe.target)[0], {"num_masks": 2})
     drafter.save_pretrained(RunFolder(recipe).drafter)
     return recipe
+
+
+def save_trained(recipe: Recipe, drafter: Drafter) -> dict[str, str]:
+    """Save a drafter as that of the run's finished training; return the hashes of its weights."""
+    folder = RunFolder(recipe).drafter
+    drafter.save_pretrained(folder)
+    hashes = weights_sha256(folder)
+    (folder / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
+    return hashes
 
 
 def recipe_file(recipe: Recipe) -> str:

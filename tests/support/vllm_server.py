@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-
-from draftsmith.models.target.loading import EMBEDDED_TARGET
+from support.processes import free_port
 
 START_S = 300.0
 # For vLLM on a few cores: one thread, no pinned processes, no usage statistics.
@@ -21,9 +19,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
-EMBEDDED_ALONE = (
-    "python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(EMBEDDED_TARGET), "--dtype", "float32",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,20 +35,17 @@ class VllmServer:
     """A server on `url` once `__init__` has returned; `stop` ends it and its child processes.
 
     Args:
-        options: Added to the command's own.
-        command: Starts with `python`, replaced by this interpreter; by default the embedded target without a drafter.
+        command: Starts with `python`, replaced by this interpreter.
     """
 
-    def __init__(self, log: Path, *options: str, command: Sequence[str] = EMBEDDED_ALONE) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def __init__(self, log: Path, command: Sequence[str]) -> None:
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}/v1"
         common = ["--served-model-name", "embedded", "--enforce-eager", "--max-model-len", "512"]
         common += ["--host", "127.0.0.1", "--port", str(port)]
         with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, *command[1:], *common, *options],
+                [sys.executable, *command[1:], *common],
                 env=os.environ | ENVIRONMENT, stdout=stream, stderr=stream, start_new_session=True,
             )  # fmt: skip
         try:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.loader_rules import WEIGHTS_FILES, find_violations
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
-from support.tiny_runs import recipe_file, recipe_in, save_target
+from support.tiny_runs import recipe_file, recipe_in, save_target, save_trained
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -19,7 +19,6 @@ from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import (
     EXPORT_FILE,
     EXPORTERS,
@@ -32,7 +31,7 @@ from draftsmith.models.formats.exporting import (
     version_sentence,
 )
 from draftsmith.models.formats.importing import read_checkpoint
-from draftsmith.models.weights import load_weights, weights_sha256
+from draftsmith.models.weights import load_weights
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
@@ -267,16 +266,12 @@ def test_export_command(tmp_path: Path) -> None:
     save_target(tmp_path / "target")
     recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3}})
     drafter = tiny_drafter_of("medusa", tiny_target(num_hidden_layers=4), num_heads=3)
-    run = RunFolder(recipe)
-    drafter.save_pretrained(run.drafter)
-    hashes = weights_sha256(run.drafter)
-    (run.drafter / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
-    file = recipe_file(recipe)
+    hashes, file = save_trained(recipe, drafter), recipe_file(recipe)
     result = CliRunner().invoke(app, ["export", file, "--to", "vllm"])
     assert result.exit_code == 0, result.output
     words = shlex.split(result.stdout.strip().splitlines()[-1])
     assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")]
-    folder = run.root / "export" / "vllm"
+    folder = RunFolder(recipe).root / "export" / "vllm"
     asked = {"method": "medusa", "model": str(folder.absolute()), "num_speculative_tokens": 3}
     assert words[5:7] == ["--dtype", "float32"]  # the recipe's; vLLM would use its default
     assert (words[7], json.loads(words[8])) == ("--speculative-config", asked)
@@ -307,7 +302,7 @@ def test_printed_server_has_the_parallelism_of_distillation() -> None:
     ("kind", "to", "sentence"),
     [
         ("dflash", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `dflash` needs vLLM 0.20 or later"),
-        ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `parallel_drafting` needs vLLM 0.16 or later"),
+        ("peagle", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32); `peagle` needs vLLM 0.16 or later"),
         ("eagle3", "vllm", "for vLLM 0.32 and 0.33 (Medusa: 0.32)"),
         ("dflash", "sglang", "for SGLang 0.5.23"),
     ],

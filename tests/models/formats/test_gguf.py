@@ -7,9 +7,9 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from support.finished_run import FinishedRun
 from support.gguf_target import embedded_gguf
 from support.served_drafters import IN_LLAMACPP
+from support.tiny_runs import recipe_in
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens import bounded
@@ -18,7 +18,7 @@ from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats import llamacpp
-from draftsmith.models.formats.exporting import GgufTarget, export_drafter, refusal
+from draftsmith.models.formats.exporting import GgufTarget, export_drafter, export_run, refusal
 from draftsmith.models.formats.llamacpp import DTYPES, FILE, _rope_factors, tokenizer_of
 from draftsmith.models.target.loading import load_target, load_tokenizer
 from draftsmith.recipes.schema import TargetRecipe
@@ -31,11 +31,10 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def file(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Write the target's file, whose tokenizer is read once, in a second."""
+    """Write the target's file; exports copy no tokenizer, which takes a second."""
     written = embedded_gguf(tmp_path_factory.mktemp("gguf"), *target)
-    keys = tokenizer_of(written, target[0].config.to_dict())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llamacpp, "tokenizer_of", lambda *_: keys)
+        patch.setattr(llamacpp, "tokenizer_of", lambda *_: [])
         yield written
 
 
@@ -78,16 +77,20 @@ def export_to(drafter: Drafter, file: Path, folder: Path, dtype: str = "f32") ->
 
 
 @pytest.mark.parametrize("name", IN_LLAMACPP)
-def test_every_kind_with_the_targets_tokenizer(name: str, target: Any, file: Path, tmp_path: Path) -> None:
+def test_every_kind_is_written_and_read_back(name: str, target: Any, file: Path, tmp_path: Path) -> None:
     kind, options = IN_LLAMACPP[name]
-    written = export_to(build_drafter(kind, options, target), file, tmp_path)
-    if name in ("eagle3", "dflash"):  # without a mask token and with one
-        fields = gguf.GGUFReader(written).fields
-        ours = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.")}
-        theirs = {key: value for key, value, _ in tokenizer_of(file, target[0].config.to_dict())}
-        assert ours.pop("tokenizer.ggml.mask_token_id", None) == (0 if name == "dflash" else None)
-        assert ours == theirs
-        assert len(theirs["tokenizer.ggml.tokens"]) == 4096
+    export_to(build_drafter(kind, options, target), file, tmp_path)
+
+
+def test_tokenizer_is_the_targets(target: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied key by key; a block's mask token is added."""
+    keys = tokenizer_of(file, target[0].config.to_dict())
+    monkeypatch.setattr(llamacpp, "tokenizer_of", lambda *_: keys)
+    fields = gguf.GGUFReader(export_to(build_drafter("dflash", {"block_size": 4}, target), file, tmp_path)).fields
+    ours = {key: fields[key].contents() for key in fields if key.startswith("tokenizer.")}
+    theirs = {key: value for key, value, _ in keys}
+    assert ours == {**theirs, "tokenizer.ggml.mask_token_id": 0}
+    assert len(theirs["tokenizer.ggml.tokens"]) == 4096
 
 
 def test_eagle3_layer_and_token_ids_follow_its_loader(target: Any, file: Path, tmp_path: Path) -> None:
@@ -146,11 +149,6 @@ def test_drafters_that_loaders_cannot_read_are_refused(target: Any, file: Path, 
         tokenizer_of(file, {**target[0].config.to_dict(), "hidden_size": 576})
 
 
-def test_gguf_export_options(finished: FinishedRun) -> None:
-    def error(*options: str) -> str:
-        result = finished.call("export", *options)
-        assert result.exit_code == 2, result.output
-        return result.stderr
-
-    assert "no place for parallel" in error("--to", "gguf")
-    assert "--target-gguf and --dtype go with --to gguf, not vllm" in error("--dtype", "q8_0")
+def test_gguf_options_go_with_gguf(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--target-gguf and --dtype go with --to gguf, not vllm"):
+        export_run(recipe_in(tmp_path), "vllm", None, dtype="q8_0")

@@ -1,8 +1,9 @@
 """Published layouts with random weights import as drafters that follow the papers, and export unchanged."""
 
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.drafter_cases import drafted_logits
 from support.eagle_reference import LayoutReference, rotary, rotate
 from support.loader_rules import required_shapes
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import recipe_file, recipe_in, save_target
 from torch import Tensor
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
-from draftsmith.models.formats import dflash, eagle
+from draftsmith.models.formats import dflash
 from draftsmith.models.formats.exporting import export_drafter
 from draftsmith.models.formats.importing import IMPORT_FILE, import_drafter, read_checkpoint
 from draftsmith.models.formats.layout import Checkpoint, renamed
@@ -65,6 +68,7 @@ DSPARK = {
     "target_layer_ids": [1, 2], "markov_rank": 5, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
+DSPARK_REDUCED = {**DSPARK, "draft_vocab_size": DRAFTED}
 # z-lab/Qwen3.8-27B-DFlash2's keys.
 DFLASH2 = {
     **DFLASH, "architectures": ["DFlash2DraftModel"], "is_causal": False, "sliding_window": 6,
@@ -114,6 +118,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "speculators-dflash2": (SPECULATORS_DFLASH2, "dflash2", "model.safetensors", "speculators"),
     "lilicorr": (LILICORR, "lilicorr", "model.safetensors", "vllm"),
     "dspark": (DSPARK, "dspark", "model.safetensors", "sglang"),
+    "dspark-reduced": (DSPARK_REDUCED, "dspark", "model.safetensors", "vllm"),
     "hydra": (HYDRA, "hydra", "hydra_lm_head.pt", "hydra"),
     "medusa": (MEDUSA, "medusa", "medusa_lm_head.pt", "medusa"),
 }
@@ -130,78 +135,94 @@ def random_tensors(kind: str, to: str, config: dict[str, Any]) -> dict[str, Tens
         chosen = torch.arange(DRAFTED) * 3 + 1
         tensors["d2t"], tensors["t2d"] = chosen - torch.arange(DRAFTED), torch.zeros(VOCABULARY, dtype=torch.bool)
         tensors["t2d"][chosen] = True
+        if kind == "dspark":  # its head has the target's rows
+            tensors["lm_head.weight"] = TARGET.get_output_embeddings().weight.detach()[chosen].clone()
     return tensors
 
 
-def write_checkpoint(folder: Path, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Write a checkpoint in a published layout."""
-    config, kind, file, to = LAYOUTS[layout]
-    tensors = random_tensors(kind, to, config)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    if file.endswith(".safetensors"):
-        save_file(tensors, folder / file)
-    else:
-        torch.save(tensors, folder / file)
-    return config, tensors
+class Published:
+    """A checkpoint in a published layout. `config` and `tensors` may be changed before it is imported.
+
+    made: What the last import returned.
+    """
+
+    def __init__(self, folder: Path, layout: str, config: dict[str, Any] | None = None) -> None:
+        self.folder = folder
+        published, self.kind, file, self.to = LAYOUTS[layout]
+        self.config = copy.deepcopy(published if config is None else config)
+        self.tensors = random_tensors(self.kind, self.to, self.config)
+        self._file = folder / "theirs" / file
+
+    def load(self, to: str = "ours", target: PreTrainedModel = TARGET) -> Drafter:
+        """Write the checkpoint, import it to a folder, and load the drafter."""
+        self._file.parent.mkdir(exist_ok=True)
+        (self._file.parent / "config.json").write_text(json.dumps(self.config))
+        save = save_file if self._file.suffix == ".safetensors" else torch.save
+        save(self.tensors, self._file)
+        self.made = import_drafter(str(self._file.parent), target, self.folder / to)
+        return load_drafter(self.folder / to, target)
+
+    def check_export(self, drafter: Drafter) -> dict[str, Any]:
+        """Check that the exported drafter has these tensors again; return its config."""
+        export_drafter(drafter, self.to, self.folder / "back", "TARGET", self.folder / "ours")
+        back = read_checkpoint(self.folder / "back")
+        assert_same(back.tensors, self.tensors)
+        return back.config
 
 
-def import_layout(folder: Path, layout: str) -> tuple[Drafter, dict[str, Tensor]]:
-    _, tensors = write_checkpoint(folder / "theirs", layout)
-    import_drafter(str(folder / "theirs"), TARGET, folder / "ours")
-    return load_drafter(folder / "ours", TARGET), tensors
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in expected.items())
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> "Publish":
+    return partial(Published, tmp_path)
+
+
+Publish = Callable[..., Published]
 
 
 def reference(tensors: dict[str, Tensor]) -> LayoutReference:
     return LayoutReference(tensors, TARGET.get_input_embeddings().weight, TARGET.get_output_embeddings().weight)
 
 
-def start_decoder(drafter: Drafter) -> tuple[Any, Tensor]:
-    """Return a decoder that has read tokens 0..NEWEST, and the target's features at all of them."""
-    features = target_features(TARGET, IDS, layers=drafter.feature_layers)[0]
-    decoder = drafter.decoder(IDS.shape[1])
+def features_of(drafter: Drafter) -> Tensor:
+    return target_features(TARGET, IDS, layers=drafter.feature_layers)[0]
+
+
+def check_drafts(drafter: Drafter, expected: Tensor) -> None:
+    """Check the logits [depths, V'] of a chain along the true tokens after NEWEST."""
+    features, decoder = features_of(drafter), drafter.decoder(IDS.shape[1])
     decoder.start(IDS[0, :3], features[:3])
     decoder.observe(IDS[0, 3 : NEWEST + 1], features[2:NEWEST])
-    return decoder, features
-
-
-def draft_chain(decoder: Any, depths: int) -> Tensor:
-    """Return the logits [depths, V'] of a chain along the true tokens."""
-    if hasattr(decoder, "draft"):
-        return decoder.draft()[:depths]
-    rows = [decoder.begin()[0]]
-    for depth in range(1, depths):
-        rows.append(decoder.expand([int(IDS[0, NEWEST + depth])], [depth - 1])[0])
-    return torch.stack(rows)
+    drafted = drafted_logits(drafter, decoder, IDS[0], NEWEST)[: len(expected)]
+    torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_import_and_export_keep_every_tensor(layout: str, tmp_path: Path) -> None:
-    drafter, tensors = import_layout(tmp_path, layout)
-    export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
-    back = read_checkpoint(tmp_path / "back").tensors
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+def test_import_and_export_keep_every_tensor(layout: str, published: Publish) -> None:
+    theirs = published(layout)
+    theirs.check_export(theirs.load())
 
 
-def test_lattice_with_names_of_the_first_checkpoints(tmp_path: Path) -> None:
+def test_lattice_with_names_of_the_first_checkpoints(published: Publish) -> None:
     """Its two-layer maps were sequences that included norm and activation."""
-    drafter, tensors = import_layout(tmp_path, "lilicorr")
-    numbered = renamed(tensors, dflash.TWO_LAYER_NAMES)
+    theirs = published("lilicorr")
+    drafter, today = theirs.load(), theirs.tensors.keys()
+    theirs.tensors = renamed(theirs.tensors, dflash.TWO_LAYER_NAMES)
     names = {"feature_mlp.0.bias", "feature_mlp.3.weight", "layers.1.mlp.0.weight", "layers.0.mlp.2.bias"}
-    assert {f"lilicorr.{name}" for name in names} < numbered.keys() - tensors.keys()
-    save_file(numbered, tmp_path / "theirs" / "model.safetensors")
-    import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "again")
-    again = load_drafter(tmp_path / "again", TARGET).state_dict()
-    assert all(torch.equal(again[name], value) for name, value in drafter.state_dict().items())
+    assert {f"lilicorr.{name}" for name in names} < theirs.tensors.keys() - today
+    assert_same(theirs.load("again").state_dict(), drafter.state_dict())
 
 
-def test_feature_layers_of_blocks_count_outputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "layers", "from_anchor"), [("dflash", [1, 3], False), ("dspark", [2, 3], True)])
+def test_feature_layers_of_blocks_count_outputs(
+    layout: str, layers: list[int], from_anchor: bool, published: Publish
+) -> None:
     """Published ids are one less than ours; the kind's default reading applies if the config has no setting."""
-    for layout, layers, from_anchor in (("dflash", [1, 3], False), ("dspark", [2, 3], True)):
-        (tmp_path / layout).mkdir()
-        config = import_layout(tmp_path / layout, layout)[0].config
-        assert (config.feature_layers, config.sample_from_anchor, config.mask_token_id) == (layers, from_anchor, 7)
+    config = published(layout).load().config
+    assert (config.feature_layers, config.sample_from_anchor, config.mask_token_id) == (layers, from_anchor, 7)
 
 
 def test_windows_of_blocks_are_imported(tmp_path: Path) -> None:
@@ -236,34 +257,36 @@ def test_windows_of_blocks_are_imported(tmp_path: Path) -> None:
         ("speculators-normed", (1, 2, 3), True),
     ],
 )
-def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, tmp_path: Path) -> None:
+def test_eagle3(layout: str, layers: tuple[int, ...], normed: bool, published: Publish) -> None:
     """SpecForge numbers feature layers one lower; speculators adds the attention to the normed feature.
 
     With `norm_output` the next depth reads the state after the final norm.
     """
-    drafter, tensors = import_layout(tmp_path, layout)
+    checkpoint = published(layout)
+    drafter = checkpoint.load()
     assert drafter.feature_layers == layers
-    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
+    theirs, features = reference(checkpoint.tensors), features_of(drafter)
     tokens, g = IDS[0, 1 : NEWEST + 1].tolist(), theirs.eagle3_fused(features[:NEWEST])
     expected = []
     for depth in range(3):
         out = theirs.eagle3_slots(tokens, g, normed)[-1]
         expected.append(theirs.eagle3_logits(out))
-        read = theirs.eagle3_feedback(out, bool(LAYOUTS[layout][0].get("norm_output")))
+        read = theirs.eagle3_feedback(out, bool(checkpoint.config.get("norm_output")))
         tokens, g = [*tokens, int(IDS[0, NEWEST + depth + 1]) if depth < 2 else 0], torch.cat([g, read[None]])
-    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
-    if "d2t" in tensors:
+    check_drafts(drafter, torch.stack(expected))
+    if "d2t" in checkpoint.tensors:
         assert drafter.vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
 
 
 @pytest.mark.parametrize("layout", ["peagle", "peagle-normed"])
-def test_peagle(layout: str, tmp_path: Path) -> None:
-    drafter, tensors = import_layout(tmp_path, layout)
-    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
+def test_peagle(layout: str, published: Publish) -> None:
+    checkpoint = published(layout)
+    drafter = checkpoint.load()
+    theirs, features, mask = reference(checkpoint.tensors), features_of(drafter), checkpoint.tensors["mask_hidden"]
     tokens = [*IDS[0, 1 : NEWEST + 1].tolist(), 7, 7]
-    g = theirs.eagle3_fused(torch.cat([features[:NEWEST], tensors["mask_hidden"], tensors["mask_hidden"]]))
+    g = theirs.eagle3_fused(torch.cat([features[:NEWEST], mask, mask]))
     out = theirs.eagle3_slots(tokens, g)
-    torch.testing.assert_close(draft_chain(decoder, 3), theirs.eagle3_logits(out[-3:]), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, theirs.eagle3_logits(out[-3:]))
 
 
 # The keys of torchspec/config/dflash_draft_config.json; AngelSpec's, in angelspec/models/draft/dspark.py, are more.
@@ -303,28 +326,25 @@ def torchspec_logits(tensors: dict[str, Tensor], features_rf: Tensor, block: lis
 
 
 @pytest.mark.parametrize(("theirs", "size"), [(TORCHSPEC, 16), (TORCHSPEC, 4), (ANGELSPEC, 7)])
-def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, tmp_path: Path) -> None:
+def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, published: Publish) -> None:
     """Row j of a block predicts the token at its own place, the first one nothing; the size is in no config."""
-    config = {**theirs, "block_size": size} if size == 4 else theirs
     kind = "dspark" if "markov_rank" in theirs else "dflash"
-    ours = random_tensors(kind, "vllm", {**config, "model_type": "qwen3"})
-    tensors = renamed(ours, dflash.TORCHSPEC_NAMES)
-    assert {"context_proj.weight", "context_norm.weight", "final_norm.weight"} == tensors.keys() - ours.keys()
+    checkpoint = published(kind, {**theirs, "model_type": "qwen3"})
+    checkpoint.config = {**theirs, "block_size": size} if size == 4 else theirs
+    tensors = renamed(checkpoint.tensors, dflash.TORCHSPEC_NAMES)
+    new_names = tensors.keys() - checkpoint.tensors.keys()
+    assert new_names == {"context_proj.weight", "context_norm.weight", "final_norm.weight"}
     tensors["embed_tokens.weight"] = TARGET.get_input_embeddings().weight.detach().clone()
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
-    made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+    checkpoint.tensors = tensors
+    drafter, made = checkpoint.load(), checkpoint.made
     assert [f"names no block_size: {size} was taken" in each for each in made.assumed] == [True] * (size != 4)
-    drafter = load_drafter(tmp_path / "ours", TARGET)
     assert (drafter.feature_layers, drafter.config.sample_from_anchor, made.kind) == ((1, 3), False, kind)
-    decoder, features = start_decoder(drafter)
-    expected = torchspec_logits(tensors, features[:NEWEST], [int(IDS[0, NEWEST]), *[7] * (size - 1)])[1:]
+    expected = torchspec_logits(tensors, features_of(drafter)[:NEWEST], [int(IDS[0, NEWEST]), *[7] * (size - 1)])[1:]
     if kind == "dspark":  # angelspec/models/draft/dspark.py: the token before each of these changes its logits
         before = IDS[0, NEWEST : NEWEST + 2]
         bias = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
         expected = expected[:2] + bias
-    torch.testing.assert_close(draft_chain(decoder, len(expected)), expected, atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, expected)
 
 
 @pytest.mark.parametrize(
@@ -337,34 +357,33 @@ def test_torchspec_and_angelspec(theirs: dict[str, Any], size: int, tmp_path: Pa
         ("peagle", "pard_token"),
     ],
 )
-def test_a_key_without_which_it_would_be_another_drafter(layout: str, key: str, tmp_path: Path) -> None:
+def test_a_key_without_which_it_would_be_another_drafter(layout: str, key: str, published: Publish) -> None:
     """As in SpecForge's configs/qwen3-8b-peagle.json, which names no mask token."""
-    config, _ = write_checkpoint(tmp_path / "theirs", layout)
-    nested = {name: value for name, value in config.get("dflash_config", {}).items() if name != key}
-    silent = {name: value for name, value in config.items() if name != key} | (
-        {"dflash_config": nested} if nested else {}
-    )
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(silent))
+    theirs = published(layout)
+    for keys in (theirs.config, theirs.config.get("dflash_config", {})):
+        keys.pop(key, None)
     with pytest.raises(UserError, match=rf"config\.json.*{key}.*add .*trained with"):
-        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+        theirs.load()
 
 
-def test_medusa(tmp_path: Path) -> None:
-    drafter, tensors = import_layout(tmp_path, "medusa")
-    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
+def test_medusa(published: Publish) -> None:
+    checkpoint = published("medusa")
+    drafter = checkpoint.load()
+    theirs, features = reference(checkpoint.tensors), features_of(drafter)
     expected = []
     for head in range(3):
         hidden = features[NEWEST - 1]
         for block in range(2):
             hidden = hidden + torch.nn.functional.silu(theirs.product(f"{head}.{block}.linear", hidden))
         expected.append(theirs.product(f"{head}.2", hidden))
-    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, torch.stack(expected))
 
 
-def test_hydra(tmp_path: Path) -> None:
+def test_hydra(published: Publish) -> None:
     """Head i reads the feature and i + 1 embeddings; its second block has the size of the first."""
-    drafter, tensors = import_layout(tmp_path, "hydra")
-    theirs, (decoder, features) = reference(tensors), start_decoder(drafter)
+    checkpoint = published("hydra")
+    drafter = checkpoint.load()
+    theirs, features = reference(checkpoint.tensors), features_of(drafter)
     read, expected = features[NEWEST - 1], []
     for head in range(3):
         read = torch.cat([read, theirs.embedding[IDS[0, NEWEST + head]]])
@@ -373,57 +392,35 @@ def test_hydra(tmp_path: Path) -> None:
         hidden = hidden + torch.nn.functional.silu(theirs.product(f"{first}.linear", read))
         hidden = hidden + torch.nn.functional.silu(theirs.product(f"hydra_mlp.{head}.1.linear", hidden))
         expected.append(theirs.product(f"hydra_lm_head.{head}", hidden))
-    torch.testing.assert_close(draft_chain(decoder, 3), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    check_drafts(drafter, torch.stack(expected))
 
 
-def test_separate_head_for_all_tokens_is_kept(tmp_path: Path) -> None:
+def test_separate_head_for_all_tokens_is_kept(published: Publish) -> None:
     """EAGLE-3 for Vicuna has one: 32,000 of 32,000 tokens. It is not a copy of the target's."""
-    config, tensors = write_checkpoint(tmp_path / "theirs", "vllm")
-    tensors["lm_head.weight"] = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(8))
-    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
-    import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
-    drafter = load_drafter(tmp_path / "ours", TARGET)
-    assert torch.equal(drafter.lm_head.weight, tensors["lm_head.weight"])
-    export_drafter(drafter, "vllm", tmp_path / "back", "TARGET", tmp_path / "ours")
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-    assert config["draft_vocab_size"] == VOCABULARY
+    theirs = published("vllm")
+    head = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(8))
+    theirs.tensors["lm_head.weight"] = head
+    drafter = theirs.load()
+    assert torch.equal(drafter.lm_head.weight, head)
+    assert theirs.check_export(drafter)["draft_vocab_size"] == VOCABULARY
 
 
-def test_only_the_targets_embedding_is_accepted(tmp_path: Path) -> None:
-    _, tensors = write_checkpoint(tmp_path / "theirs", "eagle")
-    tensors["embed_tokens.weight"] = TARGET.get_input_embeddings().weight.clone()
-    torch.save(tensors, tmp_path / "theirs" / "pytorch_model.bin")
-    import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
-    tensors["embed_tokens.weight"][3, 3] += 1.0
-    torch.save(tensors, tmp_path / "theirs" / "pytorch_model.bin")
-    with pytest.raises(
-        UserError, match="embed_tokens is not the target's, and eagle drafters here have no separate one"
-    ):
-        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "other")
+def test_only_the_targets_embedding_is_accepted(published: Publish, tmp_path: Path) -> None:
+    theirs = published("eagle")
+    theirs.tensors["embed_tokens.weight"] = TARGET.get_input_embeddings().weight.clone()
+    theirs.load()
+    theirs.tensors["embed_tokens.weight"][3, 3] += 1.0
+    with pytest.raises(UserError, match="embed_tokens is not the target's, and eagle drafters here have no separate"):
+        theirs.load("other")
     assert not (tmp_path / "other").exists()
 
 
-def test_block_head_must_have_the_targets_rows(tmp_path: Path) -> None:
-    config, theirs = {**DSPARK, "draft_vocab_size": DRAFTED}, tmp_path / "theirs"
-    tensors = random_tensors("dspark", "vllm", config)
-    chosen = tensors["d2t"] + torch.arange(DRAFTED)
-    tensors["lm_head.weight"] = TARGET.get_output_embeddings().weight.detach()[chosen].clone()
-    theirs.mkdir()
-    (theirs / "config.json").write_text(json.dumps(config))
-    save_file(tensors, theirs / "model.safetensors")
-    import_drafter(str(theirs), TARGET, tmp_path / "ours")
-    drafter = load_drafter(tmp_path / "ours", TARGET)
-    assert drafter.vocab.columns.tokens([0, 1, 19]) == chosen[[0, 1, 19]].tolist()
-    export_drafter(drafter, "vllm", tmp_path / "back", "TARGET", tmp_path / "ours")
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-    tensors["lm_head.weight"][3, 3] += 1.0
-    save_file(tensors, theirs / "model.safetensors")
+def test_block_head_must_have_the_targets_rows(published: Publish) -> None:
+    theirs = published("dspark-reduced")
+    assert theirs.load().vocab.columns.tokens([0, 1, 19]) == [1, 4, 58]
+    theirs.tensors["lm_head.weight"][3, 3] += 1.0
     with pytest.raises(UserError, match="lm_head is not the target's, and dspark drafters here have no separate one"):
-        import_drafter(str(theirs), TARGET, tmp_path / "other")
+        theirs.load("other")
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -458,72 +455,58 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
         ("hydra", lambda c, t: c.pop("grounded_heads"), "grounded_heads: False"),
     ],
 )
-def test_incompatible_checkpoint_is_reported(layout: str, change: Change, sentence: str, tmp_path: Path) -> None:
-    config, tensors = write_checkpoint(tmp_path / "theirs", layout)
-    config = dict(config)
-    change(config, tensors)
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    file = tmp_path / "theirs" / LAYOUTS[layout][2]
-    save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
+def test_incompatible_checkpoint_is_reported(
+    layout: str, change: Change, sentence: str, published: Publish, tmp_path: Path
+) -> None:
+    theirs = published(layout)
+    change(theirs.config, theirs.tensors)
     with pytest.raises(UserError, match=sentence):
-        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+        theirs.load()
     assert [entry.name for entry in tmp_path.iterdir()] == ["theirs"]
 
 
-def assumed(folder: Path) -> list[str]:
-    found: list[str] = json.loads((folder / IMPORT_FILE).read_text())["assumed"]
-    return found
+def test_guessed_layers_are_reported(published: Publish, tmp_path: Path) -> None:
+    """The guess is that of all engines and the authors' code, 2, L/2 and L-3; named layers are not reported."""
+    deep, theirs = tiny_target(num_hidden_layers=12), published("vllm")
+    theirs.load("named", deep)
+    assert theirs.made.assumed == []
+    del theirs.config["eagle_aux_hidden_state_layer_ids"]
+    assert theirs.load("guessed", deep).feature_layers == (2, 6, 9)
+    (sentence,) = json.loads((tmp_path / "guessed" / IMPORT_FILE).read_text())["assumed"]
+    assert theirs.made.assumed == [sentence]
+    assert "names no eagle_aux_hidden_state_layer_ids: [2, 6, 9] were guessed" in sentence
 
 
-def test_guessed_layers_are_reported(tmp_path: Path) -> None:
-    """The guess is that of other readers, 2, L/2 and L-3; layers named in the config are not reported."""
-    deep = tiny_target(num_hidden_layers=8)
-    config, _ = write_checkpoint(tmp_path / "theirs", "vllm")
-    import_drafter(str(tmp_path / "theirs"), deep, tmp_path / "named")
-    assert assumed(tmp_path / "named") == []
-    silent = {key: value for key, value in config.items() if key != "eagle_aux_hidden_state_layer_ids"}
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(silent))
-    made = import_drafter(str(tmp_path / "theirs"), deep, tmp_path / "guessed")
-    assert load_drafter(tmp_path / "guessed", deep).feature_layers == (2, 4, 5)
-    (sentence,) = assumed(tmp_path / "guessed")
-    assert made.assumed == [sentence]
-    assert "names no eagle_aux_hidden_state_layer_ids: [2, 4, 5] were guessed" in sentence
-
-
-def test_feature_layers_named_twice_are_refused(tmp_path: Path) -> None:
-    config, _ = write_checkpoint(tmp_path / "theirs", "vllm")
-    for ids, count in (([-1, 1, 2], 0), ([0, 1, 2], 1)):
-        both = {**config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-        (tmp_path / "theirs" / "config.json").write_text(json.dumps(both))
-        made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / f"ours-{count}")
-        assert len(made.assumed) == count
-        assert load_drafter(tmp_path / f"ours-{count}", TARGET).feature_layers == (0, 2, 3)
+@pytest.mark.parametrize(("ids", "sentences"), [([-1, 1, 2], 0), ([0, 1, 2], 1)])
+def test_feature_layers_named_twice(ids: list[int], sentences: int, published: Publish) -> None:
+    theirs = published("vllm")
+    theirs.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
+    assert theirs.load().feature_layers == (0, 2, 3)
+    assert len(theirs.made.assumed) == sentences
 
 
 @pytest.mark.parametrize("layout", ["vllm", "specforge", "eagle", "peagle", "dflash", "dspark", "speculators"])
 @pytest.mark.parametrize("theta", [500_000.0, None])
-def test_rope_of_the_drafter_is_kept(layout: str, theta: float | None, tmp_path: Path) -> None:
+def test_rope_of_the_drafter_is_kept(layout: str, theta: float | None, published: Publish) -> None:
     """It is that of the checkpoint's config, or the readers' default if it names none; the export has it again."""
     target = tiny_target(num_hidden_layers=4, rope_parameters={"rope_type": "default", "rope_theta": 30_000.0})
-    config, tensors = write_checkpoint(tmp_path / "theirs", layout)
-    layers = config.get("transformer_layer_config", config)
-    changed = {**layers, "rope_theta": theta} if theta else {k: v for k, v in layers.items() if k != "rope_theta"}
-    config = changed if layers is config else {**config, "transformer_layer_config": changed}
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    made = import_drafter(str(tmp_path / "theirs"), target, tmp_path / "ours")
-    drafter = load_drafter(tmp_path / "ours", target)
+    theirs = published(layout)
+    layers = theirs.config.get("transformer_layer_config", theirs.config)
+    layers["rope_theta"] = theta
+    if theta is None:
+        del layers["rope_theta"]
+    drafter = theirs.load("ours", target)
     wanted = {"rope_type": "default", "rope_theta": theta or 10_000.0}
     assert drafter.config.rope == wanted
     hidden, positions = torch.zeros(1, 5, 32), torch.arange(5)[None]
     angles = 4 * (theta or 10_000.0) ** (-torch.arange(0, 8, 2) / 8)
     cos, _ = drafter.rotary_of(hidden, positions)
     torch.testing.assert_close(cos[0, 4, :4], angles.cos())
-    sentence = "names no rope_theta: 10,000 was taken" if theta is None else r"another RoPE (500,000) than .* (30,000"
-    assert re.search(sentence.replace("(", r"\(").replace(")", r"\)"), made.assumed[0])
-    export_drafter(drafter, LAYOUTS[layout][3], tmp_path / "back", "TARGET", tmp_path / "ours")
-    back = read_checkpoint(tmp_path / "back")
-    assert back.config["rope_theta"] == wanted["rope_theta"]
-    assert all(torch.equal(back.tensors[name], value) for name, value in tensors.items())
+    sentence = (
+        "names no rope_theta: 10,000 was taken" if theta is None else r"another RoPE \(500,000\) than .* \(30,000"
+    )
+    assert re.search(sentence, theirs.made.assumed[0])
+    assert theirs.check_export(drafter)["rope_theta"] == wanted["rope_theta"]
 
 
 def test_rope_as_an_option() -> None:
@@ -538,39 +521,42 @@ def test_rope_as_an_option() -> None:
 
 
 @pytest.mark.parametrize("layout", ["vllm", "specforge", "peagle", "eagle", "dflash", "medusa"])
-def test_names_with_a_model_prefix(layout: str, tmp_path: Path) -> None:
+def test_names_with_a_model_prefix(layout: str, published: Publish) -> None:
     """Some trainers save names with the prefix `model.`."""
-    plain, tensors = import_layout(tmp_path, layout)
+    theirs = published(layout)
+    plain = theirs.load()
     prefix = "model.medusa_heads." if layout == "medusa" else "model."
-    named = {name if name.startswith(("lm_head", "d2t", "t2d")) else prefix + name: v for name, v in tensors.items()}
-    file = tmp_path / "theirs" / LAYOUTS[layout][2]
-    save_file(named, file) if file.suffix == ".safetensors" else torch.save(named, file)
-    made = import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "again")
-    again = load_drafter(tmp_path / "again", TARGET).state_dict()
-    assert made.kind == LAYOUTS[layout][1]
-    assert all(torch.equal(again[name], value) for name, value in plain.state_dict().items())
+    unprefixed = ("lm_head", "d2t", "t2d")
+    theirs.tensors = {n if n.startswith(unprefixed) else prefix + n: value for n, value in theirs.tensors.items()}
+    assert_same(theirs.load("again").state_dict(), plain.state_dict())
+    assert theirs.made.kind == theirs.kind
 
 
 def test_export_imports_again(tmp_path: Path) -> None:
-    """Draft models and PARD drafters, whose embedding and head are the target's except for the mask's row."""
+    """Draft models and PARD drafters, whose embedding and head are the target's except for the mask's row, and RoPE."""
     for kind, options in (("draft_model", {}), ("parallel", {"inputs": "embedding", "shared_mask": True})):
         drafter = tiny_drafter_of(kind, TARGET, **options)
         export_drafter(drafter, "vllm", tmp_path / f"out-{kind}", "TARGET", tmp_path)
         import_drafter(str(tmp_path / f"out-{kind}"), TARGET, tmp_path / kind)
-        back = load_drafter(tmp_path / kind, TARGET).state_dict()
-        assert all(torch.equal(back[name], value) for name, value in drafter.state_dict().items())
+        assert_same(load_drafter(tmp_path / kind, TARGET).state_dict(), drafter.state_dict())
+        config = tmp_path / f"out-{kind}" / "config.json"
+        rope = {"rope_type": "default", "rope_theta": 5.0}
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rope_parameters": rope}))
+        with pytest.raises(UserError, match=r"rope_parameters is .*drafters here have layers of the target's shape"):
+            import_drafter(str(tmp_path / f"out-{kind}"), TARGET, tmp_path / f"turned-{kind}")
 
 
-def test_import_command(tmp_path: Path) -> None:
+def test_import_command(published: Publish, tmp_path: Path) -> None:
     save_target(tmp_path / "target")
-    _, tensors = write_checkpoint(tmp_path / "theirs", "medusa")
+    medusa = published("medusa")
+    medusa.load("first")
     recipe = recipe_in(tmp_path, drafter={"kind": "medusa", "options": {"num_heads": 3, "num_layers": 2}})
     file = recipe_file(recipe)
     result = CliRunner().invoke(app, ["import", file, "--from", str(tmp_path / "theirs")])
     assert result.exit_code == 0, result.output
     folder = tmp_path / "runs" / "run" / "drafter"
     assert json.loads((folder / IMPORT_FILE).read_text())["kind"] == "medusa"
-    assert torch.equal(load_file(folder / "model.safetensors")["lm_heads.1.weight"], tensors["1.2.weight"])
+    assert torch.equal(load_file(folder / "model.safetensors")["lm_heads.1.weight"], medusa.tensors["1.2.weight"])
     elsewhere = ["--from", str(tmp_path / "theirs"), "--to", str(tmp_path / "here"), "--json"]
     told = CliRunner().invoke(app, ["import", file, *elsewhere])
     assert json.loads(told.stdout) == {"kind": "medusa", "folder": str(tmp_path / "here"), "assumed": []}
@@ -581,22 +567,13 @@ def test_import_command(tmp_path: Path) -> None:
     assert (nothing.exit_code, "--from FOLDER" in nothing.stderr) == (2, True)
 
 
-def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_pickle_is_not_run(published: Publish, tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "harmed",))
 
-    write_checkpoint(tmp_path / "theirs", "medusa")
-    torch.save({"0.0.linear.weight": Harm()}, tmp_path / "theirs" / "medusa_lm_head.pt")
+    theirs = published("medusa")
+    theirs.tensors = {"0.0.linear.weight": Harm()}
     with pytest.raises(UserError, match="cannot be read"):
-        import_drafter(str(tmp_path / "theirs"), TARGET, tmp_path / "ours")
+        theirs.load()
     assert not (tmp_path / "harmed").exists()
-
-
-@pytest.mark.parametrize(("num_layers", "expected"), [(32, [2, 16, 29]), (12, [2, 6, 9])])
-def test_default_feature_layers_of_imports(num_layers: int, expected: list[int]) -> None:
-    """All engines and the authors' code read these layers if the target has enough."""
-    config = {key: value for key, value in VLLM.items() if key != "eagle_aux_hidden_state_layer_ids"}
-    checkpoint = Checkpoint(config, random_tensors("eagle3", "vllm", VLLM))
-    target_config = {**TARGET.config.to_dict(), "num_hidden_layers": num_layers}
-    assert eagle.parameters(checkpoint, target_config).options["feature_layers"] == expected

@@ -14,29 +14,21 @@ import pytest
 import torch
 from parts.llamacpp import Complete, LlamaAnswer, llama_server
 from support.gguf_target import embedded_gguf
-from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, count_our_rounds, train_briefly
-from support.tiny_runs import recipe_file, recipe_in
+from support.served_drafters import IN_LLAMACPP, NEW_TOKENS, Setup, count_our_rounds, load_embedded, train_briefly
+from support.tiny_runs import recipe_file, recipe_in, save_trained
 from typer.testing import CliRunner
 
-from draftsmith.data.sources.conversation import Turn
-from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.serving.llama_server import find_server, started_server
-from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import GgufTarget, export_drafter
 from draftsmith.models.formats.llamacpp import FILE
-from draftsmith.models.target.loading import load_target
-from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import TargetRecipe
 
 SERVER = find_server(None)
 pytestmark = [
     pytest.mark.llamacpp,
     pytest.mark.skipif(SERVER is None, reason="there is no llama-server: make llamacpp-env"),
 ]
-QUESTIONS, LONGEST_DRAFT, CONTEXT_TOKENS = 12, 3, 512
+LONGEST_DRAFT, CONTEXT_TOKENS = 3, 512
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def setup(folder: Path) -> Setup:
-    target, tokenizer = load_target(TargetRecipe(model="embedded", dtype="float32", device="cpu"))
+    target, tokenizer, prompts = load_embedded()
     embedded_gguf(folder, target, tokenizer)
-    asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
-    prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
     with run_server(folder) as complete:
         answers = [complete(prompt, NEW_TOKENS + LONGEST_DRAFT + 1).ids for prompt in prompts]
     return Setup(target, prompts, answers)
@@ -101,9 +91,7 @@ def test_eval_through_the_server(setup: Setup, folder: Path, tmp_path: Path) -> 
         drafter={"kind": "eagle3"},
         eval={"questions": "embedded", "max_new_tokens": NEW_TOKENS, "limit_per_category": 1},
     )
-    drafter.save_pretrained(RunFolder(recipe).drafter)
-    noted = {"steps": 1, "history": [], "weights_sha256": weights_sha256(RunFolder(recipe).drafter)}
-    (RunFolder(recipe).drafter / TRAINING_FILE).write_text(json.dumps(noted))
+    save_trained(recipe, drafter)
     target = ["--target-gguf", str(folder / "target.gguf"), "--dtype", "f32"]
 
     def measured(*options: str) -> dict[str, Any]:

@@ -20,39 +20,31 @@ from support.served_drafters import (
     SERVED,
     Setup,
     count_our_rounds,
+    load_embedded,
     share_first_key_norm,
     train_briefly,
 )
-from support.tiny_runs import recipe_file, recipe_in
+from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.vllm_answers import generate_answers, generate_with_newer_runner, has_triton
 from support.vllm_server import VllmServer, vllm_environment
 from typer.testing import CliRunner
 
-from draftsmith.data.sources.conversation import Turn
-from draftsmith.data.sources.questions import load_questions
-from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.eval.commands.cli import app
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.formats.exporting import export_drafter, speculative_config
-from draftsmith.models.target.loading import EMBEDDED_TARGET, load_target
-from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import TargetRecipe
+from draftsmith.models.target.loading import EMBEDDED_TARGET
 
 __all__ = ["vllm_environment"]  # fixture
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
-QUESTIONS, LONGEST_DRAFT = 12, 3
+LONGEST_DRAFT = 3
 
 
 @pytest.fixture(scope="module")
 def setup() -> Setup:
-    target, tokenizer = load_target(TargetRecipe(model="embedded", dtype="float32", device="cpu"))
-    asked = [question.turns[0] for question in load_questions("embedded")][:QUESTIONS]
-    prompts = [prompt_token_ids(tokenizer, [Turn("user", text)]) for text in asked]
+    target, _, prompts = load_embedded()
     answers, _ = generate_answers(prompts, NEW_TOKENS + LONGEST_DRAFT + 1, None)
     return Setup(target, prompts, answers)
 
@@ -82,10 +74,7 @@ def test_vllm_equals_our_decoder(name: str, setup: Setup, tmp_path: Path) -> Non
 def printed_command(drafter: Drafter, folder: Path) -> list[str]:
     """Return the last lines of `draftsmith export --to vllm`, of a run with this drafter."""
     recipe = recipe_in(folder, target={"model": "embedded", "dtype": "float32"}, drafter={"kind": "eagle3"})
-    run = RunFolder(recipe)
-    drafter.save_pretrained(run.drafter)
-    hashes = weights_sha256(run.drafter)
-    (run.drafter / TRAINING_FILE).write_text(json.dumps({"steps": 1, "history": [], "weights_sha256": hashes}))
+    save_trained(recipe, drafter)
     result = CliRunner().invoke(app, ["export", recipe_file(recipe), "--to", "vllm"])
     assert result.exit_code == 0, result.output
     return shlex.split(result.stdout.strip().splitlines()[-1])
@@ -108,7 +97,7 @@ def test_printed_command_serves(setup: Setup, tmp_path: Path) -> None:
     """All questions in parallel over HTTP, also streamed: plain vLLM's answers and our decoder's acceptance."""
     kind, _, options = SERVED["eagle3"]
     drafter = train_briefly(kind, options, setup.target, setup.prompts, setup.answers)
-    server = VllmServer(tmp_path / "log", command=printed_command(drafter, tmp_path))
+    server = VllmServer(tmp_path / "log", printed_command(drafter, tmp_path))
     try:
         asked = {"model": "embedded", "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
         bodies = [{**asked, "prompt": ids, "return_token_ids": True} for ids in setup.prompts]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny_models import VOCABULARY, tiny_target
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models import cpu_kernels
@@ -17,12 +17,7 @@ LAYERS = 3
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2} if model_type != "gpt_neox" else {}
-    if model_type == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4}
-    config = AutoConfig.for_model(model_type, vocab_size=61, pad_token_id=0, **sizes)
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return tiny_target(model_type, num_hidden_layers=LAYERS, num_key_value_heads=4)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3"])

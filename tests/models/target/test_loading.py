@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.chat_families import FAMILIES
-from support.tiny_runs import save_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config
+from support.tiny_runs import SMALL_VOCABULARY, save_tokenizer
+from transformers import LlamaConfig, T5Config
 
 from draftsmith.errors import UserError
 from draftsmith.models.target import loading as target_module
@@ -18,24 +18,12 @@ from draftsmith.recipes.schema import TargetRecipe
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, 20, TEMPLATE)
-    return tmp_path
-
-
 def recipe_for(folder: Path, **values: Any) -> TargetRecipe:
     return TargetRecipe(model=str(folder), device="cpu", **values)
 
 
-def test_loaded_target_is_frozen_and_its_features_feed_the_lm_head(folder: Path) -> None:
-    target, tokenizer = load_target(recipe_for(folder, dtype="float64"))
+def test_loaded_target_is_frozen_and_its_features_feed_the_lm_head(target_folder: Path) -> None:
+    target, tokenizer = load_target(recipe_for(target_folder, dtype="float64"))
     assert not target.training
     assert not any(parameter.requires_grad for parameter in target.parameters())
     assert tokenizer.chat_template == TEMPLATE
@@ -45,29 +33,34 @@ def test_loaded_target_is_frozen_and_its_features_feed_the_lm_head(folder: Path)
     torch.testing.assert_close(target.get_output_embeddings()(features), target(ids).logits)
 
 
-def test_missing_chat_template_is_reported(folder: Path) -> None:
-    save_tokenizer(folder, 20, None)
+def test_missing_chat_template_is_reported(target_folder: Path) -> None:
+    save_tokenizer(target_folder, SMALL_VOCABULARY, None)
     with pytest.raises(UserError, match=r"no chat template: set target.chat_template"):
-        load_target(recipe_for(folder))
-    _, tokenizer = load_target(recipe_for(folder, chat_template=TEMPLATE))
+        load_target(recipe_for(target_folder))
+    _, tokenizer = load_target(recipe_for(target_folder, chat_template=TEMPLATE))
     assert tokenizer.chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("values", "message"),
     [
-        ("./not-there", "is not a folder: give a model folder"),
-        ("/nor/is/this", "is not a folder: give a model folder"),
+        ({"model": "./not-there"}, "is not a folder: give a model folder"),
+        ({"model": "/nor/is/this"}, "is not a folder: give a model folder"),
+        ({"model": "embedded"}, "make target"),
+        ({"model": "FOLDER"}, "cannot be loaded"),
+        ({"device": "quantum"}, "target.device quantum cannot be used here"),
     ],
 )
-def test_missing_target_is_reported(model: str, message: str) -> None:
+def test_unusable_target_is_reported(
+    values: dict[str, str], message: str, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "EMBEDDED_TARGET", tmp_path)  # no checkpoint
+    values = {
+        "model": str(target_folder),
+        **{key: value.replace("FOLDER", str(tmp_path)) for key, value in values.items()},
+    }
     with pytest.raises(UserError, match=message):
-        load_target(TargetRecipe(model=model))
-
-
-def test_folder_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_target(recipe_for(tmp_path))
+        load_target(TargetRecipe(**values))
 
 
 def test_unreachable_hub_id_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,30 +107,24 @@ def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
         load_target(recipe_for(tmp_path))
 
 
-def test_missing_embedded_target_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "EMBEDDED_TARGET", tmp_path)
-    with pytest.raises(UserError, match="make target"):
-        load_target(TargetRecipe(model="embedded"))
-
-
 SWITCHED = (
     "{% generation %}{% if enable_thinking is defined and not enable_thinking %}{{ tone }}:{{ rules[1]['a'] }}"
     "{% endif %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
 
 
-def test_chat_template_variables_reach_every_rendering(folder: Path) -> None:
+def test_chat_template_variables_reach_every_rendering(target_folder: Path) -> None:
     """They are set for every caller that renders the template, with values of every JSON type."""
-    values = {"enable_thinking": False, "tone": 'a "quoted" é', "rules": [None, {"a": 1.5}]}
-    _, tokenizer = load_target(recipe_for(folder, chat_template=SWITCHED, chat_template_kwargs=values))
+    values = {"enable_thinking": False, "tone": 'a "quoted" é 😀', "rules": [None, {"a": 1.5}]}
+    _, tokenizer = load_target(recipe_for(target_folder, chat_template=SWITCHED, chat_template_kwargs=values))
     messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == 'a "quoted" é:1.5hi'
-    _, plain = load_target(recipe_for(folder, chat_template=SWITCHED))
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == 'a "quoted" é 😀:1.5hi'
+    _, plain = load_target(recipe_for(target_folder, chat_template=SWITCHED))
     assert plain.apply_chat_template(messages, tokenize=False) == "hi"
     asked = plain.apply_chat_template(messages, tokenize=False, **values)
     assert asked == tokenizer.apply_chat_template(messages, tokenize=False)
     with pytest.raises(UserError, match="reads no variable enable_think: did you mean `enable_thinking`"):
-        load_target(recipe_for(folder, chat_template=SWITCHED, chat_template_kwargs={"enable_think": False}))
+        load_target(recipe_for(target_folder, chat_template=SWITCHED, chat_template_kwargs={"enable_think": False}))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -149,7 +136,7 @@ def test_variable_that_a_template_reads_itself_changes_nothing_else(name: str) -
     assert tokenizer.apply_chat_template(messages[:1], tokenize=False) == shown
 
 
-def test_unusable_gpu_is_reported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_gpu_is_reported(target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a GPU in the machine, training on the CPU must be requested."""
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
@@ -157,17 +144,17 @@ def test_unusable_gpu_is_reported(folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=r"NVIDIA GPU \(driver 535.104.05\) that torch .* cannot use, .*device=cpu"):
-        load_target(TargetRecipe(model=str(folder)))
-    assert load_target(recipe_for(folder))[0].device.type == "cpu"
+        load_target(TargetRecipe(model=str(target_folder)))
+    assert load_target(recipe_for(target_folder))[0].device.type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert load_target(TargetRecipe(model=str(folder)))[0].device.type == "cpu"
+    assert load_target(TargetRecipe(model=str(target_folder)))[0].device.type == "cpu"
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_target_too_large_for_memory_is_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """The message does not suggest another path for the model."""
 
@@ -176,10 +163,5 @@ def test_target_too_large_for_memory_is_reported(
 
     monkeypatch.setattr(target_module.AutoModelForCausalLM, "from_pretrained", raise_out_of_memory)
     with pytest.raises(UserError, match=r"does not fit into memory .*target.quantization=nf4") as caught:
-        load_target(recipe_for(folder))
+        load_target(recipe_for(target_folder))
     assert "Hub id" not in str(caught.value)
-
-
-def test_unknown_device_is_reported(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"target.device quantum cannot be used here"):
-        load_target(TargetRecipe(model=str(folder), device="quantum"))
