@@ -472,17 +472,13 @@ def push(
     import torch
 
     from draftsmith.eval.commands.push import push as send
-    from draftsmith.eval.commands.push import push_data
 
-    if data:
-        if dtype:
-            raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
-        heading("push", f"{loaded.name}: answers of {loaded.answering_target.display_name}")
-        tell(push_data(loaded, repo, revision, public, base_model, license_id, dry_run))
-        return
-    heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    if data and dtype:
+        raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
+    answers = f"answers of {loaded.answering_target.display_name}"
+    heading("push", f"{loaded.name}: {answers if data else f'{loaded.drafter.kind} drafter for {loaded.target.model}'}")
     weights = None if dtype is None else getattr(torch, dtype)
-    tell(send(loaded, repo, revision, public, base_model, license_id, dry_run, weights))
+    tell(send(loaded, repo, revision, public, base_model, license_id, weights, data, dry_run))
 
 
 @app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")
