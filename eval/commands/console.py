@@ -40,14 +40,12 @@ PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in 
 class PlainConsole(Console):
     """Console on the `sys.stdout` of the moment of printing; obeys `NO_COLOR` and `TERM`, as rich does.
 
-    Without a terminal a table is as wide as its content, unless `COLUMNS` limits it.
-
-    Args:
-        soft_wrap: Print long lines unbroken, so that they can be copied; False folds tables at the terminal's width.
+    Long lines are printed unbroken, so that they can be copied. Without a terminal a table is as wide as its content,
+    unless `COLUMNS` limits it.
     """
 
-    def __init__(self, soft_wrap: bool = True) -> None:
-        super().__init__(highlight=False, soft_wrap=soft_wrap)
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True)
 
     @property
     def encoding(self) -> str:
@@ -62,7 +60,7 @@ class PlainConsole(Console):
 
     def refresh(self) -> None:
         """Read stdout's properties and the environment again, after a redirection."""
-        PlainConsole.__init__(self, self.soft_wrap)
+        PlainConsole.__init__(self)
 
 
 console = PlainConsole()
