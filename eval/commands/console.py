@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +175,7 @@ class WithTerminalOptions(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         is_later = not is_first_process()
         json_place, quiet = ctx.params.get("json_place"), ctx.params.get("quiet", False)
-        with output_to(None if is_later else json_place, is_later or quiet), exit_with_one_sentence():
-            place = _output.get().file
-            if place is not None and place.is_dir():
-                raise UserError(f"option --json: {place} is a folder: name a file")
-            if place is not None:  # before the work begins
-                check_writable(place.parent)
+        with exit_with_one_sentence(), output_to(None if is_later else json_place, is_later or quiet):
             return super().invoke(ctx)
 
 
@@ -208,42 +202,42 @@ def move_to_front(arguments: list[str]) -> list[str]:
     return [*own, *others, *arguments[end:]]
 
 
-@dataclass
-class Output:
-    """Destination of `--json` and the values to write.
-
-    json: a file's path, `-` for stdout, None without `--json`. values: results that the command has passed to `tell`.
-    """
-
-    json: str | None = None
-    values: Any = None
-
-    @property
-    def file(self) -> Path | None:
-        return None if self.json in (None, STDOUT) else Path(str(self.json)).expanduser()
-
-
-_output: ContextVar[Output] = ContextVar("output")
+# Results that the command has passed to `tell`, of which the last is written.
+_results: ContextVar[list[Any]] = ContextVar("results")
 
 
 @contextmanager
 def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
     """Redirect output in this context as `--json` and `--quiet` say.
 
-    With `--json` on stdout all other text goes to stderr, and the JSON is written when the context ends, also by an
-    error, if `tell` was called.
-    """
-    output, stdout = Output(json_place), sys.stdout
-    token = _output.set(output)
+    The last result passed to `tell` is written when the context ends, also by an error. With `--json` on stdout all
+    other text goes to stderr.
 
-    def write_stdout() -> None:
-        if output.json == STDOUT and output.values is not None:
-            stdout.write(_json_text(output.values))
+    Args:
+        json_place: A file's path, `-` for stdout, None without `--json`.
+        quiet: Print nothing else to stdout, and no progress bars.
+
+    Raises:
+        UserError: The file is a folder.
+        OSError: It cannot be written.
+    """
+    file, stdout, results = Path(json_place or STDOUT).expanduser(), sys.stdout, list[Any]()
+    if json_place not in (None, STDOUT):  # before the work starts
+        if file.is_dir():
+            raise UserError(f"option --json: {file} is a folder: name a file")
+        check_writable(file.parent)
+    token = _results.set(results)
+
+    def write_result() -> None:
+        if results and json_place == STDOUT:
+            stdout.write(_json_text(results[-1]))
             stdout.flush()
+        elif results and json_place is not None:
+            write_json(file, results[-1])
 
     with ExitStack() as stack:
-        stack.callback(_output.reset, token)
-        stack.callback(write_stdout)
+        stack.callback(_results.reset, token)
+        stack.callback(write_result)
         stack.enter_context(configure_progress_bars(quiet))
         stack.callback(console.refresh)
         if quiet:
@@ -275,11 +269,7 @@ def _redirected_descriptor(descriptor: int) -> Iterator[None]:
 
 def tell(values: Any) -> None:
     """Store a command's results for `--json`; a later call replaces them."""
-    output = _output.get(None)
-    if output is not None:
-        output.values = values
-        if output.file is not None:
-            write_json(output.file, values)
+    _results.get([]).append(values)
 
 
 def write_json(file: Path, values: Any) -> None:

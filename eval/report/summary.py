@@ -1,37 +1,25 @@
 """Figures of an evaluation, computed from the harness's records, for report, page, terminal and `result.json`.
 
-tau                  tokens committed per round, the target's own included (the paper's acceptance length), all rounds
-tau_by_question      mean over questions of the tau of each
-tau_without_bonus    accepted draft tokens per round
-speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions, same
-                     process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
-                     all tokens / all seconds
+tau                  tokens committed per round, the target's own included (the paper's acceptance length), all rounds;
+                     tau_by_question: mean over questions of each one's; tau_without_bonus: accepted draft tokens
+speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions and process,
+                     prefill included on both sides, all tokens / all seconds; mean and standard deviation over runs
+speedup_by_question  with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py), whose
+                     figure is higher: it tokenizes the baseline's text again, without end tokens
 ..._interval         95 % over questions like these: `bootstrap.py`
 tau_by_context       tau by the number of tokens before the round, of prompt and answer, in buckets of powers of two;
                      tau_by_position: of the answer alone
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
-there
-                     are two tasks or more: all tasks have equal weight, however long their answers are. They are then
-                     the headline, by which methods are ordered and chosen (`headline`); the pooled figures are also
-                     shown
-speedup_by_question  the same, with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py,
-                     whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above.
-                     The script's figure is higher: it tokenizes the baseline's text again, without end tokens
-tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
-latency              seconds between tokens for a user who reads along: see `latencies`
+                     there are two tasks or more. They are then the headline, by which methods are ordered and chosen
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): below 1 by the
                      overhead of the loop's Python code; decoding = without the prefill
 cost ratio           t_draft / t_target_step, of a whole round
-draft vocabulary     of a drafter that cannot draft every token, see `draft_vocabulary_figures`
-seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds; mean and
-                     spread show how much of a difference between drafters is chance
-baseline             bytes per second that its step reads, compared with a plain read of as many bytes. A speedup over
-                     a slow baseline is partly due to its slowness
+seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds
 
 A task may join several categories, as Spec-Bench's `mt_bench` joins eight. If there are other tasks too, the tasks are
 shown in one table and such categories in another, so that no question counts twice. The predictions of theory from
-these figures are in `eval/bench/theory.py`.
+these figures are in `eval/bench/theory.py`, what they mean in `docs/concepts/metrics.md`.
 """
 
 from __future__ import annotations

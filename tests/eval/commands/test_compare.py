@@ -21,7 +21,6 @@ from draftsmith.eval.commands.compare import (
     compare_runs,
     expand_variants,
     joint_recipe,
-    verdict,
     with_seeds,
 )
 from draftsmith.eval.commands.stages import reuse_data
@@ -186,7 +185,6 @@ def test_tasks_have_equal_weight(tmp_path: Path) -> None:
     assert (other["speedup_ratio"], other["over_tasks"]["speedup_ratio"]) == (pytest.approx(1.2), pytest.approx(1.5))
     assert other["over_tasks"]["speedup_ratio_interval"] == pytest.approx([1.5, 1.5])
     assert other["over_tasks"]["tasks"] == 2
-    assert verdict(other) == "faster"
     shown = CliRunner().invoke(app, ["compare", str(first), str(second)], env={"COLUMNS": "200"}).output
     assert "T = 0, means over 2 tasks of equal weight; intervals of 95 % over questions" in shown
     assert re.search(r"3\.00 \(3\.00 to 3\.00\).*1\.50x \(1\.50 to 1\.50\).*faster.*2\.40.*1\.20x", shown)
@@ -197,7 +195,7 @@ def test_compare_runs_from_the_command_line(tmp_path: Path) -> None:
         str(write_run(tmp_path / name, seconds)) for name, seconds in (("a", [1.0, 0.5] * 3), ("b", [2.0, 1.5] * 3))
     ]
     result = CliRunner().invoke(app, ["compare", *folders])
-    assert (result.exit_code, "slower" in result.output) == (0, True)
+    assert (result.exit_code, "SLOWER" in result.output) == (0, True)
     result = CliRunner().invoke(app, ["compare", folders[0], "quickstart"])
     assert result.exit_code == 2
     assert "folders of measured runs together with recipes, --vary or --seeds: give the folders alone" in result.output
