@@ -24,10 +24,8 @@ def read_answers(run: FinishedRun) -> dict[tuple[int, Any], Any]:
 @pytest.mark.parametrize(
     ("where", "number", "code"),
     [
-        ("first forward", signal.SIGTERM, 143),
         ("later forward", signal.SIGINT, 130),
-        ("before a record", signal.SIGTERM, 143),
-        ("after a record", signal.SIGINT, 130),
+        ("after a record", signal.SIGTERM, 143),
     ],
 )
 def test_interrupted_measurement_resumes(
@@ -52,16 +50,15 @@ def test_interrupted_measurement_resumes(
         return called
 
     with monkeypatch.context() as patch:
-        if "forward" in where:
-            forward = interrupting(TargetSession.forward_trees, 1 if "first" in where else 15, is_before=True)
+        if where == "later forward":
+            forward = interrupting(TargetSession.forward_trees, 15, is_before=True)
             patch.setattr(TargetSession, "forward_trees", forward)
         else:
-            patch.setattr(RecordLog, "append", interrupting(RecordLog.append, 1, "before" in where))
+            patch.setattr(RecordLog, "append", interrupting(RecordLog.append, 1, is_before=False))
         stopped = finished.call("eval")
     assert (stopped.exit_code, stopped.stderr.splitlines()[-1]) == (code, INTERRUPTED)
     kept = read_answers(finished)
     assert kept.items() <= whole.items()
     assert bool(kept) == (where == "after a record")
-    again = finished.call("eval")
-    assert again.exit_code == 0, again.output
+    finished.done("eval")
     assert read_answers(finished) == whole

@@ -120,15 +120,6 @@ def test_verdict_names_the_fastest_lossless_method() -> None:
     assert verdicts(SUMMARY[:3], TIMING) == []
 
 
-def test_verdict_explains_tau_and_round_costs() -> None:
-    """0.25 to draft and 4.5 ms over 4 ms to verify: 1.375 steps for 2.5 tokens."""
-    why = verdicts(SUMMARY, TIMING)[0].why
-    assert why == (
-        "A round of tree commits 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 "
-        "to check the draft."
-    )
-
-
 def test_lossless_verdict() -> None:
     """chain and tree have 10 answers each, the baseline's do not count. Differences other than ties decide."""
 

@@ -245,7 +245,10 @@ def test_by_method_with_categories_timing_and_seeds() -> None:
     assert (tree["tau"], tree["by_category"]["qa"]["tau"], tree["timing"]["loop_efficiency"]) == (2.5, 2.0, 0.97)
     assert "runs" not in tree["by_category"]["qa"]
     assert "timing" not in figures["rows"]["a/tree@1"]
-    assert (figures["over_seeds"]["a/tree@0"]["tau_mean"], figures["over_seeds"]["a/tree@0"]["seeds"]) == (3.0, 2)
+    over_seeds = {"tau_mean": 3.0, "tau_std": 0.5**0.5, "speedup_mean": 1.5, "speedup_std": 0.125**0.5, "seeds": 2}
+    assert figures["over_seeds"] == {
+        "a/tree@0": {"method": "a/tree", "temperature": 0.0} | {k: pytest.approx(v) for k, v in over_seeds.items()}
+    }
     assert figures["baseline"] == [{"temperature": 0.0, "share": 0.89}]
     assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)
 
