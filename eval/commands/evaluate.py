@@ -169,11 +169,7 @@ def _store(file: Path, values: Any, indent: int | None = 2) -> None:
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
-    """Write tables and report from the records, and print the table. Returns the summary.
-
-    Args:
-        show: Print the table.
-    """
+    """Write tables and report from the records, and print the table if `show`. Returns the summary."""
     measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
     recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)
@@ -212,14 +208,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
 
 
 def show_table(summary: list[Row], baseline: list[Row], timing: list[Row], is_embedded: bool) -> None:
-    """Print the result in the terminal, and why it is so.
-
-    Args:
-        summary: Rows of `summarize`.
-        baseline: Rows of `baseline_speeds`.
-        timing: Rows of `summarize_timing`.
-        is_embedded: The target is the embedded one, whose speedups are not those of a larger target.
-    """
+    """Print the result in the terminal, and why it is so; the embedded target's speedups are not those of others."""
     title, headings, cells = report.result_table(summary, timing)
     print_table(headings, cells, title)
     if over_seeds := seed_spread(summary):

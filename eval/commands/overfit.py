@@ -103,9 +103,7 @@ def overfit(
     """Train the recipe's drafter on one answer of the target, then draft this answer. Writes nothing into the run.
 
     Args:
-        recipe: The recipe.
         target: The drafter's target, in the dtype of training.
-        tokenizer: The target's tokenizer.
         rows: Examples; the first one gives the prompt. Without examples the recipe's first conversation does.
 
     Returns:

@@ -112,12 +112,7 @@ def verdict_word(ends: list[float] | None) -> str:
 
 
 def verdicts(summary: list[Row], timing: list[Row]) -> list[SpeedVerdict]:
-    """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured.
-
-    Args:
-        summary: Rows of `summarize`.
-        timing: Rows of `summarize_timing`.
-    """
+    """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured."""
     timed = {method_key(row): row for row in timing}
     return [_verdict(rows, timed) for rows in by_temperature(drafted_rows(summary)).values()]
 
@@ -164,13 +159,7 @@ class Lossless:
 
 
 def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> Lossless:
-    """Judge whether the answers equal the target's, in one word and one sentence.
-
-    Args:
-        summary: Rows of `summarize`.
-        proof: Result of `draftsmith prove`, if it was run.
-        answers: Answers of each method: questions times runs.
-    """
+    """Judge whether the answers equal the target's; `answers` is the number of each method's, questions times runs."""
     rows = drafted_rows(summary)
     greedy = [row for row in rows if row["greedy_identical"] is not None]
     wrong = [row["method"] for row in greedy if not row["greedy_identical"] and not only_ties(row)]
@@ -198,15 +187,11 @@ def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> 
     return Lossless("Lossless", "good", f"All {total:,} greedy answers are {whose}, token for token.")
 
 
-def baseline_sentences(rows: list[Row]) -> list[str]:
-    """Describe for each temperature how fast the baseline is, and what a slow one means for the speedup.
-
-    Args:
-        rows: Rows of `baseline_speeds`.
-    """
+def baseline_sentences(baseline: list[Row]) -> list[str]:
+    """Describe for each temperature how fast the baseline is, and what a slow one means for the speedup."""
     sentences = []
-    for row in rows:
-        begins = f"At T = {row['temperature']:g} the" if len(rows) > 1 else "The"
+    for row in baseline:
+        begins = f"At T = {row['temperature']:g} the" if len(baseline) > 1 else "The"
         speeds = (row[key] / GIGABYTE for key in ("step_bytes_per_s", "read_bytes_per_s"))
         step, read = (f"{speed:.1f}" if speed >= 1 else f"{speed:.3f}" for speed in speeds)
         sentence = f"{begins} baseline's step reads {step} of {read} GB/s ({100 * row['share']:.0f} %)."
@@ -285,9 +270,7 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
 def result_table(summary: list[Row], timing: list[Row]) -> tuple[str, tuple[str, ...], list[list[str]]]:
     """Return title, headings and cells of the table with one line for each method, the fastest first.
 
-    Args:
-        summary: Rows of `summarize`; the baseline's are left out, unless nothing else was measured.
-        timing: Rows of `summarize_timing`, for what a round costs.
+    The baseline is left out, unless nothing else was measured.
     """
     timed = {method_key(row): row for row in timing}
     rows = drafted_rows(summary) or [row for row in summary if row["category"] == OVERALL]

@@ -20,6 +20,9 @@ seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same reci
 A task may join several categories, as Spec-Bench's `mt_bench` joins eight. If there are other tasks too, the tasks are
 shown in one table and such categories in another, so that no question counts twice. The predictions of theory from
 these figures are in `eval/bench/theory.py`, what they mean in `docs/concepts/metrics.md`.
+
+Everywhere `summary` are the rows of `summarize`, `timing` those of `summarize_timing`, `baseline` those of
+`baseline_speeds`, `proof` is the JSON of `draftsmith prove`, None if it was not run.
 """
 
 from __future__ import annotations
@@ -58,7 +61,6 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
     """Compute a row for each method, temperature and category; tasks of several categories and `overall` included.
 
     Args:
-        records: The records of all runs.
         divergences: The analysed differences of greedy answers.
 
     Raises:
@@ -256,11 +258,7 @@ def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
 
 
 def summarize_timing(records: list[QuestionRecord]) -> list[Row]:
-    """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup.
-
-    Args:
-        records: The records of all runs.
-    """
+    """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup."""
     check_fair_clock(records)
     rows = []
     for key in records[0].answers:
@@ -430,14 +428,6 @@ def evaluation_figures(
 
     By `method@temperature`: the row over all questions, the times of a round, and the main figures by category. Also
     each method's settings, as in `eval.methods`.
-
-    Args:
-        recipe: The recipe that was measured.
-        summary: Rows of `summarize`.
-        timing: Rows of `summarize_timing`.
-        questions: Number of questions.
-        proof: Result of `draftsmith prove`, if it was run.
-        baseline: Rows of `baseline_speeds`.
     """
     rows: dict[str, Row] = {}
     for row in summary:

@@ -38,7 +38,6 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
     """Compare the methods of each temperature, the lowest first, all on one scale.
 
     Args:
-        summary: Rows of `summarize`.
         records: The records of the summary; without them there are no paired intervals.
 
     Returns:

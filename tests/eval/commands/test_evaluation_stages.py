@@ -91,7 +91,7 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
 
 def test_stages_in_sequence(stages: Stages) -> None:
     folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
-    speeds = {id(method): figures.gain for method, figures in tuned.measured}
+    speeds = {id(method): figures.against_default for method, figures in tuned.measured}
     assert speeds[id(tuned.chosen)] == max(speeds.values())
     assert any(method is tuned.default for method, *_ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
