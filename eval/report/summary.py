@@ -169,31 +169,30 @@ def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
     Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau. Turns whose prompt's
     length was not recorded count by position alone.
     """
-    by_context: dict[int, list[int]] = {}  # tokens of each round, by the bucket's lower end
-    by_position: dict[int, list[int]] = {}
+    by_context: list[tuple[int, int]] = []  # tokens before the round, tokens that it committed
+    by_position: list[tuple[int, int]] = []
     for turn in turns:
         position = 1  # the first token comes with the prompt
         for tokens in turn.accept_lengths:
-            by_position.setdefault(_bucket(position, FIRST_POSITION_TOKENS), []).append(tokens)
+            by_position.append((position, tokens))
             if turn.prompt_tokens is not None:
-                bucket = _bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)
-                by_context.setdefault(bucket, []).append(tokens)
+                by_context.append((turn.prompt_tokens + position, tokens))
             position += tokens
     return {
-        name: [
-            {"from": low, "below": 2 * low or first, "rounds": len(rounds), "tau": statistics.fmean(rounds)}
-            for low, rounds in sorted(buckets.items())
-        ]
-        for name, first, buckets in (
-            ("tau_by_context", FIRST_CONTEXT_TOKENS, by_context),
-            ("tau_by_position", FIRST_POSITION_TOKENS, by_position),
-        )
+        "tau_by_context": _tau_of_buckets(by_context, FIRST_CONTEXT_TOKENS),
+        "tau_by_position": _tau_of_buckets(by_position, FIRST_POSITION_TOKENS),
     }
 
 
-def _bucket(tokens: int, first: int) -> int:
-    """Return the bucket's lower end: 0 below `first`, a power of two, and from there the power of two below."""
-    return 0 if tokens < first else 1 << (tokens.bit_length() - 1)
+def _tau_of_buckets(rounds: list[tuple[int, int]], first: int) -> list[Row]:
+    """Compute tau below `first`, and from there in buckets from each power of two to the next one."""
+    buckets: dict[int, list[int]] = {}
+    for before, tokens in rounds:
+        buckets.setdefault(0 if before < first else 1 << (before.bit_length() - 1), []).append(tokens)
+    return [
+        {"from": low, "below": 2 * low or first, "rounds": len(each), "tau": statistics.fmean(each)}
+        for low, each in sorted(buckets.items())
+    ]
 
 
 def _intervals(sums: bootstrap.QuestionSums, answer: MethodResult) -> dict[str, list[float] | None]:
