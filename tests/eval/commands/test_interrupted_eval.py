@@ -35,26 +35,19 @@ def test_interrupted_measurement_resumes(
     for file in sorted((finished.root / "eval").rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     calls = 0
+    owner, name, at = (RecordLog, "append", 1) if where == "after a record" else (TargetSession, "forward_trees", 15)
+    method = getattr(owner, name)
 
-    def interrupting(method: Any, at: int, is_before: bool) -> Any:
-        def called(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if is_before and calls == at:
-                os.kill(os.getpid(), number)
-            result = method(*arguments, **options)
-            if not is_before and calls == at:
-                os.kill(os.getpid(), number)
-            return result
-
-        return called
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = method(*arguments, **options)
+        if calls == at:
+            os.kill(os.getpid(), number)
+        return result
 
     with monkeypatch.context() as patch:
-        if where == "later forward":
-            forward = interrupting(TargetSession.forward_trees, 15, is_before=True)
-            patch.setattr(TargetSession, "forward_trees", forward)
-        else:
-            patch.setattr(RecordLog, "append", interrupting(RecordLog.append, 1, is_before=False))
+        patch.setattr(owner, name, interrupted)
         stopped = finished.call("eval")
     assert (stopped.exit_code, stopped.stderr.splitlines()[-1]) == (code, INTERRUPTED)
     kept = read_answers(finished)
