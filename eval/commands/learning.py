@@ -297,11 +297,7 @@ class Learned:
 
 
 def start_learning(learned: Learned, minutes: float) -> Any:
-    """Start the training process, which ends with the calling process.
-
-    Args:
-        minutes: Duration of a training before its candidate is evaluated.
-    """
+    """Start the training process, which ends with the calling process and evaluates a candidate after `minutes`."""
     process = get_context("spawn").Process(target=_learn, args=(learned, minutes), daemon=True)
     process.start()
     return process
@@ -369,12 +365,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
 
 
 class Learner:
-    """Trainer of new drafters (candidates) on the served answers, which also decides whether to adopt them.
-
-    Args:
-        learned: The folder with answers, drafters and state.
-        minutes: Approximate duration of a training.
-    """
+    """Trainer of new drafters (candidates) on the served answers, for about `minutes` each, and judge of them."""
 
     def __init__(self, learned: Learned, minutes: float) -> None:
         self.learned, self.minutes = learned, minutes

@@ -61,17 +61,7 @@ def push(
     data: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Publish the run's drafter on the Hub, or its distilled conversations.
-
-    Args:
-        repo: `name` or `user/name`.
-        revision: Branch.
-        public: Make the repository public if it is created; an existing one must be as this says.
-        base_model: The target's id on the Hub, if the recipe names a folder.
-        license_id: License as the Hub spells it; default: the target's, of conversations what the sources' cards say.
-        dtype: Dtype of the published weights; default: as trained.
-        data: Publish the conversations, as a dataset.
-        dry_run: Collect the files only; upload nothing.
+    """Publish the run's drafter on the Hub, or its distilled conversations; `draftsmith push --help` has the options.
 
     Returns:
         `repo`, `address` (the commit's URL, None if nothing was sent) and `files_bytes` (sizes by name).

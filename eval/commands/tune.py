@@ -138,11 +138,6 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     The drafter is the run's own, or the first method's if all methods name other drafters. Nothing is written to a
     drafter from the Hub.
 
-    Args:
-        questions: Number of questions, spread over the recipe's.
-        new_tokens: Longest answer.
-        turns: Measurements of each finalist.
-
     Raises:
         UserError: The target verifies chains only, there is no trained drafter, or no question fits the
             target's context.
