@@ -316,7 +316,7 @@ def serve(
     api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))
     if learn:
-        from draftsmith.eval.commands.learning import Learned, start_learning, watched
+        from draftsmith.eval.commands.learning import Learned, start_learning
 
         learned = Learned(loaded, learn_answers)
         context.with_resource(run_lock(learned.folder, "serve --learn"))
@@ -329,12 +329,12 @@ def serve(
             "trained on them; delete that folder to forget them",
             markup=False,
         )
-        newer = watched(learned, start_learning(learned, learn_minutes))
+        start_learning(learned, learn_minutes)
         worker = Worker(
             _with_method(loaded, method),
             waiting,
             lambda finished: learned.add(finished.prompt_ids, finished.record),
-            newer,
+            learned.newer,
             at_once,
         )
     else:

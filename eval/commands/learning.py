@@ -30,7 +30,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -195,6 +195,7 @@ class Learned:
         self.file = self.folder / ANSWERS
         self.file.touch(OWNER_ALONE)
         (self.begun_with,) = drafter_folders(recipe)
+        self.process: Any = None  # the training process, once it was started
         self._changed, self._current = 0, -1
         self._lines = 0
         weights = " ".join(weights_sha256(self.begun_with).values())
@@ -228,7 +229,16 @@ class Learned:
         return self.drafter(self.state.current)
 
     def newer(self) -> Path | None:
-        """Return the serving drafter's folder if it has changed since the last call, else None."""
+        """Return the serving drafter's folder if it has changed since the last call, else None.
+
+        Logs, once, if the training process has ended.
+        """
+        if self.process is not None and not self.process.is_alive():
+            self.process = None
+            logging.getLogger(__name__).warning(
+                "the process that trains the drafter has ended, see %s; the server continues without it",
+                self.folder / LOG,
+            )
         changed = (self.folder / STATE).stat().st_mtime_ns
         if changed == self._changed:
             return None
@@ -296,28 +306,11 @@ class Learned:
         return list(by_key.values())[-self.kept_answers :]
 
 
-def start_learning(learned: Learned, minutes: float) -> Any:
+def start_learning(learned: Learned, minutes: float) -> None:
     """Start the training process, which ends with the calling process and evaluates a candidate after `minutes`."""
     process = get_context("spawn").Process(target=_learn, args=(learned, minutes), daemon=True)
     process.start()
-    return process
-
-
-def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
-    """Return a function like `Learned.newer` that also logs, once, if the training process has ended."""
-    is_logged = False
-
-    def newer() -> Path | None:
-        nonlocal is_logged
-        if not process.is_alive() and not is_logged:
-            is_logged = True
-            log = learned.folder / LOG
-            logging.getLogger(__name__).warning(
-                "the process that trains the drafter has ended, see %s; the server continues without it", log
-            )
-        return learned.newer()
-
-    return newer
+    learned.process = process
 
 
 def _learn(learned: Learned, minutes: float) -> None:

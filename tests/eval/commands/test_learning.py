@@ -28,7 +28,6 @@ from draftsmith.eval.commands.learning import (
     Learner,
     cycle_or_pause_s,
     interpolate_weights,
-    watched,
 )
 from draftsmith.eval.report.bootstrap import QuestionSums
 from draftsmith.eval.serving import server, worker
@@ -254,15 +253,15 @@ def test_worse_candidate_is_dropped_and_unclear_one_trained_further(again: Recip
 
 def test_server_reports_once_that_the_learner_died(again: Recipe, caplog: Any) -> None:
     learned = Learned(again, KEPT)
-    newer = watched(learned, SimpleNamespace(is_alive=lambda: False))
-    assert (newer(), newer()) == (None, None)
+    learned.process = SimpleNamespace(is_alive=lambda: False)
+    assert (learned.newer(), learned.newer()) == (None, None)
     assert caplog.text.count("the process that trains the drafter has ended") == 1
 
 
 def test_serve_learns_only_with_its_option(again: Recipe, monkeypatch: Any) -> None:
     """Check the command's arguments, its output, and the drafter that it starts with."""
     begun: list[Any] = []
-    monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options) or SimpleNamespace())
+    monkeypatch.setattr(learning, "start_learning", lambda *options: begun.append(options))
     workers: list[Any] = []
 
     def noted(*given: Any, concurrency: int = 1) -> Any:
