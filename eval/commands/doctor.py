@@ -521,22 +521,21 @@ def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
 
     A decoding step is bound by reading the weights: bf16, whose kernels sum in fp32, has half the bytes.
     """
-    is_large, dtype = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES, target.dtype
-    advice: dict[tuple[torch.dtype, bool], tuple[Severity, str]] = {
-        (torch.float16, True): ("warning", "CPUs are slow in float16: set target.dtype=bfloat16"),
-        (torch.float16, False): ("warning", "CPUs are slow in float16: set target.dtype=float32"),
-        (torch.bfloat16, False): (
-            "warning",
+    if target.device.type != "cpu":
+        return
+    is_large = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES
+    if target.dtype == torch.float16:
+        faster = "bfloat16" if has_kernels() else "float32"
+        yield Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={faster}")
+    elif target.dtype == torch.bfloat16 and not has_kernels():
+        sentence = (
             "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16: install g++ or "
-            "clang++, or set target.dtype=float32",
-        ),
-    }
-    if is_large:
+            "clang++, or set target.dtype=float32"
+        )
+        yield Finding("dtype", "warning", sentence)
+    elif target.dtype == torch.float32 and has_kernels() and is_large:
         half = "float32; in bfloat16 a step reads half as many bytes, and sums are in float32 in both"
-        advice[torch.float32, True] = ("ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
-    fitting = advice.get((dtype, has_kernels()))
-    if target.device.type == "cpu" and fitting:
-        yield Finding("dtype", *fitting)
+        yield Finding("dtype", "ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
 
 
 def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:
