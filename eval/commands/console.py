@@ -107,39 +107,34 @@ class WordWrap:
     """Printer of a text that grows, which breaks lines between words at the console's width."""
 
     def __init__(self, output: Console) -> None:
-        self._output, self._column = output, 0
-        self._spaces, self._word = "", Text()
+        self._output, self._column, self._rest = output, 0, Text()
 
     def write(self, text: Text) -> None:
         """Print the text up to its last whole word; the rest waits for what follows."""
-        for piece in re.finditer(r"\n|[^\S\n]+|\S+", text.plain):
-            if not piece[0].isspace():
-                self._word.append_text(text[piece.start() : piece.end()])
-                continue
-            self._print_word()
-            if piece[0] == "\n":
-                self._output.print()
-                self._column, self._spaces = 0, ""
-            else:
-                self._spaces += piece[0]
+        self._rest.append_text(text)
+        self._print_words(r"(?=\s)")
 
     def end(self) -> None:
         """Print the last word and end the line."""
-        self._print_word()
+        self._print_words("")
         self._output.print()
 
-    def _print_word(self) -> None:
-        """Print the word that is waiting, on a new line if this one has no room for it."""
-        columns, spaces = cell_len(self._word.plain), cell_len(self._spaces)
-        if not columns:
-            return
-        if self._column and self._column + spaces + columns > self._output.width:
-            self._output.print()
-            self._column = spaces = 0
-            self._spaces = ""
-        self._output.print(Text.assemble(self._spaces, self._word), end="")
-        self._column = (self._column + spaces + columns) % self._output.width
-        self._spaces, self._word = "", Text()
+    def _print_words(self, following: str) -> None:
+        """Print every word that this pattern follows, on a new line where the line has no room for it."""
+        end = 0
+        for piece in re.finditer(rf"\n|([^\S\n]*)(\S+){following}", self._rest.plain):
+            end = piece.end()
+            if piece[0] == "\n":
+                self._output.print()
+                self._column = 0
+                continue
+            spaces, columns = piece[1], cell_len(piece[2])
+            if self._column and self._column + cell_len(spaces) + columns > self._output.width:
+                self._output.print()
+                self._column, spaces = 0, ""
+            self._output.print(Text.assemble(spaces, self._rest[piece.start(2) : end]), end="")
+            self._column = (self._column + cell_len(spaces) + columns) % self._output.width
+        self._rest = self._rest[end:]
 
 
 # ---- --json and --quiet ----
