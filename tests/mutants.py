@@ -329,8 +329,8 @@ MUTANTS = (
     Mutant(
         "a context without its prompt",
         "eval/report/summary.py",
-        "_bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)",
-        "_bucket(position, FIRST_CONTEXT_TOKENS)",
+        "by_context.append((turn.prompt_tokens + position, tokens))",
+        "by_context.append((position, tokens))",
         "tests/eval/report/test_summary.py",
     ),
     Mutant(

@@ -119,7 +119,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
 
     Args:
         recipe: Recipe whose first method drafts, at its first temperature.
-        new_tokens: Longest answer.
+        new_tokens: Most tokens of an answer.
 
     Raises:
         UserError: The target or the drafter cannot be loaded.

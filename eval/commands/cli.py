@@ -316,7 +316,7 @@ def serve(
     api_key = None if api_key_env is None else read_api_key(api_key_env, "option --api-key-env")
     heading("serve", target_name(loaded.target.model_dump()))
     if learn:
-        from draftsmith.eval.commands.learning import Learned, start_learning, watched
+        from draftsmith.eval.commands.learning import Learned, start_learning
 
         learned = Learned(loaded, learn_answers)
         context.with_resource(run_lock(learned.folder, "serve --learn"))
@@ -329,12 +329,12 @@ def serve(
             "trained on them; delete that folder to forget them",
             markup=False,
         )
-        newer = watched(learned, start_learning(learned, learn_minutes))
+        start_learning(learned, learn_minutes)
         worker = Worker(
             _with_method(loaded, method),
             waiting,
             lambda finished: learned.add(finished.prompt_ids, finished.record),
-            newer,
+            learned.newer,
             at_once,
         )
     else:
@@ -472,17 +472,13 @@ def push(
     import torch
 
     from draftsmith.eval.commands.push import push as send
-    from draftsmith.eval.commands.push import push_data
 
-    if data:
-        if dtype:
-            raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
-        heading("push", f"{loaded.name}: answers of {loaded.answering_target.display_name}")
-        tell(push_data(loaded, repo, revision, public, base_model, license_id, dry_run))
-        return
-    heading("push", f"{loaded.name}: {loaded.drafter.kind} drafter for {loaded.target.model}")
+    if data and dtype:
+        raise UserError("option --dtype is for the weights of a drafter: leave it out with --data")
+    answers = f"answers of {loaded.answering_target.display_name}"
+    heading("push", f"{loaded.name}: {answers if data else f'{loaded.drafter.kind} drafter for {loaded.target.model}'}")
     weights = None if dtype is None else getattr(torch, dtype)
-    tell(send(loaded, repo, revision, public, base_model, license_id, dry_run, weights))
+    tell(send(loaded, repo, revision, public, base_model, license_id, weights, data, dry_run))
 
 
 @app.command(rich_help_panel=SHIP, short_help="Convert for vLLM, SGLang, llama.cpp")

@@ -27,6 +27,7 @@ from draftsmith.eval.commands.console import console, print_table
 from draftsmith.eval.commands.stages import make_drafter, reuse_data, run_eval
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report import bootstrap
+from draftsmith.eval.report.report import verdict_word
 from draftsmith.eval.report.summary import headline, question_sums
 from draftsmith.eval.report.text import ends_in_brackets
 from draftsmith.models.base.registry import load_drafter_class
@@ -255,7 +256,7 @@ def show_runs(rows: list[dict[str, Any]]) -> None:
                 row["method"],
                 *(f"{shown[name]:.2f}{ends_in_brackets(shown[f'{name}_interval'])}" for name in ("tau", "speedup")),
                 "" if row["reference"] else _ratio(shown),
-                verdict(row),
+                "the reference" if row["reference"] else verdict_word(shown["speedup_ratio_interval"]),
                 *(
                     [f"{row['tau']:.2f}", f"{row['speedup']:.2f}", "" if row["reference"] else _ratio(row)]
                     * bool(tasks)
@@ -270,16 +271,6 @@ def show_runs(rows: list[dict[str, Any]]) -> None:
         "and mostly cancels",
         style="italic",
     )
-
-
-def verdict(row: dict[str, Any]) -> str:
-    """Return in words whether a method is faster than the reference, by the interval of its speedup ratio."""
-    ends = headline(row)["speedup_ratio_interval"]
-    if row["reference"]:
-        return "the reference"
-    if ends is None:
-        return "too few questions"
-    return "faster" if ends[0] > 1 else "slower" if ends[1] < 1 else "no difference shown"
 
 
 def _ratio(figures: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,12 @@ PANELS = ("Start", "Data", "Train", "Measure", "Ship")  # groups of commands in 
 class PlainConsole(Console):
     """Console on the `sys.stdout` of the moment of printing; obeys `NO_COLOR` and `TERM`, as rich does.
 
-    Without a terminal a table is as wide as its content, unless `COLUMNS` limits it.
-
-    Args:
-        soft_wrap: Print long lines unbroken, so that they can be copied; False folds tables at the terminal's width.
+    Long lines are printed unbroken, so that they can be copied. Without a terminal a table is as wide as its content,
+    unless `COLUMNS` limits it.
     """
 
-    def __init__(self, soft_wrap: bool = True) -> None:
-        super().__init__(highlight=False, soft_wrap=soft_wrap)
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=True)
 
     @property
     def encoding(self) -> str:
@@ -62,7 +59,7 @@ class PlainConsole(Console):
 
     def refresh(self) -> None:
         """Read stdout's properties and the environment again, after a redirection."""
-        PlainConsole.__init__(self, self.soft_wrap)
+        PlainConsole.__init__(self)
 
 
 console = PlainConsole()
@@ -110,39 +107,34 @@ class WordWrap:
     """Printer of a text that grows, which breaks lines between words at the console's width."""
 
     def __init__(self, output: Console) -> None:
-        self._output, self._column = output, 0
-        self._spaces, self._word = "", Text()
+        self._output, self._column, self._rest = output, 0, Text()
 
     def write(self, text: Text) -> None:
         """Print the text up to its last whole word; the rest waits for what follows."""
-        for piece in re.finditer(r"\n|[^\S\n]+|\S+", text.plain):
-            if not piece[0].isspace():
-                self._word.append_text(text[piece.start() : piece.end()])
-                continue
-            self._print_word()
-            if piece[0] == "\n":
-                self._output.print()
-                self._column, self._spaces = 0, ""
-            else:
-                self._spaces += piece[0]
+        self._rest.append_text(text)
+        self._print_words(r"(?=\s)")
 
     def end(self) -> None:
         """Print the last word and end the line."""
-        self._print_word()
+        self._print_words("")
         self._output.print()
 
-    def _print_word(self) -> None:
-        """Print the word that is waiting, on a new line if this one has no room for it."""
-        columns, spaces = cell_len(self._word.plain), cell_len(self._spaces)
-        if not columns:
-            return
-        if self._column and self._column + spaces + columns > self._output.width:
-            self._output.print()
-            self._column = spaces = 0
-            self._spaces = ""
-        self._output.print(Text.assemble(self._spaces, self._word), end="")
-        self._column = (self._column + spaces + columns) % self._output.width
-        self._spaces, self._word = "", Text()
+    def _print_words(self, following: str) -> None:
+        """Print every word that this pattern follows, on a new line where the line has no room for it."""
+        end = 0
+        for piece in re.finditer(rf"\n|([^\S\n]*)(\S+){following}", self._rest.plain):
+            end = piece.end()
+            if piece[0] == "\n":
+                self._output.print()
+                self._column = 0
+                continue
+            spaces, columns = piece[1], cell_len(piece[2])
+            if self._column and self._column + cell_len(spaces) + columns > self._output.width:
+                self._output.print()
+                self._column, spaces = 0, ""
+            self._output.print(Text.assemble(spaces, self._rest[piece.start(2) : end]), end="")
+            self._column = (self._column + cell_len(spaces) + columns) % self._output.width
+        self._rest = self._rest[end:]
 
 
 # ---- --json and --quiet ----
@@ -178,12 +170,7 @@ class WithTerminalOptions(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         is_later = not is_first_process()
         json_place, quiet = ctx.params.get("json_place"), ctx.params.get("quiet", False)
-        with output_to(None if is_later else json_place, is_later or quiet), exit_with_one_sentence():
-            place = _output.get().file
-            if place is not None and place.is_dir():
-                raise UserError(f"option --json: {place} is a folder: name a file")
-            if place is not None:  # before the work begins
-                check_writable(place.parent)
+        with exit_with_one_sentence(), output_to(None if is_later else json_place, is_later or quiet):
             return super().invoke(ctx)
 
 
@@ -210,42 +197,42 @@ def move_to_front(arguments: list[str]) -> list[str]:
     return [*own, *others, *arguments[end:]]
 
 
-@dataclass
-class Output:
-    """Destination of `--json` and the values to write.
-
-    json: a file's path, `-` for stdout, None without `--json`. values: results that the command has passed to `tell`.
-    """
-
-    json: str | None = None
-    values: Any = None
-
-    @property
-    def file(self) -> Path | None:
-        return None if self.json in (None, STDOUT) else Path(str(self.json)).expanduser()
-
-
-_output: ContextVar[Output] = ContextVar("output")
+# Results that the command has passed to `tell`, of which the last is written.
+_results: ContextVar[list[Any]] = ContextVar("results")
 
 
 @contextmanager
 def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
     """Redirect output in this context as `--json` and `--quiet` say.
 
-    With `--json` on stdout all other text goes to stderr, and the JSON is written when the context ends, also by an
-    error, if `tell` was called.
-    """
-    output, stdout = Output(json_place), sys.stdout
-    token = _output.set(output)
+    The last result passed to `tell` is written when the context ends, also by an error. With `--json` on stdout all
+    other text goes to stderr.
 
-    def write_stdout() -> None:
-        if output.json == STDOUT and output.values is not None:
-            stdout.write(_json_text(output.values))
+    Args:
+        json_place: A file's path, `-` for stdout, None without `--json`.
+        quiet: Print nothing else to stdout, and no progress bars.
+
+    Raises:
+        UserError: The file is a folder.
+        OSError: It cannot be written.
+    """
+    file, stdout, results = Path(json_place or STDOUT).expanduser(), sys.stdout, list[Any]()
+    if json_place not in (None, STDOUT):  # before the work starts
+        if file.is_dir():
+            raise UserError(f"option --json: {file} is a folder: name a file")
+        check_writable(file.parent)
+    token = _results.set(results)
+
+    def write_result() -> None:
+        if results and json_place == STDOUT:
+            stdout.write(_json_text(results[-1]))
             stdout.flush()
+        elif results and json_place is not None:
+            write_json(file, results[-1])
 
     with ExitStack() as stack:
-        stack.callback(_output.reset, token)
-        stack.callback(write_stdout)
+        stack.callback(_results.reset, token)
+        stack.callback(write_result)
         stack.enter_context(configure_progress_bars(quiet))
         stack.callback(console.refresh)
         if quiet:
@@ -277,11 +264,7 @@ def _redirected_descriptor(descriptor: int) -> Iterator[None]:
 
 def tell(values: Any) -> None:
     """Store a command's results for `--json`; a later call replaces them."""
-    output = _output.get(None)
-    if output is not None:
-        output.values = values
-        if output.file is not None:
-            write_json(output.file, values)
+    _results.get([]).append(values)
 
 
 def write_json(file: Path, values: Any) -> None:

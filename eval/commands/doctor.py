@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from math import isfinite
@@ -123,6 +123,20 @@ class Diagnosis:
     parts: dict[str, list[Finding]] = field(default_factory=dict)
     rows: list[TokenizedConversation] = field(default_factory=list)
 
+    def add(self, part: str, check: str, findings: Iterable[Finding]) -> None:
+        """Add the findings of a check to a part of the list; a `UserError` that ends the check is a defect."""
+        listed = self.parts.setdefault(part, [])
+        try:
+            for finding in findings:
+                listed.append(finding)
+        except UserError as error:
+            listed.append(Finding(check, "defect", str(error)))
+        except torch.OutOfMemoryError:
+            sentence = "not checked: the GPU's memory is too small; try target.device=cpu, `draftsmith plan` has others"
+            listed.append(Finding(check, "warning", sentence))
+        if not listed:
+            del self.parts[part]
+
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for part in self.parts.values() for finding in part)
 
@@ -166,32 +180,29 @@ def examine(recipe: Recipe, serve: str | None = None, overfits: bool = False) ->
         exporting.check_format(serve)
     target, tokenizer = load_target(recipe.target)
     diagnosis = Diagnosis(recipe.name, tokenizer)
-    _check_data(recipe, target, diagnosis)
-    diagnosis.parts["target"] = [
-        Finding("device", "ok", device_sentence(target.device)),
-        Finding("attention", "ok", running_sentence(target)),
-        *_run_check("logits", lambda: f"the LM head's, {logit_shape(target)}"),
-        *_run_check("draft trees", lambda: _check_draft_trees(recipe, target)),
-        *_check_dtype(target),
-    ]
-    diagnosis.parts[f"drafter ({recipe.drafter.kind})"] = [
-        *_run_check("train section", lambda: _check_training_arguments(recipe)),
-        *_run_check("drafter.init", lambda: _check_start(recipe, target)),
-        *_run_check("drafter", lambda: _check_drafter(recipe, target, diagnosis, overfits)),
-        *_check_engines(recipe, target),
-    ]
-    if serve is not None:
-        diagnosis.parts[f"served by {serve}"] = _run_check("export", lambda: _check_export(recipe, target, serve))
-    return diagnosis
-
-
-def _run_check(check: str, look: Callable[[], str | list[Finding] | None]) -> list[Finding]:
-    """Run a check: its sentence becomes an "ok", its `UserError` a defect; None means that it does not apply."""
+    add, run, trained = diagnosis.add, RunFolder(recipe), f"drafter ({recipe.drafter.kind})"
     try:
-        result = look()
+        expected = get_expected(target, tokenizer)
     except UserError as error:
-        return [Finding(check, "defect", str(error))]
-    return [Finding(check, "ok", result)] if isinstance(result, str) else result or []
+        diagnosis.parts["chat template"] = [Finding("chat template", "defect", str(error))]
+    else:
+        add("chat template", "chat template", _check_template(tokenizer))
+        add("distillation", "engine", _check_engine(recipe))
+        add("source conversations", "source", _check_source(recipe, expected, diagnosis))
+        if (run.data / "tokens").is_dir():
+            add("tokens to train on", "tokens", _check_tokens(recipe, run.data, expected, diagnosis))
+    add("target", "logits", _check_target(target))
+    add("target", "draft trees", _check_draft_trees(recipe, target))
+    add("target", "dtype", _check_dtype(target))
+    add(trained, "train section", _check_training_arguments(recipe))
+    add(trained, "drafter.init", _check_start(recipe, target))
+    if overfits:  # before the check that changes the target's dtype
+        add(trained, "overfit", _check_overfit(recipe, target, diagnosis))
+    add(trained, "drafter", _check_parity(recipe, target, diagnosis.rows))
+    add(trained, "engines", _check_engines(recipe, target))
+    if serve is not None:
+        add(f"served by {serve}", "export", _check_export(recipe, target, serve))
+    return diagnosis
 
 
 def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> Text:
@@ -218,12 +229,12 @@ def preview(tokenizer: Any, row: TokenizedConversation, marks: bool = False) -> 
 class Expected:
     """Limits that every example must obey: the target's sizes and the tokenizer's special tokens.
 
-    ends: ids of tokens, each of which ends an answer.
+    vocabulary_size: rows of the embedding. ends: ids of tokens, each of which ends an answer.
     """
 
     tokenizer: Any
+    limits: TargetLimits
     vocabulary_size: int
-    max_positions: int | None
     special: frozenset[int]
     ends: frozenset[int]
 
@@ -231,89 +242,65 @@ class Expected:
         return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
 
-def _check_data(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> None:
-    tokenizer = diagnosis.tokenizer
-    special, vocabulary_size = special_ids(tokenizer), target.get_input_embeddings().weight.shape[0]
-    limits = target_limits(target.config)
-    try:
-        # Some templates (Harmony) end earlier answers with another token than the last answer.
-        answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
-        ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | (special & {a[-1] for a in answers})
-    except UserError as error:
-        diagnosis.parts["data"] = [Finding("chat template", "defect", str(error))]
-        return
-    expected = Expected(tokenizer, vocabulary_size, limits.positions, special, ends)
-    of_template: list[Finding] = []
+def get_expected(target: PreTrainedModel, tokenizer: Any) -> Expected:
+    """Return the limits of the target's examples.
+
+    Raises:
+        UserError: The chat template marks no answers.
+    """
+    special = special_ids(tokenizer)
+    # Some templates (Harmony) end earlier answers with another token than the last answer.
+    answers = tokenize_conversation(tokenizer, Conversation("probe", PROBE + PROBE)).answers()
+    ends = frozenset(answer_end_ids(target.generation_config, tokenizer)) | (special & {a[-1] for a in answers})
+    size = target.get_input_embeddings().weight.shape[0]
+    return Expected(tokenizer, target_limits(target.config), size, special, ends)
+
+
+def _check_template(tokenizer: Any) -> Iterator[Finding]:
     if without_header := missing_header_sentence(tokenizer):
-        of_template.append(Finding("generation prompt", "warning", without_header))
+        yield Finding("generation prompt", "warning", without_header)
     if THINKING in template_variables(str(tokenizer.get_chat_template())):
         sentence = (
             f"the chat template reads {THINKING}, which is not set, so that the target may think before it answers: "
             f"set target.chat_template_kwargs={{{THINKING}: false}}, or true if it is served so"
         )
-        of_template.append(Finding("thoughts", "warning", sentence))
-    if of_template:
-        diagnosis.parts["chat template"] = of_template
-    if engine := _run_check("engine", lambda: _check_engine(recipe)):
-        diagnosis.parts["distillation"] = engine
-    _check_source(recipe, expected, limits, diagnosis)
-    run = RunFolder(recipe)
-    if (run.data / "tokens").is_dir():
-        try:
-            _check_token_rows(load_tokens(run, recipe.name), run.data, expected, diagnosis)
-        except UserError as error:
-            diagnosis.parts["tokens to train on"] = [Finding("tokens", "defect", str(error))]
+        yield Finding("thoughts", "warning", sentence)
 
 
-def _check_engine(recipe: Recipe) -> None:
+def _check_engine(recipe: Recipe) -> Iterator[Finding]:
     """Check the engine's options and its installation."""
     if recipe.data.distill.engine != "none":
         check_engine(recipe)
+    yield from ()
 
 
-def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diagnosis: Diagnosis) -> None:
+def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Read all of the recipe's conversations and tokenise a sample."""
     counts, chosen = SourceCounts(), recipe.data.conversations
     data = recipe.data.model_copy(update={"conversations": chosen.model_copy(update={"skip_invalid": True})})
     found: list[Conversation] = []
-
-    def read_conversations() -> None:
+    try:
         check_answers(recipe, expected.tokenizer, weights_hash(recipe.target))
         found.extend(load_conversations(recipe.model_copy(update={"data": data}), counts, expected.tokenizer))
-
-    unreadable, findings = _run_check("source", read_conversations), []
-    if invalid := counts.total.invalid:
-        counted = f"{counted_reasons(invalid)}, {len(found)} valid conversations"
-        severity: Severity = "warning" if chosen.skip_invalid else "defect"
-        what = "invalid ones are skipped: correct the source to use them"
-        if not chosen.skip_invalid:
-            try:
-                deque(load_conversations(recipe, None, expected.tokenizer), maxlen=0)
-            except UserError as error:  # with the place of the first one, and the way out
-                what = f"distillation would stop at {error}"
-        sentence = f"{counted}; {what}"
-        figures = {"count": invalid.total(), "reasons": dict(invalid), "valid": len(found)}
-        findings.append(Finding("invalid conversations", severity, sentence, figures))
-    if unreadable:
-        diagnosis.parts["source conversations"] = [*findings, *unreadable]
-        return
+    finally:
+        if counts.total.invalid:
+            yield _describe_invalid(recipe, expected.tokenizer, counts.total.invalid, len(found))
     for name, tally in counts.by_source.items():
         lost = tally.contaminated.total() + tally.filtered.total() > MANY_LOST_FRAC * tally.read
-        severity = "warning" if lost else "ok"
-        findings.append(Finding(f"source {name}", severity, tally.sentence(), tally.as_json()))
+        yield Finding(f"source {name}", "warning" if lost else "ok", tally.sentence(), tally.as_json())
     if not question_sources(recipe):
         sentence = "not searched for in the conversations: data.conversations.decontaminate is empty"
-        findings.append(Finding("evaluation questions", "warning", sentence))
+        yield Finding("evaluation questions", "warning", sentence)
 
     sample = random.Random(recipe.seed).sample(found, min(SAMPLE_CONVERSATIONS, len(found)))
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
     shortened = too_long = 0
+    thoughts = None
     try:
         thoughts = reasoning_ids(expected.tokenizer, recipe.data)
     except UserError as error:
-        findings.append(Finding("thoughts", "defect", str(error)))
-        thoughts = None
+        yield Finding("thoughts", "defect", str(error))
     for conversation in sample:
         whole = conversation
         if not conversation.is_answered:  # placeholder answers show whether the prompts fit and the template works
@@ -336,37 +323,45 @@ def _check_source(recipe: Recipe, expected: Expected, limits: TargetLimits, diag
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
     stopped = len(problems) == size or (asks and any(isinstance(problem, TemplateRefusal) for problem in problems))
     fault = f"fails for {len(problems)} of {size} conversations: {problems[0]}" if problems else ""
+    yield Finding.of(
+        "chat template",
+        f"works for {size} of {len(found)} conversations, all that were tried",
+        {"refused": len(problems), "sampled": size},
+        (problems, "defect" if stopped else "warning", fault),
+    )
     counted = f"of {size} conversations {shortened} are shortened by whole turns to {length} tokens"
     counted += f", {too_long} are too long even for one exchange"
     way_out = "raise data.max_length_tokens or use shorter conversations"
     many = shortened + too_long > MANY_LOST_FRAC * size
-    findings += [
-        Finding.of(
-            "chat template",
-            f"works for all {size} conversations",
-            {"refused": len(problems), "sampled": size},
-            (problems, "defect" if stopped else "warning", fault),
-        ),
-        Finding.of(
-            "over-long",
-            counted,
-            {"shortened": shortened, "too_long": too_long, "conversations": size},
-            (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
-            (many, "warning", f"{counted}: {way_out}"),
-        ),
-        *_check_room(recipe, expected, limits, found),
-        *check_rows(
-            rows,
-            expected,
-            "set target.chat_template to a template without this fault",
-            copies_masked=recipe.data.loops == "mask",
-        ),
-    ]
+    yield Finding.of(
+        "over-long",
+        counted,
+        {"shortened": shortened, "too_long": too_long, "conversations": size},
+        (many and too_long == size, "defect", f"{counted}, so none is left: {way_out}"),
+        (many, "warning", f"{counted}: {way_out}"),
+    )
+    if recipe.data.distill.engine != "none":
+        yield _check_room(recipe, expected, found)
+    masked = recipe.data.loops == "mask"
+    yield from check_rows(rows, expected, "set target.chat_template to a template without this fault", masked)
     if unanswered := sum(not conversation.is_answered for conversation in found):
         sentence = f"{unanswered} of {len(found)} conversations, which the target will answer: not checked yet"
-        findings.append(Finding("without answers", "ok", sentence, {"unanswered": unanswered}))
-    diagnosis.parts[f"source conversations ({len(found)} found, {size} of them tokenised)"] = findings
+        yield Finding("without answers", "ok", sentence, {"unanswered": unanswered})
     diagnosis.rows = rows
+
+
+def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], valid: int) -> Finding:
+    """Count the invalid conversations, which end a distillation unless it skips them."""
+    is_skipped = recipe.data.conversations.skip_invalid
+    what = "invalid ones are skipped: correct the source to use them"
+    if not is_skipped:
+        try:
+            deque(load_conversations(recipe, None, tokenizer), maxlen=0)
+        except UserError as error:  # with the place of the first one, and the way out
+            what = f"distillation would stop at {error}"
+    sentence = f"{counted_reasons(reasons)}, {valid} valid conversations; {what}"
+    figures = {"count": reasons.total(), "reasons": dict(reasons), "valid": valid}
+    return Finding("invalid conversations", "warning" if is_skipped else "defect", sentence, figures)
 
 
 def _mask_as_in_training(
@@ -379,29 +374,23 @@ def _mask_as_in_training(
     return [row.without_copies() for row in rows] if recipe.data.loops == "mask" else rows
 
 
-def _check_room(
-    recipe: Recipe, expected: Expected, limits: TargetLimits, conversations: list[Conversation]
-) -> list[Finding]:
-    """Check whether prompts leave room for answers; no finding if nothing is to be distilled."""
-    if recipe.data.distill.engine == "none":
-        return []
-    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, limits)
+def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:
+    """Check whether prompts leave room for answers."""
+    fitting, looked_at = count_prompts_with_room(recipe, expected.tokenizer, conversations, expected.limits)
     counted = f"{looked_at - fitting} of {looked_at} prompts leave no room for an answer of data.distill.max_new_tokens"
     way_out = f"{counted}, and would fail: lower that key, or use shorter conversations"
-    return [
-        Finding.of(
-            "room for answers",
-            f"{fitting} of {looked_at} prompts leave room for an answer",
-            {"fitting": fitting, "prompts": looked_at},
-            (looked_at and not fitting, "defect", no_room_sentence(recipe, looked_at, limits)),
-            (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
-        )
-    ]
+    return Finding.of(
+        "room for answers",
+        f"{fitting} of {looked_at} prompts leave room for an answer",
+        {"fitting": fitting, "prompts": looked_at},
+        (looked_at and not fitting, "defect", no_room_sentence(recipe, looked_at, expected.limits)),
+        (looked_at - fitting > MANY_LOST_FRAC * looked_at, "warning", way_out),
+    )
 
 
-def _check_token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis: Diagnosis) -> None:
+def _check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Check every row of the dataset that distillation wrote to `folder`/tokens."""
-    findings = []
+    dataset = load_tokens(RunFolder(recipe), recipe.name)
     if (folder / SHARDS).exists():
         # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
         states = LedgerView(folder).counts()
@@ -411,22 +400,20 @@ def _check_token_rows(dataset: Any, folder: Path, expected: Expected, diagnosis:
         way_out = f"{sentence}: raise data.distill.max_new_tokens and distil under another name"
         many = cut_short > MANY_LOST_FRAC * total
         figures = {"cut_short": cut_short, "conversations": total}
-        findings.append(Finding.of("answers cut short", sentence, figures, (many, "warning", way_out)))
+        yield Finding.of("answers cut short", sentence, figures, (many, "warning", way_out))
     batches = dataset.with_format("numpy").iter(batch_size=1024)
     pairs = (pair for batch in batches for pair in zip(batch["input_ids"], batch["loss_mask"], strict=True))
     remedy = f"delete {folder / 'tokens'} and run `draftsmith distill` again"
     report = recorded_report(folder / "tokens")
     masked = report is not None and report.copied_tokens > 0
-    findings += check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked)
+    yield from check_rows((TokenizedConversation(*pair) for pair in pairs), expected, remedy, masked)
     examples = dataset.select(range(min(len(dataset), EXAMPLE_ROWS)))
-    diagnosis.parts[f"tokens to train on ({len(dataset)} rows)"] = findings
-    rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples]
-    diagnosis.rows = rows or diagnosis.rows
+    diagnosis.rows = [TokenizedConversation(row["input_ids"], row["loss_mask"]) for row in examples] or diagnosis.rows
 
 
 def check_rows(
-    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool = False
-) -> list[Finding]:
+    rows: Iterable[TokenizedConversation], expected: Expected, remedy: str, copies_masked: bool
+) -> Iterator[Finding]:
     """Check the examples' share of loss, end tokens, double BOS, vocabulary and positions.
 
     Args:
@@ -458,11 +445,11 @@ def check_rows(
             else:
                 sums["endless"] += 1
     if not sums["rows"]:
-        return []
+        return
 
     tokens, loss, empty, answers = (sums[name] for name in ("tokens", "loss", "rows_without_loss", "answers"))
     frac = loss / max(1, tokens)
-    share = f"{frac:.1%} of {tokens:,} tokens carry loss"
+    share = f"{frac:.1%} of {tokens:,} tokens in {sums['rows']:,} examples carry loss"
     ends = " or ".join(expected.name_of(token_id) for token_id in sorted(expected.ends))
     faults = {
         f"do not end with {ends}": sums["endless"],
@@ -473,106 +460,106 @@ def check_rows(
     counted = ", ".join(f"{number} {what}" for what, number in faults.items() if number)
     pad, known, size = expected.tokenizer.pad_token_id, len(expected.tokenizer), expected.vocabulary_size
     is_pad = f" ({expected.name_of(pad)} is also the pad token, and must carry loss here)" if silent_ends[pad] else ""
-    findings = [
-        Finding.of(
-            "supervised tokens",
-            share,
-            {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac},
-            (loss == 0, "defect", f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"),
-            (loss == tokens, "defect", f"all {tokens:,} tokens carry loss, also those of user turns: {remedy}"),
-            (empty, "defect", f"{empty} of {sums['rows']} examples have no token with loss: {remedy}"),
-            (frac < LOW_LOSS_FRAC, "warning", f"only {share}: {LONGER_ANSWERS}"),
-        ),
-        Finding.of(
-            "end tokens",
-            f"all {answers} answers end with {ends}, which carries loss",
-            {"answers": answers, **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends},
-            (counted, "defect", f"of {answers} answers {counted}{is_pad}, {NO_STOP}: {remedy}"),
-        ),
-    ]
+    yield Finding.of(
+        "supervised tokens",
+        share,
+        {"tokens": tokens, "loss_tokens": loss, "loss_frac": frac},
+        (loss == 0, "defect", f"none of {tokens:,} tokens carries loss, so nothing would be learned: {remedy}"),
+        (loss == tokens, "defect", f"all {tokens:,} tokens carry loss, also those of user turns: {remedy}"),
+        (empty, "defect", f"{empty} of {sums['rows']} examples have no token with loss: {remedy}"),
+        (frac < LOW_LOSS_FRAC, "warning", f"only {share}: {LONGER_ANSWERS}"),
+    )
+    yield Finding.of(
+        "end tokens",
+        f"all {answers} answers end with {ends}, which carries loss",
+        {"answers": answers, **dict(zip(keys, faults.values(), strict=True)), "end_tokens": ends},
+        (counted, "defect", f"of {answers} answers {counted}{is_pad}, {NO_STOP}: {remedy}"),
+    )
     if double_starts:
         name, count = expected.name_of(double_starts.most_common(1)[0][0]), double_starts.total()
         sentence = f"{count} of {sums['rows']} examples start with {name} twice instead of once: {remedy}"
-        findings.append(Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count}))
+        yield Finding("double BOS", "defect", sentence, {"rows_with_double_bos": count})
     ids = ", ".join(str(token_id) for token_id, _ in outside.most_common(5))
     strangers = f"{outside.total()} tokens (ids {ids}) are outside the target's vocabulary of {size:,}"
     unused = f"the tokenizer has {known:,} tokens, the target {size:,}; no example uses the others yet"
-    limit, length = expected.max_positions, f"the longest example has {longest:,} tokens"
+    yield Finding.of(
+        "vocabulary",
+        f"all ids are in the target's vocabulary of {size:,}",
+        {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known},
+        (outside, "defect", f"{strangers}: {ITS_TOKENIZER}"),
+        (known > size, "warning", f"{unused}: {ITS_TOKENIZER}"),
+    )
+    limit, length = expected.limits.positions, f"the longest example has {longest:,} tokens"
     fits = f"data.max_length_tokens to {limit} at most"
-    return [
-        *findings,
-        Finding.of(
-            "vocabulary",
-            f"all ids are in the target's vocabulary of {size:,}",
-            {"tokens_outside": outside.total(), "target_vocabulary": size, "tokenizer_vocabulary": known},
-            (outside, "defect", f"{strangers}: {ITS_TOKENIZER}"),
-            (known > size, "warning", f"{unused}: {ITS_TOKENIZER}"),
-        ),
-        Finding.of(
-            "positions",
-            length if limit is None else f"{length}, the target {limit:,} positions",
-            {"longest_row_tokens": longest, "target_positions": limit},
-            (limit and longest > limit, "defect", f"{length}, the target only {limit or 0:,} positions: set {fits}"),
-        ),
-    ]
+    yield Finding.of(
+        "positions",
+        length if limit is None else f"{length}, the target {limit:,} positions",
+        {"longest_row_tokens": longest, "target_positions": limit},
+        (limit and longest > limit, "defect", f"{length}, the target only {limit or 0:,} positions: set {fits}"),
+    )
 
 
 # ---- the target and the drafter ----
 
 
-def _check_draft_trees(recipe: Recipe, target: PreTrainedModel) -> str:
+def _check_target(target: PreTrainedModel) -> Iterator[Finding]:
+    yield Finding("device", "ok", device_sentence(target.device))
+    yield Finding("attention", "ok", running_sentence(target))
+    yield Finding("logits", "ok", f"the LM head's, {logit_shape(target)}")
+
+
+def _check_draft_trees(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
     """Check that the target verifies the trees of the recipe's methods."""
     check_trees(recipe)
     TargetSession(target, max_length_tokens=8).close()
-    return chains_only(target) or "the target obeys 4-D attention masks and position ids"
+    sentence = chains_only(target) or "the target obeys 4-D attention masks and position ids"
+    yield Finding("draft trees", "ok", sentence)
 
 
-def _check_dtype(target: PreTrainedModel) -> list[Finding]:
+def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
     """Check, for a CPU, whether another dtype would be faster.
 
     A decoding step is bound by reading the weights: bf16, whose kernels sum in fp32, has half the bytes.
     """
-    is_large, dtype = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES, target.dtype
-    advice: dict[tuple[torch.dtype, bool], tuple[Severity, str]] = {
-        (torch.float16, True): ("warning", "CPUs are slow in float16: set target.dtype=bfloat16"),
-        (torch.float16, False): ("warning", "CPUs are slow in float16: set target.dtype=float32"),
-        (torch.bfloat16, False): (
-            "warning",
+    if target.device.type != "cpu":
+        return
+    is_large = sum(weight.nbytes for weight in target.parameters()) > LARGE_BYTES
+    if target.dtype == torch.float16:
+        faster = "bfloat16" if has_kernels() else "float32"
+        yield Finding("dtype", "warning", f"CPUs are slow in float16: set target.dtype={faster}")
+    elif target.dtype == torch.bfloat16 and not has_kernels():
+        sentence = (
             "without the kernels that a C++ compiler would build, CPUs may be slow in bfloat16: install g++ or "
-            "clang++, or set target.dtype=float32",
-        ),
-    }
-    if is_large:
+            "clang++, or set target.dtype=float32"
+        )
+        yield Finding("dtype", "warning", sentence)
+    elif target.dtype == torch.float32 and has_kernels() and is_large:
         half = "float32; in bfloat16 a step reads half as many bytes, and sums are in float32 in both"
-        advice[torch.float32, True] = ("ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
-    fitting = advice.get((dtype, has_kernels()))
-    return [Finding("dtype", *fitting)] if target.device.type == "cpu" and fitting else []
+        yield Finding("dtype", "ok", f"{half} (target.dtype=bfloat16, for decoding at least)")
 
 
-def _check_training_arguments(recipe: Recipe) -> str:
+def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:
     folder = RunFolder(recipe).drafter / "checkpoints"
     training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
-    return "transformers.TrainingArguments accepts it"
+    yield Finding("train section", "ok", "transformers.TrainingArguments accepts it")
 
 
-def _check_start(recipe: Recipe, target: PreTrainedModel) -> str | None:
-    """Check that the drafter named by `drafter.init` exists and fits; None without `drafter.init`."""
+def _check_start(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
+    """Check that the drafter named by `drafter.init` exists and fits; no finding without `drafter.init`."""
     init, first = str(recipe.drafter.init), first_stage(recipe)
     if first is not None and not (RunFolder(first).drafter / TRAINING_FILE).is_file():
-        return f"`draftsmith run` trains the drafter of {init} first"
-    folder = start_folder(recipe)
-    if folder is None:
-        return None
-    drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
-    return start_sentence(start_from(drafter, folder, init))
+        yield Finding("drafter.init", "ok", f"`draftsmith run` trains the drafter of {init} first")
+    elif (folder := start_folder(recipe)) is not None:
+        drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
+        yield Finding("drafter.init", "ok", start_sentence(start_from(drafter, folder, init)))
 
 
-def _check_engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
+def _check_engines(recipe: Recipe, target: PreTrainedModel) -> Iterator[Finding]:
     """List the engines that load this drafter once it is trained; a warning if none does."""
     try:
         config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     except UserError:  # reported as the drafter's defect
-        return []
+        return
     refused = {to: exporting.refusal(config, to) for to in ENGINES}
     loading = [name for to, name in ENGINES.items() if refused[to] is None]
     others = [f"not {name}: {refused[to]}" for to, name in ENGINES.items() if refused[to] is not None]
@@ -581,58 +568,43 @@ def _check_engines(recipe: Recipe, target: PreTrainedModel) -> list[Finding]:
         f"no engine can load it, only draftsmith's own loop and server ({refused['vllm']}): for vLLM, SGLang and "
         "llama.cpp take drafter.kind=dflash2 or eagle3, with their own drafter.options"
     )
-    return [Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))]
+    yield Finding.of("engines", fine, {"loading": loading}, (not loading, "warning", none))
 
 
-def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> list[Finding]:
+def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[Finding]:
     """Check whether this drafter could be exported, before it is trained."""
     config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
-        return [Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")]
+        yield Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")
+        return
     target_place = target_location(recipe.answering_target)
     if to == "gguf":
         target_place = "TARGET.gguf" if recipe.target.gguf_file is None else str(get_gguf_file(recipe.target))
     command = exporting.serving_command(config, to, target_place, "FOLDER", exporting.loading_words(recipe, to))
     versions = exporting.version_sentence(recipe.drafter.kind, to)
-    findings = [
-        Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}"),
-        *([] if command is None else [Finding("command", "ok", command)]),
-    ]
-    return findings if warned is None else [*findings, Finding("first token", "warning", warned)]
+    yield Finding("export", "ok", f"`draftsmith export --to {to}` can write it, {versions}")
+    if command is not None:
+        yield Finding("command", "ok", command)
+    if warned is not None:
+        yield Finding("first token", "warning", warned)
 
 
-def _check_drafter(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis, overfits: bool) -> list[Finding]:
-    """Check the drafter's training and decoding; overfitting comes first, as the other check changes the dtype."""
-    learned = _check_overfit(recipe, target, diagnosis) if overfits else []
-    return [*_check_parity(recipe, target, diagnosis.rows), *learned]
-
-
-def _check_overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> list[Finding]:
+def _check_overfit(recipe: Recipe, target: PreTrainedModel, diagnosis: Diagnosis) -> Iterator[Finding]:
     """Check that a new drafter learns one answer of the target by heart."""
     kind, check = recipe.drafter.kind, "overfit"
     if diagnosis.count("defect"):
-        return [Finding(check, "warning", "not checked: correct the defects of the data and the target first")]
-    try:
-        result = overfit(recipe, target, diagnosis.tokenizer, diagnosis.rows)
-    except torch.OutOfMemoryError:
-        sentence = "not checked: a training step does not fit into the GPU's memory; `draftsmith plan` has ways out"
-        return [Finding(check, "warning", sentence)]
-    except UserError as error:
-        return [Finding(check, "defect", str(error))]
-    if result is None:
-        return [Finding(check, "ok", f"not checked: a {kind} drafter trains no layers that could memorise an answer")]
-    return [Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))]
+        yield Finding(check, "warning", "not checked: correct the defects above first")
+    elif (result := overfit(recipe, target, diagnosis.tokenizer, diagnosis.rows)) is not None:
+        yield Finding(check, "ok" if result.is_reached else "defect", result.sentence(kind), asdict(result))
+    else:
+        yield Finding(check, "ok", f"not checked: a {kind} drafter trains no layers that could memorise an answer")
 
 
-def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> list[Finding]:
+def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedConversation]) -> Iterator[Finding]:
     """Check that training and decoding give equal logits, for a new drafter on one of the examples."""
     kind, check = recipe.drafter.kind, "train = decode"
-    try:
-        parity = check_parity(kind, recipe.drafter.options, target, rows)
-    except torch.OutOfMemoryError:
-        sentence = "not checked: the target in fp32 does not fit into the GPU's memory; try target.device=cpu"
-        return [Finding(check, "warning", sentence)]
+    parity = check_parity(kind, recipe.drafter.options, target, rows)
     worst = parity.worst
     measured = f"largest difference {worst.size:.1e} of the logits' spread (tolerance {TOLERANCE:.0e})"
     agrees = f"training = decoding after {parity.drafts} prefixes"
@@ -652,4 +624,4 @@ def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedC
         "trainable_parameters": parity.parameters,
     }
     fine = f"{kind}, {parity.parameters:,} parameters: {agrees}, {measured}"
-    return [Finding.of(check, fine, figures, (not worst.size <= TOLERANCE, "defect", differs))]
+    yield Finding.of(check, fine, figures, (not worst.size <= TOLERANCE, "defect", differs))

@@ -28,10 +28,10 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.bench.traced import trace_answers
 from draftsmith.eval.commands import artifacts
-from draftsmith.eval.commands.console import PlainConsole
+from draftsmith.eval.commands.console import console, print_table
+from draftsmith.eval.report import report
 from draftsmith.eval.report.page.page import write_report
-from draftsmith.eval.report.report import EMBEDDED, print_table
-from draftsmith.eval.report.summary import baseline_speeds, evaluation_figures
+from draftsmith.eval.report.summary import Row, baseline_speeds, evaluation_figures, seed_spread
 from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.load_test import load_engine_measurements
@@ -87,7 +87,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
     if devices:
         _measure_in_processes(recipe, questions, devices)
     elif (gpus := torch.cuda.device_count()) > 1:
-        PlainConsole().print(f"measuring on one of {gpus} GPUs; to use all: `draftsmith eval --processes {gpus}`")
+        console.print(f"measuring on one of {gpus} GPUs; to use all: `draftsmith eval --processes {gpus}`")
     bench, methods, drafters = _bench(recipe, questions)
     target = bench.target
     try:
@@ -169,11 +169,7 @@ def _store(file: Path, values: Any, indent: int | None = 2) -> None:
 
 
 def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
-    """Write tables and report from the records, and print the table. Returns the summary.
-
-    Args:
-        show: Print the table.
-    """
+    """Write tables and report from the records, and print the table if `show`. Returns the summary."""
     measured, folder = artifacts.recorded_measurement(recipe), RunFolder(recipe)
     recipe, records, summary, timing = measured.recipe, measured.records, measured.summary, measured.timing
     baseline = baseline_speeds(records, timing)
@@ -207,5 +203,28 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     write_report(folder.root, facts)
     artifacts.update_card(recipe)
     if show:
-        print_table(summary, PlainConsole(soft_wrap=False), baseline, timing, recipe.target.model == EMBEDDED)
+        show_table(summary, baseline, timing, recipe.target.model == report.EMBEDDED)
     return summary
+
+
+def show_table(summary: list[Row], baseline: list[Row], timing: list[Row], is_embedded: bool) -> None:
+    """Print the result in the terminal, and why it is so; the embedded target's speedups are not those of others."""
+    title, headings, cells = report.result_table(summary, timing)
+    print_table(headings, cells, title)
+    if over_seeds := seed_spread(summary):
+        rows = [
+            (
+                *(row["method"], f"{row['temperature']:g}", row["seeds"]),
+                *(f"{row[f'{key}_mean']:.2f} ± {row[f'{key}_std']:.2f}" for key in ("tau", "speedup")),
+            )
+            for row in over_seeds
+        ]
+        title = "over training seeds (mean ± standard deviation)"
+        print_table(("method", "T", "seeds", "tau", "speedup"), rows, title)
+    # The embedded target's weights lie in the processor's cache, so that the memory's speed says nothing.
+    why = [f"{report.EMBEDDED_MEANING}."] if is_embedded else report.baseline_sentences(baseline)
+    for sentence in (f"{report.WHY}.", *why):
+        console.print(sentence, soft_wrap=False)
+    warnings = {row["target_change"] for row in summary if row.get("target_change")}
+    for sentence in (*([] if all(row["lossless"] for row in summary) else [report.LENIENCE_WARNING]), *warnings):
+        console.print(sentence, style="bold", soft_wrap=False)

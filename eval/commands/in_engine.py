@@ -70,15 +70,7 @@ UNROUNDED = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Options of a measurement in an engine; None, empty or False: not given.
-
-    engine: vllm, llamacpp, or sglang, which is not started.
-    concurrency: numbers of concurrent questions, one measurement each, as `1,4,16`.
-    server: URL of a running server that drafts; None: start one. plain_server: URL of a server of the same target
-    without a drafter. server_model: the target's name there; api_key_env: environment variable with the API key.
-    engine_options: `VllmOptions` in YAML, for a server that is started.
-    llama_server: the program's path; target_gguf, dtype: see `export_run`; draft_tokens: most draft tokens per round,
-    as `1,2,5`, with one llama-server for each number.
+    """Options of `draftsmith eval --engine`, as its help describes them; None, empty or False: not given.
 
     Raises:
         UserError: The engine is unknown, the options contradict one another, or a number is invalid.

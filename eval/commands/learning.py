@@ -11,14 +11,13 @@ Only their owner can read them. One server at a time learns in a folder, and one
 killed server ends with the server, and the next trainer waits until it has. If the disk is full, the client still gets
 its answer, which is not stored, and training is tried again later.
 
-A separate process of lower priority trains the serving drafter further: for a few minutes, half on the newest answers
-and half on older ones and examples of the run's own data, so that these are not forgotten. The candidate is an
-interpolation between the trained weights and those at the start of learning: it forgets less than the trained drafter
-(weight-space ensembles, arXiv 2109.01903), which the next training continues from. The candidate is evaluated by replay
-on held-out answers: the tau of the serving tree at T = 0.
-A candidate that is significantly better is saved, named in `state.json` and loaded by the server between two answers. A
-significantly worse one is dropped together with the trained drafter; otherwise the next training continues from the
-latter. No drafter can change an answer, as the target verifies every draft.
+A separate process of lower priority trains the serving drafter further, half on the newest answers and half on older
+ones and examples of the run's own data, so that these are not forgotten. The candidate is an interpolation between the
+trained weights and those at the start of learning: it forgets less than the trained drafter (weight-space ensembles,
+arXiv 2109.01903), which the next training continues from. It is compared with the serving drafter by replay on held-out
+answers: the tau of the serving tree at T = 0. A significantly better one is saved, named in `state.json` and loaded by
+the server between two answers. A significantly worse one is dropped together with the trained drafter. No drafter can
+change an answer, as the target verifies every draft.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -41,18 +40,19 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from datasets.arrow_writer import ArrowWriter
+from datasets import Dataset
 from filelock import FileLock
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from draftsmith.data.distill.token_dataset import CONVERSATION, FEATURES, load_tokens, save_rows
+from draftsmith.data.distill.token_dataset import FEATURES, load_tokens
 from draftsmith.errors import UserError, os_error_message
 from draftsmith.eval.bench.measured_methods import drafter_folders
-from draftsmith.eval.bench.replay import replay
+from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.methods.drafter import build_tree_drafter
+from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, paired_ratio, tau
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
@@ -69,14 +69,12 @@ from draftsmith.train.drafter.stage import train_drafter
 LEARNED, ANSWERS, STATE, DRAFTERS, LOG, CYCLES, TRAINER_LOCK = (
     "learned", "answers.jsonl", "state.json", "drafters", "trainer.log", "cycles", ".trainer.lock",
 )  # fmt: skip
-KEPT_ANSWERS = 4000  # default number of answers on disk
 HELD_OUT_FRAC, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.15, 8, 64
 FEWEST_NEW_TOKENS = 1500  # new answer tokens that start another training
 FIRST_CYCLE_TOKENS = 16_000  # of the first training, whose speed sets the number for the next one
 SHORTEST_ROW_TOKENS = 16
 BEGINNING_FRAC = 0.25  # share of the weights at the start of learning in a candidate, against forgetting
 CANDIDATE = "candidate"
-RESAMPLES, LEVEL = 1000, 0.05
 LOWEST_PRIORITY = 19
 LOOKS_EVERY_S = 2.0
 TRIES_AGAIN_AFTER_S = 60.0  # after an error of the system, such as a full disk
@@ -116,8 +114,8 @@ class Answer:
         return int(self.key[:8], 16) / 16**8 < HELD_OUT_FRAC
 
     @property
-    def tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.ids)
+    def is_long_enough(self) -> bool:
+        return len(self.prompt_ids) > 0 and len(self.ids) > 1 and len(self.row[0]) >= SHORTEST_ROW_TOKENS
 
     @property
     def row(self) -> Row:
@@ -139,8 +137,8 @@ LINE = TypeAdapter(Answer)
 class CandidateResult:
     """Comparison of a candidate with the serving drafter on the held-out answers.
 
-    at: Unix time. answers: number of held-out answers. serving, candidate: tau of the two drafters. low, high: interval
-    of their difference. number: folder of the candidate under `drafters/`; None if it was not adopted.
+    at: Unix time. answers: number of held-out answers. serving, candidate: tau of the two drafters. low, high: 95 %
+    interval of the ratio of both. number: folder of the candidate under `drafters/`; None if it was not adopted.
     """
 
     at: float
@@ -155,10 +153,10 @@ class CandidateResult:
     def sentence(self) -> str:
         """Return the comparison in one line."""
         decision = (
-            "dropped" if self.high < 0 else "trained further" if self.number is None else f"serves as {self.number}"
+            "dropped" if self.high < 1 else "trained further" if self.number is None else f"serves as {self.number}"
         )
         return (
-            f"candidate: tau {self.serving:.2f} -> {self.candidate:.2f} ({self.low:+.2f} to {self.high:+.2f}) on "
+            f"candidate: tau {self.serving:.2f} -> {self.candidate:.2f} ({self.low:.2f}x to {self.high:.2f}x) on "
             f"{self.answers} held-out answers: {decision}"
         )
 
@@ -188,14 +186,16 @@ class Learned:
         UserError: The folder was started with another drafter than the recipe's, or its state is damaged.
     """
 
-    def __init__(self, recipe: Recipe, kept_answers: int = KEPT_ANSWERS) -> None:
+    def __init__(self, recipe: Recipe, kept_answers: int) -> None:
         self.recipe, self.kept_answers = recipe, kept_answers
         self.folder = RunFolder(recipe).root / LEARNED
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(PermissionError):  # the folder belongs to another user, who shares it
             self.folder.chmod(OWNERS_FOLDER)
-        self.damaged_lines = 0  # of `answers.jsonl`, at its last reading
+        self.file = self.folder / ANSWERS
+        self.file.touch(OWNER_ALONE)
         (self.begun_with,) = drafter_folders(recipe)
+        self.process: Any = None  # the training process, once it was started
         self._changed, self._current = 0, -1
         self._lines = 0
         weights = " ".join(weights_sha256(self.begun_with).values())
@@ -229,7 +229,16 @@ class Learned:
         return self.drafter(self.state.current)
 
     def newer(self) -> Path | None:
-        """Return the serving drafter's folder if it has changed since the last call, else None."""
+        """Return the serving drafter's folder if it has changed since the last call, else None.
+
+        Logs, once, if the training process has ended.
+        """
+        if self.process is not None and not self.process.is_alive():
+            self.process = None
+            logging.getLogger(__name__).warning(
+                "the process that trains the drafter has ended, see %s; the server continues without it",
+                self.folder / LOG,
+            )
         changed = (self.folder / STATE).stat().st_mtime_ns
         if changed == self._changed:
             return None
@@ -259,12 +268,11 @@ class Learned:
         Raises:
             OSError: The disk is full; the earlier lines are left as they were.
         """
-        file = self.folder / ANSWERS
         if self._lines == 0:
-            self._lines = self._trim(file)
+            self._lines = self._trim()
         line = memoryview(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
         lines, self._lines = self._lines, 0  # an interruption may leave part of the line: the next call trims the file
-        with open(file, "ab", buffering=0, opener=_open_private) as stream:
+        with self.file.open("ab", buffering=0) as stream:
             begin = stream.tell()
             try:
                 while line:
@@ -275,77 +283,34 @@ class Learned:
                 raise
         self._lines = lines + 1
         if self._lines > 2 * self.kept_answers:
-            self._lines = self._trim(file)
+            self._lines = self._trim()
 
-    def _trim(self, file: Path) -> int:
+    def _trim(self) -> int:
         """Remove damaged lines and all but the newest ones. Returns the number of lines left."""
-        whole = self._whole_lines()
-        lines = [line for line in whole if Answer.of_line(line) is not None]
-        if damaged := len(whole) - len(lines):
-            logging.getLogger(__name__).warning("%s: %s damaged lines are left out", file, damaged)
-        lines = lines[-self.kept_answers :]
-        if file.exists():
-            write_atomically(file, b"".join(lines).decode())
-            file.chmod(OWNER_ALONE)
+        lines = [line for line, _ in self._stored()][-self.kept_answers :]
+        write_atomically(self.file, b"".join(lines).decode())
+        self.file.chmod(OWNER_ALONE)
         return len(lines)
 
-    def _whole_lines(self) -> list[bytes]:
-        """Read the complete lines; leaves out a last one that is torn or still being written."""
-        file = self.folder / ANSWERS
-        lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
-        return [line for line in lines if line.endswith(b"\n")]
-
-    def size_bytes(self) -> int:
-        """Return the size of `answers.jsonl`, which shows without reading it whether answers were added."""
-        file = self.folder / ANSWERS
-        return file.stat().st_size if file.is_file() else 0
+    def _stored(self) -> list[tuple[bytes, Answer]]:
+        """Read the answers with their lines, without a last line that is torn; logs the number of damaged lines."""
+        lines = [line for line in self.file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        stored = [(line, answer) for line in lines if (answer := Answer.of_line(line)) is not None]
+        if damaged := len(lines) - len(stored):
+            logging.getLogger(__name__).warning("%s: %s damaged lines are left out", self.file, damaged)
+        return stored
 
     def answers(self) -> list[Answer]:
-        """Read the newest answers that are long enough for training, without duplicates, the oldest first.
-
-        Damaged lines are left out and counted in `damaged_lines`.
-        """
-        by_key: dict[str, Answer] = {}
-        self.damaged_lines = 0
-        for line in self._whole_lines():
-            answer = Answer.of_line(line)
-            if answer is None:
-                self.damaged_lines += 1
-            elif len(answer.ids) > 1 and answer.tokens >= SHORTEST_ROW_TOKENS:
-                by_key[answer.key] = answer
+        """Read the newest answers that are long enough for training, without duplicates, the oldest first."""
+        by_key = {answer.key: answer for _, answer in self._stored() if answer.is_long_enough}
         return list(by_key.values())[-self.kept_answers :]
 
 
-def _open_private(file: str, flags: int) -> int:
-    return os.open(file, flags, OWNER_ALONE)
-
-
-def start_learning(learned: Learned, minutes: float) -> Any:
-    """Start the training process, which ends with the calling process.
-
-    Args:
-        minutes: Duration of a training before its candidate is evaluated.
-    """
+def start_learning(learned: Learned, minutes: float) -> None:
+    """Start the training process, which ends with the calling process and evaluates a candidate after `minutes`."""
     process = get_context("spawn").Process(target=_learn, args=(learned, minutes), daemon=True)
     process.start()
-    return process
-
-
-def watched(learned: Learned, process: Any) -> Callable[[], Path | None]:
-    """Return a function like `Learned.newer` that also logs, once, if the training process has ended."""
-    is_logged = False
-
-    def newer() -> Path | None:
-        nonlocal is_logged
-        if not process.is_alive() and not is_logged:
-            is_logged = True
-            log = learned.folder / LOG
-            logging.getLogger(__name__).warning(
-                "the process that trains the drafter has ended, see %s; the server continues without it", log
-            )
-        return learned.newer()
-
-    return newer
+    learned.process = process
 
 
 def _learn(learned: Learned, minutes: float) -> None:
@@ -383,7 +348,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
             raise
         with suppress(OSError):  # the log is on the same disk
             print(sentence)
-        learner.reread_answers()
+        learner.seen_bytes = -1  # read the answers again even if the file has not changed
         return TRIES_AGAIN_AFTER_S
     if weighed is None:
         return LOOKS_EVERY_S
@@ -393,12 +358,7 @@ def cycle_or_pause_s(learner: Learner) -> float:
 
 
 class Learner:
-    """Trainer of new drafters (candidates) on the served answers, which also decides whether to adopt them.
-
-    Args:
-        learned: The folder with answers, drafters and state.
-        minutes: Approximate duration of a training.
-    """
+    """Trainer of new drafters (candidates) on the served answers, for about `minutes` each, and judge of them."""
 
     def __init__(self, learned: Learned, minutes: float) -> None:
         self.learned, self.minutes = learned, minutes
@@ -413,18 +373,16 @@ class Learner:
         self.drafter["options"] |= load_drafter_class(self.drafter["kind"]).config_class.Options.while_serving
         self.cycle_tokens = FIRST_CYCLE_TOKENS
         self.trained = set[str]()  # keys of answers
-        self._seen_bytes = -1  # size of `answers.jsonl` at the last cycle
+        self.seen_bytes = -1  # size of `answers.jsonl` at the last cycle
         self.trainee: Path | None = None  # the drafter trained last, unless its candidate was worse
         shutil.rmtree(learned.folder / CYCLES, ignore_errors=True)
 
     def cycle(self) -> CandidateResult | None:
         """Train and evaluate a candidate; None if there are too few new or too few held-out answers."""
-        if (size := self.learned.size_bytes()) == self._seen_bytes:
+        if (size := self.learned.file.stat().st_size) == self.seen_bytes:
             return None
-        self._seen_bytes = size
+        self.seen_bytes = size
         answers, state = self.learned.answers(), self.learned.state
-        if self.learned.damaged_lines:
-            print(f"{self.learned.folder / ANSWERS}: {self.learned.damaged_lines} damaged lines are left out")
         held_out = [answer for answer in answers if answer.is_held_out][-MOST_HELD_OUT:]
         train = [answer for answer in answers if not answer.is_held_out]
         new = [answer for answer in train if answer.key not in self.trained]
@@ -438,28 +396,24 @@ class Learner:
         trained = sum(len(ids) for ids, _ in chosen)
         pace = trained / max(time.monotonic() - begin_s, 1e-9)
         self.cycle_tokens = max(FIRST_CYCLE_TOKENS // 2, round(60 * self.minutes * pace))
-        before, after = (self.taus_of(folder, held_out) for folder in (serving, candidate))
-        tokens = [len(answer.ids) - 1 for answer in held_out]
-        low, high = paired_interval(tokens, before, after)
-        number = None
-        if low > 0:
+        before, after = (self.measure(folder, held_out) for folder in (serving, candidate))
+        ends = paired_ratio(tau, after, before)
+        assert ends is not None  # `FEWEST_HELD_OUT` are enough
+        (low, high), number = ends, None
+        if low > 1:
             number = 1 + max((each.number or 0 for each in state.weighed), default=0)
             place = self.learned.drafter(number)
             place.parent.mkdir(exist_ok=True)
             shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed before it wrote the state
             candidate.rename(place)
             state.current, state.previous = number, state.current
-        self.trainee = None if high < 0 else trainee
-        taus = tau_of(tokens, before), tau_of(tokens, after)
+        self.trainee = None if high < 1 else trainee
+        taus = compute_ratio(tau, before), compute_ratio(tau, after)
         weighed = CandidateResult(time.time(), len(held_out), trained, *taus, low, high, number)
         state.weighed.append(weighed)
         self.learned.write(state)
         self.trained = {answer.key for answer in train}
         return weighed
-
-    def reread_answers(self) -> None:
-        """Make the next cycle read the answers again even if the file has not changed."""
-        self._seen_bytes = -1
 
     def _chosen(self, train: Sequence[Answer], weighed: Sequence[CandidateResult]) -> list[Row]:
         """Choose a cycle's training examples: half the tokens newest answers, half older ones and run data."""
@@ -490,11 +444,13 @@ class Learner:
         run = RunFolder(recipe)
         shutil.rmtree(run.root, ignore_errors=True)
         run.data.mkdir(parents=True)
-        with ArrowWriter(path=str(run.data / "rows.arrow"), features=FEATURES) as writer:
-            for row, (ids, mask) in enumerate(rows):
-                writer.write({"input_ids": ids, "loss_mask": mask, "length": len(ids), CONVERSATION: row})
-            writer.finalize()
-        save_rows(run.data / "rows.arrow", run.data / "tokens")
+        columns = {
+            "input_ids": [ids for ids, _ in rows],
+            "loss_mask": [mask for _, mask in rows],
+            "length": [len(ids) for ids, _ in rows],
+            "conversation": range(len(rows)),
+        }
+        Dataset.from_dict(columns, FEATURES).save_to_disk(run.data / "tokens")
         train_drafter(recipe)
         for old in cycles.iterdir():
             if old.name != recipe.name and old / "drafter" != begun_from:
@@ -509,19 +465,20 @@ class Learner:
         interpolate_weights(self.learned.begun_with, candidate, BEGINNING_FRAC)
         return candidate
 
-    def taus_of(self, folder: Path, answers: Sequence[Answer]) -> list[float]:
-        """Return the tau of each answer with the drafter in `folder`, by replay."""
+    def measure(self, folder: Path, answers: Sequence[Answer]) -> QuestionSums:
+        """Return the tokens and rounds of each answer, and its rounds as its time, with the drafter in `folder`."""
         drafter = load_drafter(folder, self.target)
-        decoder = drafter.decoder(max(answer.tokens for answer in answers) + drafter.config.num_depths + 1)
+        decoder = drafter.decoder(max(len(answer.row[0]) for answer in answers) + drafter.config.num_depths + 1)
         method = build_tree_drafter(self.method, decoder, Sampling())
-        taus = []
+        rounds = []
         for answer in answers:
-            ids, mask = answer.row
-            ids_s = torch.tensor(ids, device=self.target.device)
+            ids, first = answer.row[0], len(answer.prompt_ids)
+            ids_1s = torch.tensor([ids], device=self.target.device)
             with torch.inference_mode():
-                features_sf = target_features(self.target, ids_s[None], layers=drafter.feature_layers)[0]
-            taus.append(replay(method, [(ids_s, torch.tensor(mask), features_sf)]) or 1.0)
-        return taus
+                features_sf = target_features(self.target, ids_1s, layers=drafter.feature_layers)[0]
+                rounds.append(len(accepted_lengths(method, ids, features_sf, first, len(ids) - 1)))
+        rounds_q, tokens_q = np.array(rounds, float), np.array([len(answer.ids) - 1 for answer in answers], float)
+        return QuestionSums(tokens_q, rounds_q, tokens_q, rounds_q, tokens_q, tokens_q)
 
 
 @torch.no_grad()
@@ -542,31 +499,6 @@ def interpolate_weights(begun_with: Path, folder: Path, frac: float) -> None:
     save_file(weights, file, metadata={"format": "pt"})
     training = json.loads((folder / TRAINING_FILE).read_text())
     write_atomically(folder / TRAINING_FILE, json.dumps(training | {"weights_sha256": weights_sha256(folder)}) + "\n")
-
-
-def tau_of(tokens: Sequence[int], taus: Sequence[float]) -> float:
-    """Combine the taus of single answers to the tau over all of them.
-
-    Args:
-        tokens: Tokens of each answer, without its first one, which the prefill gives.
-        taus: Tau of each answer.
-    """
-    return sum(tokens) / sum(count / tau for count, tau in zip(tokens, taus, strict=True))
-
-
-def paired_interval(tokens: Sequence[int], before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 90 % paired-bootstrap interval of tau after minus tau before, resampling the answers.
-
-    Args:
-        tokens: Tokens of each answer.
-        before, after: Tau of each answer with the two drafters.
-    """
-    counts = np.array(tokens, dtype=float)
-    rounds = np.stack([counts / np.array(each) for each in (before, after)])
-    drawn = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
-    taus = counts[drawn].sum(axis=1) / rounds[:, drawn].sum(axis=2)
-    low, high = np.quantile(taus[1] - taus[0], [LEVEL, 1 - LEVEL])
-    return float(low), float(high)
 
 
 def _pop_rows(rows: list[Row], tokens: int) -> list[Row]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl
 
 from draftsmith.data.distill.limits import ITS_TOKENIZER
 from draftsmith.data.sources.mixture import load_conversations
@@ -103,9 +103,7 @@ def overfit(
     """Train the recipe's drafter on one answer of the target, then draft this answer. Writes nothing into the run.
 
     Args:
-        recipe: The recipe.
         target: The drafter's target, in the dtype of training.
-        tokenizer: The target's tokenizer.
         rows: Examples; the first one gives the prompt. Without examples the recipe's first conversation does.
 
     Returns:
@@ -206,14 +204,7 @@ class StopWhenLearned(TrainerCallback):
     def __init__(self) -> None:
         self._learned_logs = 0
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
             self._learned_logs = self._learned_logs + 1 if _lowest_accuracy(logs) >= LEARNED_FRAC else 0
             control.should_training_stop |= self._learned_logs == LEARNED_LOGS

@@ -51,11 +51,6 @@ DEFAULT_TEMPERATURE = 1.0  # if the recipe has no temperature above 0
 def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int = 48) -> Proof:
     """Collect the evidence and write it to `runs/<name>/eval/proof.json`.
 
-    Args:
-        prompts: Number of questions, of which the first turn is used.
-        samples: Sampled answers per prompt.
-        new_tokens: Longest answer.
-
     Raises:
         UserError: There is no trained drafter, no lossless method, or no question that fits the target's context.
     """
@@ -119,10 +114,9 @@ def compare_answers(
 
     Args:
         session: Session that holds the longest prompt with its answer in `reference`.
-        method: Name of the method that gave `answers`.
-        prompts: (question id, token ids); the ids are the keys of `reference` and `answers`.
-        reference: The target's answers without a draft.
-        answers: The method's answers.
+        prompts: (question id, token ids).
+        reference: By question id, the target's answers without a draft.
+        answers: By question id, the method's answers.
     """
     proof = GreedyProof(method, len(prompts), sum(map(len, answers.values())))
     for question_id, prompt in prompts:

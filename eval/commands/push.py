@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,57 @@ def push(
     public: bool = False,
     base_model: str | None = None,
     license_id: str | None = None,
-    dry_run: bool = False,
     dtype: torch.dtype | None = None,
+    data: bool = False,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Publish the run's drafter on the Hub.
-
-    Args:
-        repo: `name` or `user/name`.
-        revision: Branch.
-        public: Make the repository public if it is created; an existing one must be as this says.
-        base_model: The target's id on the Hub, if the recipe names a folder.
-        license_id: License as the Hub spells it; default: the target's.
-        dry_run: Collect the files only; upload nothing.
-        dtype: Dtype of the published weights; default: as trained.
+    """Publish the run's drafter on the Hub, or its distilled conversations; `draftsmith push --help` has the options.
 
     Returns:
         `repo`, `address` (the commit's URL, None if nothing was sent) and `files_bytes` (sizes by name).
 
     Raises:
-        UserError: There is no trained drafter, a file names a local path or a secret, or the Hub refuses.
+        UserError: There is no trained drafter or nothing was distilled, a file names a local path or a secret, or the
+            Hub refuses.
     """
+    if not data:
+        _check_trained(recipe)
+    api, folder = HfApi(), RunFolder(recipe).root / ("hub_data" if data else "hub")
+    repo = _full_name(api, repo or default_name(recipe, base_model, data), base_model, dry_run)
+    if data:
+        at = "" if revision is None else f" data.conversations.revision={revision}"
+        use = f"data.distill.engine=none data.conversations.source={repo}{at}"
+        licences = {
+            source.label: license_id or _get_prompts_licence(source.source, source.revision, dry_run)
+            for source in recipe.data.conversations.sources
+        }
+        write_distilled_set(recipe, folder, licences, base_model)
+    else:
+        at = "" if revision is None else f"@{revision}"
+        use = f"{{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods"
+        licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
+        if not licence:
+            console.print(
+                "The target's card names no licence, so the drafter's has none: --license sets one", markup=False
+            )
+        _stage(recipe, Publication(folder, repo, base_model, licence), dtype)
+    sizes = {name: file.stat().st_size for name, file in _checked_files(recipe, folder).items()}
+    console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
+    for name, size in sizes.items():
+        console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
+    address = None
+    if dry_run:
+        console.print(f"Nothing was sent; the files are in {folder}", markup=False)
+    else:
+        with hub_errors("nothing was pushed", repo):
+            address = _send(api, repo, "dataset" if data else "model", folder, list(sizes), revision, public)
+        console.print(f"\nPushed    {address}", markup=False)
+        console.print(f"Use it    {use}", markup=False, soft_wrap=True)
+    return {"repo": repo, "address": address, "files_bytes": sizes}
+
+
+def _check_trained(recipe: Recipe) -> None:
+    """Raise UserError unless the run has a drafter that was trained with this recipe."""
     folder = RunFolder(recipe).drafter
     if not (folder / TRAINING_FILE).is_file():
         raise UserError(f"{folder} holds no trained drafter: run `draftsmith train` with this recipe first")
@@ -87,47 +118,6 @@ def push(
                 f"key `{key}`: {folder} was trained with {trained[key]}, not {value}: use the recipe that it was "
                 "trained with"
             )
-    api = HfApi()
-    repo = _full_name(api, repo or default_name(recipe, base_model), base_model, dry_run)
-    licence = {"license": license_id} if license_id else get_license(base_model or recipe.target.model, dry_run)
-    card = Publication(RunFolder(recipe).root / "hub", repo, base_model, licence)
-    if not card.license:
-        console.print("The target's card names no licence, so the drafter's has none: --license sets one", markup=False)
-    at = "" if revision is None else f"@{revision}"
-    use = f"{{name: tree, tree: best_first, drafter: {repo}{at}}} in eval.methods"
-    upload = _Upload(api, repo, "model", card.folder, revision, public)
-    return upload.publish(stage(recipe, card, dtype), dry_run, use)
-
-
-@with_run_lock("push")
-def push_data(
-    recipe: Recipe,
-    repo: str | None = None,
-    revision: str | None = None,
-    public: bool = False,
-    base_model: str | None = None,
-    license_id: str | None = None,
-    dry_run: bool = False,
-) -> dict[str, Any]:
-    """Publish the run's distilled conversations as a dataset of the Hub; arguments and result as of `push`.
-
-    Args:
-        license_id: License of the prompts as the Hub spells it; default: what the sources' cards say.
-
-    Raises:
-        UserError: Nothing was distilled, the card names a local path or a secret, or the Hub refuses.
-    """
-    api, folder = HfApi(), RunFolder(recipe).root / "hub_data"
-    repo = _full_name(api, repo or default_name(recipe, base_model, "distilled"), base_model, dry_run)
-    licences = {
-        source.label: license_id or _get_prompts_licence(source.source, source.revision, dry_run)
-        for source in recipe.data.conversations.sources
-    }
-    write_distilled_set(recipe, folder, licences, base_model)
-    files = _checked_files(recipe, folder)
-    at = "" if revision is None else f" data.conversations.revision={revision}"
-    upload = _Upload(api, repo, "dataset", folder, revision, public)
-    return upload.publish(files, dry_run, f"data.distill.engine=none data.conversations.source={repo}{at}")
 
 
 def _full_name(api: HfApi, repo: str, base_model: str | None, dry_run: bool) -> str:
@@ -151,28 +141,22 @@ def _full_name(api: HfApi, repo: str, base_model: str | None, dry_run: bool) -> 
     return repo
 
 
-def default_name(recipe: Recipe, base_model: str | None = None, what: str | None = None) -> str:
-    """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it.
-
-    Args:
-        what: Stands in place of the method.
-    """
+def default_name(recipe: Recipe, base_model: str | None = None, data: bool = False) -> str:
+    """Return the repository's default name, `{target}-{method}`, with the method spelled as engines detect it."""
     target = (base_model or recipe.target.gguf_file or recipe.target.model).rstrip("/").rpartition("/")[2]
     kind = recipe.drafter.kind
-    method = what or load_drafter_class(kind).config_class.published_as or kind.replace("_", "-")
+    method = load_drafter_class(kind).config_class.published_as or kind.replace("_", "-")
+    method = "distilled" if data else method
     target = re.sub(r"[^\w.-]+", "-", target.removesuffix(".gguf"))[: LONGEST_NAME - len(method) - 1]
     return f"{target}-{method}"
 
 
-def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -> dict[str, Path]:
-    """Collect the files to upload in the card's folder. Returns them by their names in the repository.
+def _stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None) -> None:
+    """Collect the drafter's files in the card's folder.
 
     Args:
         card: Card whose `exports` are filled in here.
         dtype: Dtype of the weights; None: unchanged.
-
-    Raises:
-        UserError: A file names a local path or a secret.
     """
     run, folder = RunFolder(recipe), card.folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -191,7 +175,6 @@ def stage(recipe: Recipe, card: Publication, dtype: torch.dtype | None = None) -
     for export_file in sorted((run.root / "export").glob(f"*/{EXPORT_FILE}")):
         card.exports[f"export/{export_file.parent.name}"] = _stage_export(recipe, card, export_file)
     update_card(recipe, card)
-    return _checked_files(recipe, folder)
 
 
 def _convert(folder: Path, dtype: torch.dtype) -> None:
@@ -307,83 +290,55 @@ def _checked_files(recipe: Recipe, folder: Path) -> dict[str, Path]:
     return files
 
 
-@dataclass(frozen=True)
-class _Upload:
-    """Upload of a folder to a repository of the Hub, as one commit. kind: `model` or `dataset`."""
+def _send(api: HfApi, repo: str, kind: str, folder: Path, files: list[str], revision: str | None, public: bool) -> str:
+    """Upload the files as one commit, creating the repository if it is missing. Returns the commit's URL.
 
-    api: HfApi
-    repo: str
-    kind: str
-    folder: Path
-    revision: str | None
-    public: bool
+    Args:
+        kind: `model` or `dataset`.
+    """
+    where: dict[str, Any] = {"repo_type": kind, "revision": revision}
+    exists = _exists(api, repo, kind, public)
+    if not exists:
+        api.create_repo(repo, private=not public, exist_ok=True, repo_type=kind)
+    if revision is not None:
+        api.create_branch(repo, branch=revision, exist_ok=True, repo_type=kind)
+    old = api.list_repo_files(repo, **where)
+    done = api.upload_folder(
+        repo_id=repo,
+        folder_path=folder,
+        commit_message=f"{'Update' if exists else 'Add'} the {'drafter' if kind == 'model' else 'distilled set'}",
+        delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
+        **where,
+    )
+    return str(done.commit_url)
 
-    def publish(self, files: dict[str, Path], dry_run: bool, use: str) -> dict[str, Any]:
-        """List the files and send them. Returns the result of the command.
 
-        Args:
-            use: How the repository is named in a recipe.
-        """
-        repo, sizes = self.repo, {name: file.stat().st_size for name, file in files.items()}
-        console.print(f"{repo}: {len(sizes)} files, {bytes_text(sum(sizes.values()))}", markup=False)
-        for name, size in sizes.items():
-            console.print(f"  {bytes_text(size):>10}  {name}", markup=False)
-        if dry_run:
-            console.print(f"Nothing was sent; the files are in {self.folder}", markup=False)
-            return {"repo": repo, "address": None, "files_bytes": sizes}
-        address = self._send(list(sizes))
-        console.print(f"\nPushed    {address}", markup=False)
-        console.print(f"Use it    {use}", markup=False, soft_wrap=True)
-        return {"repo": repo, "address": address, "files_bytes": sizes}
+def _exists(api: HfApi, repo: str, kind: str, public: bool) -> bool:
+    """Check whether the repository exists.
 
-    def _send(self, files: list[str]) -> str:
-        """Upload the files, creating the repository if it is missing. Returns the commit's URL."""
-        api, repo = self.api, self.repo
-        where: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
-        with hub_errors("nothing was pushed", repo):
-            exists = self._exists()
-            if not exists:
-                api.create_repo(repo, private=not self.public, exist_ok=True, repo_type=self.kind)
-            if self.revision is not None:
-                api.create_branch(repo, branch=self.revision, exist_ok=True, repo_type=self.kind)
-            old = api.list_repo_files(repo, **where)
-            what = "drafter" if self.kind == "model" else "distilled set"
-            done = api.upload_folder(
-                repo_id=repo,
-                folder_path=self.folder,
-                commit_message=f"{'Update' if exists else 'Add'} the {what}",
-                delete_patterns=[name for name in old if OURS.fullmatch(name) and name not in files],
-                **where,
-            )
-        return str(done.commit_url)
-
-    def _exists(self) -> bool:
-        """Check whether the repository exists.
-
-        Raises:
-            UserError: The repository is public without `--public`, private with it, or holds something else.
-        """
-        repo = self.repo
-        try:
-            info: Any = self.api.repo_info(repo, repo_type=self.kind)
-        except RepositoryNotFoundError:
-            return False
-        if bool(info.private) == self.public:
-            state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
-            raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
-        others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
-        name, key, ours, what = {
-            "model": ("config.json", "model_type", MODEL_TYPE_PREFIX, "no draftsmith drafter"),
-            "dataset": (CARD_JSON, "answered_by", "", "no distilled set"),
-        }[self.kind]
-        values = {}
-        with suppress(EntryNotFoundError, ValueError):
-            if others:
-                file = hf_hub_download(repo, name, repo_type=self.kind)
-                values = json.loads(Path(file).read_text(encoding="utf-8"))
-        if others and not (key in values and str(values[key]).startswith(ours)):
-            raise UserError(
-                f"nothing was pushed: {repo} exists and holds {what} ({', '.join(others[:3])}): name "
-                "another one with --repo"
-            )
-        return True
+    Raises:
+        UserError: The repository is public without `--public`, private with it, or holds something else.
+    """
+    try:
+        info: Any = api.repo_info(repo, repo_type=kind)
+    except RepositoryNotFoundError:
+        return False
+    if bool(info.private) == public:
+        state, way_out = ("private", "leave out --public") if info.private else ("public", "push with --public")
+        raise UserError(f"nothing was pushed: {repo} is {state}: {way_out}, change it on its page, or use --repo")
+    others = [file.rfilename for file in info.siblings or [] if file.rfilename not in (".gitattributes", CARD_FILE)]
+    name, key, ours, what = {
+        "model": ("config.json", "model_type", MODEL_TYPE_PREFIX, "no draftsmith drafter"),
+        "dataset": (CARD_JSON, "answered_by", "", "no distilled set"),
+    }[kind]
+    values = {}
+    with suppress(EntryNotFoundError, ValueError):
+        if others:
+            file = hf_hub_download(repo, name, repo_type=kind)
+            values = json.loads(Path(file).read_text(encoding="utf-8"))
+    if others and not (key in values and str(values[key]).startswith(ours)):
+        raise UserError(
+            f"nothing was pushed: {repo} exists and holds {what} ({', '.join(others[:3])}): name another one with "
+            "--repo"
+        )
+    return True

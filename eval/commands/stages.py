@@ -69,10 +69,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
 
 
 def run_features(recipe: Recipe, confirmed: bool = False) -> dict[str, Any]:
-    """Write the target's hidden states to `features/`, after printing their size and asking for confirmation.
-
-    Args:
-        confirmed: Do not ask.
+    """Write the target's hidden states to `features/`, after printing their size and, unless `confirmed`, asking.
 
     Raises:
         UserError: The size was not accepted, or does not fit on the disk.

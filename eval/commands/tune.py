@@ -51,7 +51,7 @@ class Figures(NamedTuple):
     """Figures of a tree: tokens per second, mean over tasks of its speed over the default's, and tau."""
 
     tokens_per_s: float
-    gain: float
+    against_default: float
     tau: float
 
 
@@ -102,21 +102,13 @@ class Tuned:
             "chosen": tree_settings(self.chosen),
             "default": tree_settings(self.default),
             "tasks": self.tasks,
-            "measured": [
-                {
-                    **tree_settings(method),
-                    "tau": figures.tau,
-                    "tokens_per_s": figures.tokens_per_s,
-                    "against_default": figures.gain,
-                }
-                for method, figures in self.measured
-            ],
+            "measured": [{**tree_settings(method), **figures._asdict()} for method, figures in self.measured],
         }
 
     def show(self) -> None:
         rows = [
-            (describe(method), f"{figures.tau:.2f}", f"{figures.tokens_per_s:.0f}", f"{figures.gain:.2f}x")
-            for method, figures in sorted(self.measured, key=lambda each: -each[1].gain)
+            (describe(method), f"{figures.tau:.2f}", f"{figures.tokens_per_s:.0f}", f"{figures.against_default:.2f}x")
+            for method, figures in sorted(self.measured, key=lambda each: -each[1].against_default)
         ]
         headings = ("tree", "tau", "tokens/s", "against the default")
         over = f"; the last column: mean over {self.tasks} tasks of equal weight" if self.tasks > 1 else ""
@@ -145,11 +137,6 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
 
     The drafter is the run's own, or the first method's if all methods name other drafters. Nothing is written to a
     drafter from the Hub.
-
-    Args:
-        questions: Number of questions, spread over the recipe's.
-        new_tokens: Longest answer.
-        turns: Measurements of each finalist.
 
     Raises:
         UserError: The target verifies chains only, there is no trained drafter, or no question fits the
@@ -199,14 +186,14 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
             measure(prompts[:1])  # warms up
             for turn, left in enumerate(halves):
                 figures = measure(some, turn)
-                fastest = sorted(range(1, len(contest)), key=lambda place: -figures[place].gain)
+                fastest = sorted(range(1, len(contest)), key=lambda place: -figures[place].against_default)
                 contest = [contest[0], *(contest[place] for place in fastest[:left])]
             repeated = [measure(prompts, turn) for turn in range(turns)]
     medians = [Figures(*map(statistics.median, zip(*each, strict=True))) for each in zip(*repeated, strict=True)]
     measured = [(tree, figures) for (tree, _), figures in zip(contest, medians, strict=True)]
     if all(figures.tau == 1 for _, figures in measured):
         console.print(f"No draft token of the drafter in {folder} was accepted: is it trained?")
-    chosen = max(measured, key=lambda each: each[1].gain)[0]
+    chosen = max(measured, key=lambda each: each[1].against_default)[0]
     saved = default.drafter is None or not is_published(default.drafter)
     tuned = Tuned(default, chosen, measured, len({name for name, _ in prompts}), saved)
     if saved:

@@ -1,14 +1,9 @@
-"""The report's sentences, which both of its forms use, and the table in the terminal."""
+"""The report's sentences, which both of its forms and the terminal use, and the terminal's table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import (
@@ -19,7 +14,6 @@ from draftsmith.eval.report.summary import (
     drafted_rows,
     headline,
     method_key,
-    seed_spread,
 )
 from draftsmith.eval.report.text import NOT_LOSSLESS, ends_in_brackets, identity, number, only_ties
 
@@ -118,12 +112,7 @@ def verdict_word(ends: list[float] | None) -> str:
 
 
 def verdicts(summary: list[Row], timing: list[Row]) -> list[SpeedVerdict]:
-    """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured.
-
-    Args:
-        summary: Rows of `summarize`.
-        timing: Rows of `summarize_timing`.
-    """
+    """Judge the fastest method of each temperature, the lowest first; empty if only the baseline was measured."""
     timed = {method_key(row): row for row in timing}
     return [_verdict(rows, timed) for rows in by_temperature(drafted_rows(summary)).values()]
 
@@ -170,13 +159,7 @@ class Lossless:
 
 
 def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> Lossless:
-    """Judge whether the answers equal the target's, in one word and one sentence.
-
-    Args:
-        summary: Rows of `summarize`.
-        proof: Result of `draftsmith prove`, if it was run.
-        answers: Answers of each method: questions times runs.
-    """
+    """Judge whether the answers equal the target's; `answers` is the number of each method's, questions times runs."""
     rows = drafted_rows(summary)
     greedy = [row for row in rows if row["greedy_identical"] is not None]
     wrong = [row["method"] for row in greedy if not row["greedy_identical"] and not only_ties(row)]
@@ -204,15 +187,11 @@ def lossless(summary: list[Row], proof: dict[str, Any] | None, answers: int) -> 
     return Lossless("Lossless", "good", f"All {total:,} greedy answers are {whose}, token for token.")
 
 
-def baseline_sentences(rows: list[Row]) -> list[str]:
-    """Describe for each temperature how fast the baseline is, and what a slow one means for the speedup.
-
-    Args:
-        rows: Rows of `baseline_speeds`.
-    """
+def baseline_sentences(baseline: list[Row]) -> list[str]:
+    """Describe for each temperature how fast the baseline is, and what a slow one means for the speedup."""
     sentences = []
-    for row in rows:
-        begins = f"At T = {row['temperature']:g} the" if len(rows) > 1 else "The"
+    for row in baseline:
+        begins = f"At T = {row['temperature']:g} the" if len(baseline) > 1 else "The"
         speeds = (row[key] / GIGABYTE for key in ("step_bytes_per_s", "read_bytes_per_s"))
         step, read = (f"{speed:.1f}" if speed >= 1 else f"{speed:.3f}" for speed in speeds)
         sentence = f"{begins} baseline's step reads {step} of {read} GB/s ({100 * row['share']:.0f} %)."
@@ -230,7 +209,7 @@ def baseline_sentences(rows: list[Row]) -> list[str]:
     return sentences
 
 
-# ---- other sentences, and the terminal ----
+# ---- other sentences, and the terminal's table ----
 
 
 def proof_sentence(proof: dict[str, Any] | None) -> str | None:
@@ -288,61 +267,31 @@ def next_steps(summary: list[Row], timing: list[Row], recipe: dict[str, Any]) ->
     return steps
 
 
-def print_table(
-    summary: list[Row],
-    console: Console | None = None,
-    baseline: list[Row] | None = None,
-    timing: list[Row] | None = None,
-    is_embedded: bool = False,
-) -> None:
-    """Print the result in the terminal: one line for each method, the fastest first, and why it is so.
+def result_table(summary: list[Row], timing: list[Row]) -> tuple[str, tuple[str, ...], list[list[str]]]:
+    """Return title, headings and cells of the table with one line for each method, the fastest first.
 
-    Args:
-        summary: Rows of `summarize`.
-        console: Console to print to; default: a new one.
-        baseline: Rows of `baseline_speeds`.
-        timing: Rows of `summarize_timing`, for what a round costs.
-        is_embedded: The target is the embedded one, whose speedups are not those of a larger target.
+    The baseline is left out, unless nothing else was measured.
     """
-    console, timed = console or Console(), {method_key(row): row for row in timing or []}
-    rows = [row for each in rows_by_method(summary).values() for row in each if row["category"] == OVERALL]
+    timed = {method_key(row): row for row in timing}
+    rows = drafted_rows(summary) or [row for row in summary if row["category"] == OVERALL]
     over_tasks = next((row for row in rows if row.get("over_tasks")), None)
     over = "all questions" if over_tasks is None else f"mean over {tasks_and_questions(over_tasks)}"
-    table = Table(title=f"speedup over the target alone, {over}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.collapse_padding = True
-    # Long names of methods wrap; figures never do.
-    table.add_column("method", overflow="fold")
-    for heading in ("speedup (95 %)", "", "tokens\na round", "steps a round:\ndraft + check", "same\ngreedy"):
-        table.add_column(heading, no_wrap=True)
+    cells = []
     for row in sorted(rows, key=lambda row: (row["temperature"], -headline(row)["speedup_mean"])):
         shown, costs = headline(row), round_costs(timed.get(method_key(row)))
-        table.add_row(
-            escape(series_name(row, summary)),
-            f"{shown['speedup_mean']:.2f}x{ends_in_brackets(shown['speedup_interval'])}",
-            verdict_word(shown["speedup_interval"]),
-            number(shown["tau"]),
-            "-" if costs is None else f"{sum(costs):.2f}: {costs[0]:.2f} + {costs[1]:.2f}",
-            identity(row),
+        name = f"{row['method']} T={row['temperature']:g}" if len(by_temperature(summary)) > 1 else row["method"]
+        cells.append(
+            [
+                name if row["lossless"] else f"{name} ({NOT_LOSSLESS})",
+                f"{shown['speedup_mean']:.2f}x{ends_in_brackets(shown['speedup_interval'])}",
+                verdict_word(shown["speedup_interval"]),
+                number(shown["tau"]),
+                "-" if costs is None else f"{sum(costs):.2f}: {costs[0]:.2f} + {costs[1]:.2f}",
+                identity(row),
+            ]
         )
-    console.print(table)
-    over_seeds = seed_spread(summary)
-    if over_seeds:
-        title = "over training seeds (mean ± standard deviation)"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for heading in ("method", "T", "seeds", "tau", "speedup"):
-            table.add_column(heading, overflow="fold")
-        for row in over_seeds:
-            figures = (f"{row[f'{key}_mean']:.2f} ± {row[f'{key}_std']:.2f}" for key in ("tau", "speedup"))
-            table.add_row(escape(row["method"]), f"{row['temperature']:g}", str(row["seeds"]), *figures)
-        console.print(table)
-    console.print(f"{WHY}.")
-    # The embedded target's weights lie in the processor's cache, so that the memory's speed says nothing.
-    for sentence in [f"{EMBEDDED_MEANING}."] if is_embedded else baseline_sentences(baseline or []):
-        console.print(sentence)
-    if not all(row["lossless"] for row in summary):
-        console.print(LENIENCE_WARNING, style="bold")
-    for sentence in {row["target_change"] for row in summary if row.get("target_change")}:
-        console.print(sentence, style="bold")
+    headings = ("method", "speedup (95 %)", "", "tokens\na round", "steps a round:\ndraft + check", "same\ngreedy")
+    return f"speedup over the target alone, {over}", headings, cells
 
 
 def tasks_and_questions(row: Row) -> str:
@@ -353,19 +302,3 @@ def tasks_and_questions(row: Row) -> str:
         return f"{len(counts)} tasks ({number} question{'s' * (number > 1)} each: {', '.join(counts)})"
     listed = ", ".join(f"{task} {count}" for task, count in counts.items())
     return f"{len(counts)} tasks (questions: {listed})"
-
-
-def series_name(row: Row, summary: list[Row]) -> str:
-    """Return the method's name, with its temperature if there are several, and a mark if not lossless."""
-    several = len({other["temperature"] for other in summary}) > 1
-    name = f"{row['method']} T={row['temperature']:g}" if several else row["method"]
-    return name if row["lossless"] else f"{name} ({NOT_LOSSLESS})"
-
-
-def rows_by_method(summary: list[Row]) -> dict[str, list[Row]]:
-    """Group the rows by method; leaves out the baseline, whose speedup is 1, unless nothing else was measured."""
-    methods: dict[str, list[Row]] = {}
-    for row in summary:
-        methods.setdefault(series_name(row, summary), []).append(row)
-    drafted = {name: rows for name, rows in methods.items() if rows[0]["method"] != AUTOREGRESSIVE}
-    return drafted or methods

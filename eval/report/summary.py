@@ -1,37 +1,28 @@
 """Figures of an evaluation, computed from the harness's records, for report, page, terminal and `result.json`.
 
-tau                  tokens committed per round, the target's own included (the paper's acceptance length), all rounds
-tau_by_question      mean over questions of the tau of each
-tau_without_bonus    accepted draft tokens per round
-speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions, same
-                     process, prefill included on both sides; mean and standard deviation are over the runs. Pooled:
-                     all tokens / all seconds
+tau                  tokens committed per round, the target's own included (the paper's acceptance length), all rounds;
+                     tau_by_question: mean over questions of each one's; tau_without_bonus: accepted draft tokens
+speedup of a run     (tokens / s of the method) / (tokens / s of the autoregressive loop), same questions and process,
+                     prefill included on both sides, all tokens / all seconds; mean and standard deviation over runs
+speedup_by_question  with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py), whose
+                     figure is higher: it tokenizes the baseline's text again, without end tokens
 ..._interval         95 % over questions like these: `bootstrap.py`
 tau_by_context       tau by the number of tokens before the round, of prompt and answer, in buckets of powers of two;
                      tau_by_position: of the answer alone
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
-there
-                     are two tasks or more: all tasks have equal weight, however long their answers are. They are then
-                     the headline, by which methods are ordered and chosen (`headline`); the pooled figures are also
-                     shown
-speedup_by_question  the same, with means over questions of each one's tokens / s, as Spec-Bench (evaluation/speed.py,
-                     whose "mean accepted tokens" are the pooled tau). Short answers count more here, long ones above.
-                     The script's figure is higher: it tokenizes the baseline's text again, without end tokens
-tokens per second    prefill included; first token: seconds from the prompt to the first token, median over turns
-latency              seconds between tokens for a user who reads along: see `latencies`
+                     there are two tasks or more. They are then the headline, by which methods are ordered and chosen
 t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): below 1 by the
                      overhead of the loop's Python code; decoding = without the prefill
 cost ratio           t_draft / t_target_step, of a whole round
-draft vocabulary     of a drafter that cannot draft every token, see `draft_vocabulary_figures`
-seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds; mean and
-                     spread show how much of a difference between drafters is chance
-baseline             bytes per second that its step reads, compared with a plain read of as many bytes. A speedup over
-                     a slow baseline is partly due to its slowness
+seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds
 
 A task may join several categories, as Spec-Bench's `mt_bench` joins eight. If there are other tasks too, the tasks are
 shown in one table and such categories in another, so that no question counts twice. The predictions of theory from
-these figures are in `eval/bench/theory.py`.
+these figures are in `eval/bench/theory.py`, what they mean in `docs/concepts/metrics.md`.
+
+Everywhere `summary` are the rows of `summarize`, `timing` those of `summarize_timing`, `baseline` those of
+`baseline_speeds`, `proof` is the JSON of `draftsmith prove`, None if it was not run.
 """
 
 from __future__ import annotations
@@ -70,7 +61,6 @@ def summarize(records: list[QuestionRecord], divergences: Iterable[RecordedDiver
     """Compute a row for each method, temperature and category; tasks of several categories and `overall` included.
 
     Args:
-        records: The records of all runs.
         divergences: The analysed differences of greedy answers.
 
     Raises:
@@ -179,31 +169,30 @@ def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
     Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau. Turns whose prompt's
     length was not recorded count by position alone.
     """
-    by_context: dict[int, list[int]] = {}  # tokens of each round, by the bucket's lower end
-    by_position: dict[int, list[int]] = {}
+    by_context: list[tuple[int, int]] = []  # tokens before the round, tokens that it committed
+    by_position: list[tuple[int, int]] = []
     for turn in turns:
         position = 1  # the first token comes with the prompt
         for tokens in turn.accept_lengths:
-            by_position.setdefault(_bucket(position, FIRST_POSITION_TOKENS), []).append(tokens)
+            by_position.append((position, tokens))
             if turn.prompt_tokens is not None:
-                bucket = _bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)
-                by_context.setdefault(bucket, []).append(tokens)
+                by_context.append((turn.prompt_tokens + position, tokens))
             position += tokens
     return {
-        name: [
-            {"from": low, "below": 2 * low or first, "rounds": len(rounds), "tau": statistics.fmean(rounds)}
-            for low, rounds in sorted(buckets.items())
-        ]
-        for name, first, buckets in (
-            ("tau_by_context", FIRST_CONTEXT_TOKENS, by_context),
-            ("tau_by_position", FIRST_POSITION_TOKENS, by_position),
-        )
+        "tau_by_context": _tau_of_buckets(by_context, FIRST_CONTEXT_TOKENS),
+        "tau_by_position": _tau_of_buckets(by_position, FIRST_POSITION_TOKENS),
     }
 
 
-def _bucket(tokens: int, first: int) -> int:
-    """Return the bucket's lower end: 0 below `first`, a power of two, and from there the power of two below."""
-    return 0 if tokens < first else 1 << (tokens.bit_length() - 1)
+def _tau_of_buckets(rounds: list[tuple[int, int]], first: int) -> list[Row]:
+    """Compute tau below `first`, and from there in buckets from each power of two to the next one."""
+    buckets: dict[int, list[int]] = {}
+    for before, tokens in rounds:
+        buckets.setdefault(0 if before < first else 1 << (before.bit_length() - 1), []).append(tokens)
+    return [
+        {"from": low, "below": 2 * low or first, "rounds": len(each), "tau": statistics.fmean(each)}
+        for low, each in sorted(buckets.items())
+    ]
 
 
 def _intervals(sums: bootstrap.QuestionSums, answer: MethodResult) -> dict[str, list[float] | None]:
@@ -268,11 +257,7 @@ def latencies(turns: list[AnswerRecord]) -> dict[str, float | None]:
 
 
 def summarize_timing(records: list[QuestionRecord]) -> list[Row]:
-    """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup.
-
-    Args:
-        records: The records of all runs.
-    """
+    """Compute for each method and temperature the times of a round's phases, and predicted and measured speedup."""
     check_fair_clock(records)
     rows = []
     for key in records[0].answers:
@@ -442,14 +427,6 @@ def evaluation_figures(
 
     By `method@temperature`: the row over all questions, the times of a round, and the main figures by category. Also
     each method's settings, as in `eval.methods`.
-
-    Args:
-        recipe: The recipe that was measured.
-        summary: Rows of `summarize`.
-        timing: Rows of `summarize_timing`.
-        questions: Number of questions.
-        proof: Result of `draftsmith prove`, if it was run.
-        baseline: Rows of `baseline_speeds`.
     """
     rows: dict[str, Row] = {}
     for row in summary:

@@ -52,11 +52,7 @@ def escaped(text: str) -> str:
 
 
 def target_name(target: dict[str, Any]) -> str:
-    """Return the target's name: its GGUF file, the last part of its folder, or its Hub id.
-
-    Args:
-        target: The recipe's `target` section.
-    """
+    """Return the name of a recipe's target: its GGUF file, the last part of its folder, or its Hub id."""
     if target["gguf_file"]:
         return Path(target["gguf_file"]).name
     return place_name(target["model"])
@@ -82,12 +78,7 @@ def drafter_name(folder: str) -> str:
 
 
 def without_places(text: str, root: Path | None = None) -> str:
-    """Return the text with local paths shortened to their last part, as a report is read on other machines.
-
-    Args:
-        text: Any text.
-        root: The run's folder, of which the last two parts are kept.
-    """
+    """Return the text with local paths shortened to their last part, that of the run's folder to its last two."""
     if root is not None and root.is_absolute():
         text = text.replace(root.as_posix(), "/".join(root.parts[-2:]))
     return str(portable(text))

@@ -13,10 +13,6 @@ FILES = ("report.md", "report.html", "eval/result.json")
 def add_to_trackers(recipe: Recipe, summary: list[dict[str, Any]]) -> None:
     """Log the table: to wandb and trackio as a table and an artifact with the report's files, to TensorBoard as text.
 
-    Args:
-        recipe: Recipe of the run, whose report has been written.
-        summary: Rows of the table, all with the same keys.
-
     Raises:
         UserError: wandb rejects it.
     """

@@ -55,11 +55,25 @@ class FinishedRun:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
+    def done(self, command: str, *arguments: str) -> Result:
+        """Run a command that must succeed."""
+        result = self.call(command, *arguments)
+        assert result.exit_code == 0, (command, result.output, result.exception)
+        return result
+
+    def error(self, command: str, *arguments: str) -> str:
+        """Run a command that must fail by a user's mistake; return its one sentence."""
+        result = self.call(command, *arguments)
+        assert result.exit_code == 2, (result.output, result.exception)
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in result.output
+        return line
+
 
 LIGHT = {
     "tune": ["--questions", "2", "--new-tokens", "8", "--turns", "1"],
     "prove": ["--prompts", "2", "--samples", "1", "--new-tokens", "8"],
-    "plan": ["--peak-tflops", "1"],
+    "plan": ["--peak-tflops", "1", "--memory-gb-per-s", "1"],
     "features": ["--yes"],
 }
 
@@ -91,8 +105,7 @@ def finished_run(parent: Path) -> FinishedRun:
     )  # fmt: skip
     run = FinishedRun(folder, whole, recipe_file(recipe))
     for command in ("distill", "train", "prove", "eval", "features"):
-        result = run.call(command)
-        assert result.exit_code == 0, (command, result.output, result.exception)
+        run.done(command)
         if command == "train":
             write_tuned(run.root / "drafter", MethodConfig(name="x", tree="best_first", nodes=3))
     shutil.copytree(folder, whole)

@@ -78,6 +78,8 @@ TIMING = [
     }
 ]
 
+BASELINE = [{"temperature": 0.0, "step_bytes_per_s": 2e9, "read_bytes_per_s": 4e9, "share": 0.5}]
+
 
 def facts(summary: list[dict[str, Any]]) -> dict[str, Any]:
     machine = {"platform": "Linux", "processor": "x86_64", "cpu_count": 2, "omp_num_threads": "2"}

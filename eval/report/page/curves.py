@@ -71,22 +71,6 @@ def round_values(low: float, high: float, about: int) -> list[float]:
     return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-@dataclass(frozen=True)
-class LineChart:
-    """A line chart, ready for the template.
-
-    title: description, also for screen readers. lines: (name, points of an SVG polyline, y of the name in the margin at
-    the right). dots: (name, x, y).
-    """
-
-    title: str
-    x_name: str
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    lines: list[tuple[str, str, float]]
-    dots: list[tuple[str, float, float]]
-
-
 def line_chart(
     title: str,
     x_name: str,
@@ -94,8 +78,13 @@ def line_chart(
     x_scale: Scale,
     y_scale: Scale,
     dots: dict[str, Point] | None = None,
-) -> LineChart:
-    """Build a chart: scale the points, and place the lines' names at the right without overlap."""
+) -> dict[str, Any]:
+    """Build a chart: scale the points, and place the lines' names at the right without overlap.
+
+    Returns:
+        What the template draws: `lines` are (name, points of an SVG polyline, y of the name in the margin at the
+        right), `dots` (name, x, y), ticks (label, place). The title is also for screen readers.
+    """
 
     def x_at(percent: float) -> float:
         return round(LEFT + percent / 100 * (WIDTH - LEFT - RIGHT), 1)
@@ -113,17 +102,17 @@ def line_chart(
             thinned = points if step <= 1 else [*points[:-1:step], points[-1]]
             shown[name] = [placed(point) for point in thinned]
     label_ys = _spread([points[-1][1] for points in shown.values()])
-    return LineChart(
-        title,
-        x_name,
-        [(text, x_at(percent)) for text, percent in x_scale.ticks(4)],
-        [(text, y_at(percent)) for text, percent in y_scale.ticks(4)],
-        [
+    return {
+        "title": title,
+        "x_name": x_name,
+        "x_ticks": [(text, x_at(percent)) for text, percent in x_scale.ticks(4)],
+        "y_ticks": [(text, y_at(percent)) for text, percent in y_scale.ticks(4)],
+        "lines": [
             (name, " ".join(f"{x:g},{y:g}" for x, y in points), label_y)
             for (name, points), label_y in zip(shown.items(), label_ys, strict=True)
         ],
-        [(name, *placed(point)) for name, point in (dots or {}).items()],
-    )
+        "dots": [(name, *placed(point)) for name, point in (dots or {}).items()],
+    }
 
 
 def _spread(heights: list[float]) -> list[float]:
@@ -138,79 +127,43 @@ def _spread(heights: list[float]) -> list[float]:
     return [round(height, 1) for height in moved]
 
 
-@dataclass(frozen=True)
-class TheoryPanel:
-    """One of Leviathan's figures: a curve over alpha for each value of a parameter, and measured points.
-
-    parameter: `gamma` or `c`. curve: function of alpha and the parameter. key: key of the timing row that gives a
-    point's height.
-    """
-
-    title: str
-    parameter: str
-    values: tuple[float, ...]
-    curve: Callable[[float, Any], float]
-    key: str
-
-    def over_alphas(self, value: Any) -> list[float]:
-        """Return the curve of one value, at `ALPHAS`."""
-        return [self.curve(alpha, value) for alpha in ALPHAS]
-
-
-THEORY = (
-    TheoryPanel("Figure 2: expected tokens per round", "gamma", GAMMAS, expected_tokens, "tau"),
-    TheoryPanel("Figure 3: best γ", "c", COSTS, lambda alpha, c: best_gamma(alpha, c, at_most=LONGEST_GAMMA), "gamma"),
-    TheoryPanel(
-        "Figure 4: speedup at c = 0",
-        "gamma",
-        GAMMAS,
-        lambda alpha, gamma: walltime_factor(alpha, gamma, 0.0),
-        "speedup_decoding",
-    ),
+# Title, parameter, its values, the curve as a function of alpha and the parameter, the timing row's key of a point.
+THEORY: tuple[tuple[str, str, Sequence[Any], Callable[[float, Any], float], str], ...] = (
+    ("Figure 2: expected tokens per round", "γ", GAMMAS, expected_tokens, "tau"),
+    ("Figure 3: best γ", "c", COSTS, lambda alpha, c: best_gamma(alpha, c, at_most=LONGEST_GAMMA), "gamma"),
+    ("Figure 4: speedup at c = 0", "γ", GAMMAS, lambda a, gamma: walltime_factor(a, gamma, 0.0), "speedup_decoding"),
 )
 
 
-def theory_charts(timing: list[Row]) -> list[LineChart]:
+def theory_charts(timing: list[Row]) -> list[dict[str, Any]]:
     """Build Leviathan's figures 2, 3 and the speedups of 4 (arXiv 2211.17192), with measured values as dots.
 
     Dots have their own c and gamma; their distance below a curve of figure 4 is the cost of drafting and verifying.
     """
     rows = [row for row in timing if row["method"] != AUTOREGRESSIVE]
     charts = []
-    for panel in THEORY:
-        y_scale = Scale(0.0, MOST_GAMMA) if panel.key == "gamma" else Scale(1.0, MOST_TIMES)
+    for title, parameter, values, curve, key in THEORY:
+        y_scale = Scale(0.0, MOST_GAMMA) if key == "gamma" else Scale(1.0, MOST_TIMES)
         series: dict[str, list[Point]] = {}
-        for value in panel.values:
-            points = zip(ALPHAS, panel.over_alphas(value), strict=True)
+        for value in values:
+            points = ((alpha, curve(alpha, value)) for alpha in ALPHAS)
             # Points outside are left out: a line along the picture's edge would be wrong.
-            inside = [point for point in points if y_scale.low <= point[1] <= y_scale.high]
-            series[f"{panel.parameter.replace('gamma', 'γ')}={value:g}"] = inside
+            series[f"{parameter}={value:g}"] = [point for point in points if y_scale.low <= point[1] <= y_scale.high]
         dots = {
-            f"{row['method']} at T = {row['temperature']:g}": (row["alpha"], row[panel.key])
+            f"{row['method']} at T = {row['temperature']:g}": (row["alpha"], row[key])
             for row in rows
-            if row[panel.key] is not None
+            if row[key] is not None
         }
-        charts.append(line_chart(panel.title, "α", series, Scale(0.0, 1.0), y_scale, dots))
+        charts.append(line_chart(title, "α", series, Scale(0.0, 1.0), y_scale, dots))
     return charts
 
 
 # ---- training ----
 
 
-@dataclass(frozen=True)
-class TrainingCurves:
-    name: str
-    training: Training
-    charts: list[LineChart]
-
-
-def training_curves(trained: dict[str, Training]) -> list[TrainingCurves]:
-    """Return the training curves of every drafter that has a log."""
-    return [
-        TrainingCurves(name, training, _charts(training.history))
-        for name, training in trained.items()
-        if training.history
-    ]
+def training_curves(trained: dict[str, Training]) -> list[tuple[str, Training, list[dict[str, Any]]]]:
+    """Return name, log and training curves of every drafter that has a log."""
+    return [(name, log, _charts(log.history)) for name, log in trained.items() if log.history]
 
 
 def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
@@ -224,7 +177,7 @@ def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
     return {str(depth): curves[depth] for depth in sorted(curves)}
 
 
-def _charts(history: History) -> list[LineChart]:
+def _charts(history: History) -> list[dict[str, Any]]:
     """Build the charts with at least one line of two or more points."""
     candidates = [
         ("Accuracy by depth, training examples", curves_by_depth(history, "accuracy"), Scale(0.0, 1.0)),

@@ -6,9 +6,9 @@ Functions choose and order rows of the summary and the timing; the templates pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
+from typing import Any
 
 from draftsmith.eval.bench.records import QuestionRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
@@ -30,32 +30,20 @@ from draftsmith.eval.report.summary import (
 LEVELS = (1.0, 1.25, 1.5, 2.0, 2.5)
 MOST_DEPTHS = 8
 SELDOM = 0.005  # share of all rounds below which a depth is not shown
-PHASES = ("draft", "forward", "choose", "commit")
-TIMED = ("t_draft_s", "t_verify_forward_s", "t_choose_s", "t_commit_s")
+# Phases of a round, and their keys in a row of the timing.
+PHASES = {"draft": "t_draft_s", "forward": "t_verify_forward_s", "choose": "t_choose_s", "commit": "t_commit_s"}
 
 
-@dataclass(frozen=True)
-class MethodTable:
-    """The methods of one temperature, the fastest first.
-
-    rows: rows of the summary. tasks: number of tasks in the headline's mean, 0 if it is pooled. against_best: by
-    `method@temperature`, the 95 % interval of its speedup over the fastest one's. scale: scale of all speedups.
-    """
-
-    temperature: float
-    baseline_tokens_per_s: float | None
-    rows: list[Row]
-    tasks: int
-    against_best: dict[str, list[float] | None]
-    scale: Scale
-
-
-def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) -> list[MethodTable]:
+def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) -> list[dict[str, Any]]:
     """Compare the methods of each temperature, the lowest first, all on one scale.
 
     Args:
-        summary: Rows of `summarize`.
         records: The records of the summary; without them there are no paired intervals.
+
+    Returns:
+        For each temperature: `rows` of the summary, the fastest first; `tasks` in the headline's mean, 0 if it is
+        pooled; `against_best`, by `method@temperature` the 95 % interval of its speedup over the fastest one's; and the
+        `scale` of all speedups.
     """
     drafted = drafted_rows(summary)
     if not drafted:
@@ -79,7 +67,8 @@ def method_tables(summary: list[Row], records: Sequence[QuestionRecord] = ()) ->
             for key, each in sums.items()
         }
         tasks = (rows[0].get("over_tasks") or {}).get("tasks", 0)
-        tables.append(MethodTable(temperature, baselines.get(temperature), rows, tasks, against, scale))
+        table = {"temperature": temperature, "baseline_tokens_per_s": baselines.get(temperature), "scale": scale}
+        tables.append({**table, "rows": rows, "tasks": tasks, "against_best": against})
     return tables
 
 
@@ -109,21 +98,11 @@ def tint(row: Row) -> str:
     return f"level-{sum(ends[0] >= level for level in LEVELS)}" if word == FASTER else "plain"
 
 
-@dataclass(frozen=True)
-class LengthTable:
-    """Tau by the number of tokens before the round.
+def length_tables(summary: list[Row]) -> list[tuple[str, list[str], list[tuple[Row, list[Row | None]]]]]:
+    """Build the tables by context and by position in the answer, without those that no row has figures for.
 
-    tokens: the counted tokens. buckets: names of the columns. rows: rows of the summary, with the figures of each
-    bucket, None without rounds.
+    Returns (the counted tokens, names of the columns, rows of the summary with the figures of each column).
     """
-
-    tokens: str
-    buckets: list[str]
-    rows: list[tuple[Row, list[Row | None]]]
-
-
-def length_tables(summary: list[Row]) -> list[LengthTable]:
-    """Build the tables by context and by position in the answer, without those that no row has figures for."""
     tables = []
     for key, tokens in (("tau_by_context", "prompt and answer"), ("tau_by_position", "answer")):
         rows = [row for row in drafted_rows(summary) if row.get(key)]
@@ -131,30 +110,15 @@ def length_tables(summary: list[Row]) -> list[LengthTable]:
         buckets = [f"{low} to {below - 1}" if low else f"below {below}" for low, below in ends]
         figures = [{(each["from"], each["below"]): each for each in row[key]} for row in rows]
         cells = [(row, [each.get(pair) for pair in ends]) for row, each in zip(rows, figures, strict=True)]
-        tables += [LengthTable(tokens, buckets, cells)] if buckets else []
+        tables += [(tokens, buckets, cells)] if buckets else []
     return tables
 
 
-@dataclass(frozen=True)
-class Depths:
-    """Acceptance of one method's drafts by depth.
+def acceptance_depths(timing: list[Row]) -> list[Row]:
+    """Add acceptance by depth to the row of every method that drafts, by temperature, the largest tau first.
 
-    shares: from depth 1, (share of all rounds that accepted it, share of the rounds that accepted the depth before).
-    more: number of deeper depths, which few rounds reach and which are not listed.
-    """
-
-    method: str
-    temperature: float
-    tau_without_bonus: float
-    shares: list[tuple[float, float]]
-    more: int
-
-
-def acceptance_depths(timing: list[Row]) -> list[Depths]:
-    """Compute acceptance by depth of every method that drafts, by temperature, the largest tau first.
-
-    Args:
-        timing: Rows of `summarize_timing`, whose `acceptance_by_depth` are the conditional shares.
+    `shares` has for each depth from 1 on (share of all rounds that accepted it, share of the rounds that accepted the
+    depth before); `more` is the number of deeper depths, which few rounds reach.
     """
     depths = []
     for row in timing:
@@ -165,8 +129,8 @@ def acceptance_depths(timing: list[Row]) -> list[Depths]:
         count = max(1, sum(share >= SELDOM for share in marginal[:MOST_DEPTHS]))
         shares = list(zip(marginal, conditional, strict=True))[:count]
         # The sum over depths d of the share of rounds with at least d accepted tokens is their mean number.
-        depths.append(Depths(row["method"], row["temperature"], sum(marginal), shares, len(marginal) - count))
-    return sorted(depths, key=lambda each: (each.temperature, -each.tau_without_bonus))
+        depths.append(row | {"tau_without_bonus": sum(marginal), "shares": shares, "more": len(marginal) - count})
+    return sorted(depths, key=lambda row: (row["temperature"], -row["tau_without_bonus"]))
 
 
 def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
@@ -182,51 +146,11 @@ def predictions(timing: list[Row]) -> tuple[list[Row], Scale] | None:
     return sorted(rows, key=lambda row: (row["temperature"], -row["speedup_decoding"])), scale
 
 
-# ---- the phases of rounds ----
-
-
-@dataclass(frozen=True)
-class Part:
-    """One phase of a round; start, width: in percent of the picture's width."""
-
-    phase: str
-    start: float
-    width: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class MeanRound:
-    """A method's mean round: its phases, and the tokens that it commits."""
-
-    method: str
-    parts: list[Part]
-    tokens: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class MeanRounds:
-    """Methods at one temperature over the same time. scale: in ms. target_s: duration of a step of the target alone."""
-
-    temperature: float
-    scale: Scale
-    rows: list[MeanRound]
-    target_s: float
-
-
-def mean_rounds(timing: list[Row]) -> list[MeanRounds]:
-    """Return the mean round of each method, by temperature, the method with the least time per token first."""
+def mean_rounds(timing: list[Row]) -> list[tuple[float, Scale, list[Row]]]:
+    """Return for each temperature a scale in ms and the rows with `round_s`, the least time per token first."""
     pictures = []
     for temperature, rows in by_temperature(timing).items():
-        scale = Scale(0.0, max(1000 * sum(row[key] for key in TIMED) for row in rows) * 1.02)
-        rounds = []
-        for row in rows:
-            seconds = [row[key] for key in TIMED]
-            ends = [scale.percent(1000 * end) for end in accumulate(seconds, initial=0.0)]
-            places = zip(PHASES, pairwise(ends), seconds, strict=True)
-            parts = [Part(phase, start, round(end - start, 2), each) for phase, (start, end), each in places]
-            rounds.append(MeanRound(row["method"], parts, row["tau"], sum(seconds)))
-        rounds.sort(key=lambda each: each.seconds / each.tokens)
-        pictures.append(MeanRounds(temperature, scale, rounds, rows[0]["t_target_step_s"]))
+        rows = [row | {"round_s": sum(row[key] for key in PHASES.values())} for row in rows]
+        scale = Scale(0.0, max(1000 * row["round_s"] for row in rows) * 1.02)
+        pictures.append((temperature, scale, sorted(rows, key=lambda row: row["round_s"] / row["tau"])))
     return pictures

@@ -43,27 +43,21 @@ SECTIONS = {
 
 
 def write_report(root: Path, facts: dict[str, Any]) -> list[Path]:
-    """Write `report.md` and `report.html` into the run's folder.
+    """Write `report.md` and `report.html` into the run's folder. Returns the two files.
 
     Args:
-        root: The run's folder.
         facts: `summary`, `timing`, `recipe` (a dict), `provenance` of the eval stage, `questions`, `left_out`,
             `tasks_left_out`, `turns_left_out`, `command`, `device`, `drafter_kinds`, `served` (measurements in engines,
             `eval/serving/load_test.py`), `baseline` (rows of `baseline_speeds`), `records`, logs of `trained` drafters
             by name, `inputs_sha256`; None if missing: `target_change`, `proof`, `traced` answers, `data_card`.
-
-    Returns:
-        The two files.
     """
     values = report_values(root, facts)
-    markdown = _environment().get_template("report.md.j2")
-    html = _environment(autoescape=True).get_template("page.html.j2")
     forms = {
-        "report.md": markdown.render(values),
-        "report.html": html.render(values),
+        "report.md": _environment().get_template("report.md.j2"),
+        "report.html": _environment(autoescape=True).get_template("page.html.j2"),
     }
-    for name, content in forms.items():
-        write_atomically(root / name, content)
+    for name, template in forms.items():
+        write_atomically(root / name, template.render(values))
     return [root / name for name in forms]
 
 

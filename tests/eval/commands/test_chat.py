@@ -1,4 +1,7 @@
-"""`draftsmith chat`: equal answers with and without the drafter, history of turns, and Ctrl-C ends only an answer."""
+"""`draftsmith chat`: equal answers with and without the drafter, history of turns, and Ctrl-C ends only an answer.
+
+A question that begins with a path is no command.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ from typer.testing import CliRunner
 from draftsmith.eval.commands import chat
 from draftsmith.eval.commands.cli import app
 
-QUESTION, OTHER = "What does os.path.join do?", "Show me an example."
+QUESTION, OTHER = "/tmp: what does os.path.join do?", "Show me an example."
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +105,6 @@ def test_compilation_is_not_part_of_an_answers_time(
     assert plain != drafting
     assert [seen for _, seen in asked] == [False, False, True]
     assert asked[2][0] == drafting
-
-
-def test_path_is_read_as_a_question(recipe: str, tmp_path: Path) -> None:
-    said, printed = talk(recipe, tmp_path, "/etc/passwd: what is it?", "/nothing")
-    assert [each["question"] for each in said] == ["/etc/passwd: what is it?"]
-    assert printed.count("/reset: forget") == 2
 
 
 def test_pasted_text_is_one_message() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import SMALL_VOCABULARY, save_tokenizer
+from support.tiny_runs import SMALL_VOCABULARY, recipe_in, save_tokenizer
 from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
@@ -21,15 +21,8 @@ def write_recipe(folder: Path, name: str, **distill: Any) -> Recipe:
     lines = [{"messages": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(4, 24)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     answers = {"max_new_tokens": 1, "cut_answers": "keep", **distill}
-    return Recipe.model_validate(
-        {
-            "name": name,
-            "runs_dir": str(folder / "runs"),
-            "target": {"model": str(folder / "target"), "device": "cpu"},
-            "data": {"conversations": {"source": str(prompts), "decontaminate": []}, "distill": answers},
-            "eval": {"questions": "embedded"},
-        }
-    )
+    data = {"conversations": {"source": str(prompts), "decontaminate": []}, "distill": answers}
+    return recipe_in(folder, name, data=data)
 
 
 def first_tokens(recipe: Recipe) -> dict[str, int]:

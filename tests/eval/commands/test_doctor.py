@@ -138,11 +138,16 @@ def test_copies_without_loss_are_part_of_their_answer(tmp_path: Path) -> None:
     assert ill.examine()[1]["tokens/end tokens"]["severity"] == "defect"
 
 
-# Changes to the folder or to the mask of the tokens; overrides; the defect's place; its message.
-DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
+def no_loss_at(end: int) -> Any:
+    """Return a mask without the end token's loss."""
+    return lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != end)
+
+
+# Changes to the folder, or the mask of the tokens; overrides; the defect's place; its message.
+DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "every token is the assistant's": (
         {"template": "{% for m in messages %}{{ m.content if m.role == 'assistant' }}{% endfor %}"}, [],
-        "data/chat template", "every token an assistant token.*correct tokenizer.chat_template",
+        "chat/chat template", "every token an assistant token.*correct tokenizer.chat_template",
     ),
     "the template refuses system turns": (
         {"template": templates.LLAMA2, "source": [*TALK, WITH_SYSTEM]}, [],
@@ -193,14 +198,53 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
     "no such drafter": ({}, ["drafter.kind=paralel"], "drafter/drafter", "use one of .*parallel"),
     "no such option": ({}, ["drafter.options.num_mask=3"], "drafter/drafter", "did you mean `num_masks`"),
     "no such training key": ({}, ["train.learning_rat=1"], "drafter/train section", "did you mean `learning_rate`"),
-    "no loss at all": (lambda row, t: 0, [], "tokens/supervised tokens", "none of .* tokens carries loss"),
+    "no loss at all": (
+        {"mask": lambda row, t: 0}, [], "tokens/supervised tokens", "none of .* tokens carries loss",
+    ),
     "an end token without loss": (
-        lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 4), [],
+        {"mask": no_loss_at(4)}, [],
         "tokens/end tokens", "3 end with a token that carries no loss.*run `draftsmith distill` again",
     ),
+    "an end token that is also the pad token": (
+        {"mask": no_loss_at(1), "template": templates.ZEPHYR, "pad": "</s>"}, [], "tokens/end tokens",
+        r"3 end with a token that carries no loss \(</s> is also the pad token, and must carry loss here\)",
+    ),
     "loss after the end token": (
-        lambda row, t: int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1])), [],
+        {"mask": lambda row, t: int(row.loss_mask[t] or (t > 0 and row.loss_mask[t - 1]))}, [],
         "tokens/end tokens", "3 carry loss after their end token",
+    ),
+    "an engine for which a drafter of distinct masks has no place": (
+        {}, ["--serve=vllm", "drafter={kind: parallel}"],
+        "served/export", "4 distinct masks, as this drafter has: train with drafter.",
+    ),
+    "an engine that has no place for the kind": (
+        {"num_hidden_layers": 4}, ["--serve=sglang", "drafter={kind: peagle}"],
+        "served/export", "has no place for peagle: train with drafter.kind=eagle3",
+    ),
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
+    "thoughts": (
+        "warning", {"template": "{% if enable_thinking %}{% endif %}" + templates.CHATML}, [],
+        "chat/thoughts", r"target.chat_template_kwargs=\{enable_thinking: false\}",
+    ),
+    "no generation prompt": (
+        "warning", {"template": templates.CHATML.split("{% if add_generation_prompt")[0]}, [],
+        "chat/generation prompt", r"header of an answer \(<\|im_start\|>assistant\) in no generation prompt",
+    ),
+    "keys that are not read": (
+        "ok", {"source": [each | {"model": "m"} for each in TALK]}, [],
+        "source/source talk", r"keys not read: `model` \(3\)$",
+    ),
+    "no engine": (
+        "warning", {}, ["drafter={kind: hydra}"], "drafter/engines", "only draftsmith's own loop and server",
+    ),
+    "one engine": (
+        "ok", {"num_hidden_layers": 4}, ["drafter={kind: peagle}"], "drafter/engines",
+        "vLLM can load it; not SGLang: it takes",
+    ),
+    "three engines": (
+        "ok", {"num_hidden_layers": 4}, ["drafter={kind: eagle3, options: {first_token: false}}"],
+        "drafter/engines", "^vLLM, SGLang, llama.cpp can load it$",
     ),
 }  # fmt: skip
 
@@ -208,9 +252,10 @@ DEFECTS: dict[str, tuple[Any, list[str], str, str]] = {
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defect_is_found(name: str, tmp_path: Path) -> None:
     changes, overrides, check, sentence = DEFECTS[name]
-    case = clinic(tmp_path, **({} if callable(changes) else changes))
-    if callable(changes):
-        case.distilled(with_mask(case.rows(), changes))
+    mask = changes.get("mask")
+    case = clinic(tmp_path, **{key: value for key, value in changes.items() if key != "mask"})
+    if mask is not None:
+        case.distilled(with_mask(case.rows(), mask))
     code, findings, printed = case.examine(*overrides)
     assert code == 1
     defects = {key: entry["sentence"] for key, entry in findings.items() if entry["severity"] == "defect"}
@@ -220,18 +265,22 @@ def test_defect_is_found(name: str, tmp_path: Path) -> None:
     assert "Next:" not in printed
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_warning_or_remark(name: str, tmp_path: Path) -> None:
+    severity, changes, overrides, check, sentence = OTHERS[name]
+    code, findings, _ = clinic(tmp_path, **changes).examine(*overrides)
+    assert (code, findings[check]["severity"]) == (0, severity)
+    assert re.search(sentence, findings[check]["sentence"])
+
+
 def with_mask(rows: list[TokenizedConversation], change: Any) -> list[TokenizedConversation]:
     return [TokenizedConversation(row.input_ids, [change(row, t) for t in range(len(row.input_ids))]) for row in rows]
 
 
-def test_loss_on_all_tokens_and_end_token_equal_to_the_pad_token(tmp_path: Path) -> None:
-    case = clinic(tmp_path, template=templates.ZEPHYR, pad="</s>")
+def test_loss_on_all_tokens(tmp_path: Path) -> None:
+    case = clinic(tmp_path)
     case.distilled(with_mask(case.rows(), lambda row, t: 1))
     assert "carry loss, also those of user turns" in case.examine()[1]["tokens/supervised tokens"]["sentence"]
-    shutil.rmtree(tmp_path / "runs")
-    case.distilled(with_mask(case.rows(), lambda row, t: int(row.loss_mask[t] and row.input_ids[t] != 1)))
-    sentence = "3 end with a token that carries no loss (</s> is also the pad token, and must carry loss here)"
-    assert sentence in case.examine()[1]["tokens/end tokens"]["sentence"]
 
 
 def test_padding_in_rows_is_found(tmp_path: Path) -> None:
@@ -260,26 +309,6 @@ def test_possible_mistakes_are_warnings(tmp_path: Path) -> None:
     checks = ("invalid conversations", "over-long", "vocabulary")
     assert warnings == {"drafter/engines", *(f"source/{check}" for check in checks)}
     assert findings["source/over-long"]["figures"] == {"shortened": 1, "too_long": 0, "conversations": 3}
-
-
-def test_target_with_optional_thoughts(tmp_path: Path) -> None:
-    thinks = "{% if enable_thinking %}{% endif %}" + templates.CHATML
-    case = clinic(tmp_path, template=thinks)
-    _, findings, _ = case.examine()
-    assert findings["chat/thoughts"]["severity"] == "warning"
-    assert "target.chat_template_kwargs={enable_thinking: false}" in findings["chat/thoughts"]["sentence"]
-    assert "chat/thoughts" not in case.examine("target.chat_template_kwargs={enable_thinking: false}")[1]
-
-
-def test_template_without_a_generation_prompt_is_found(tmp_path: Path) -> None:
-    without = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    code, findings, _ = clinic(tmp_path, template=without).examine()
-    assert code == 0
-    assert findings["chat/generation prompt"]["severity"] == "warning"
-    assert (
-        "header of an answer (<|im_start|>assistant) in no generation prompt"
-        in (findings["chat/generation prompt"]["sentence"])
-    )
 
 
 def test_engine_that_is_not_installed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,24 +341,14 @@ def test_preview_shows_rows_as_trained(tmp_path: Path) -> None:
     assert "«\n\nHello<|im_end|>»" in printed
 
 
-def test_unused_keys_are_named(tmp_path: Path) -> None:
-    found = clinic(tmp_path, source=[each | {"model": "m"} for each in TALK]).examine()[1]["source/source talk"]
-    assert found["sentence"].endswith("keys not read: `model` (3)")
-    assert found["figures"]["unread_keys"] == {"model": 3}
-
-
 def test_little_loss_is_a_warning(tmp_path: Path) -> None:
-    case = clinic(tmp_path)
+    case = clinic(tmp_path, max_position_embeddings=1024)
     row = case.rows()[0]
-    long_question = TokenizedConversation([20] * 900 + row.input_ids, [0] * 900 + row.loss_mask)
-    case.distilled([long_question])
+    case.distilled([TokenizedConversation([20] * 900 + row.input_ids, [0] * 900 + row.loss_mask)])
     code, findings, _ = case.examine()
-    assert findings["tokens/supervised tokens"]["severity"] == "warning"
+    assert (code, findings["tokens/supervised tokens"]["severity"]) == (0, "warning")
     share = sum(row.loss_mask) / (900 + len(row.loss_mask))
     assert findings["tokens/supervised tokens"]["figures"]["loss_frac"] == pytest.approx(share)
-    assert share < 0.05
-    assert code == 1  # 900 tokens exceed the target's 256 positions
-    assert findings["tokens/positions"]["severity"] == "defect"
 
 
 def test_losses_of_distillation_are_reported(tmp_path: Path) -> None:
@@ -407,42 +426,7 @@ def test_decoder_that_is_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest
     assert f"{finding['figures']['largest_difference']:.1e}" in printed
 
 
-@pytest.mark.parametrize(
-    ("to", "overrides", "severity", "sentence"),
-    [
-        ("vllm", ["drafter.kind=parallel"], "defect", "4 distinct masks, as this drafter has: train with drafter."),
-        ("vllm", ["drafter.kind=eagle", "drafter.options.fc_bias=true"], "defect", "drafter.options.fc_bias=false"),
-        ("sglang", ["drafter.kind=peagle"], "defect", "has no place for peagle: train with drafter.kind=eagle3"),
-        ("vllm", ["drafter.kind=medusa"], "ok", "`draftsmith export --to vllm` can write it"),
-    ],
-)
-def test_engines_that_cannot_serve_the_drafter_are_reported(
-    tmp_path: Path, to: str, overrides: list[str], severity: str, sentence: str
-) -> None:
-    code, findings, _ = clinic(tmp_path).examine("--serve", to, "drafter.options={}", *overrides)
-    finding = findings["served/export"]
-    assert (finding["severity"], sentence in finding["sentence"]) == (severity, True)
-    assert code == (severity == "defect")
-
-
-@pytest.mark.parametrize(
-    ("drafter", "loading", "sentence"),
-    [
-        (["drafter.kind=eagle3", "drafter.options={first_token: false}"], ["vLLM", "SGLang", "llama.cpp"], ""),
-        (["drafter.kind=peagle", "drafter.options={}"], ["vLLM"], "not SGLang: it takes"),
-        (["drafter.kind=hydra", "drafter.options={}"], [], "only draftsmith's own loop and server"),
-    ],
-)
-def test_engines_that_load_the_drafter_are_listed(
-    tmp_path: Path, drafter: list[str], loading: list[str], sentence: str
-) -> None:
-    _, findings, _ = clinic(tmp_path, num_hidden_layers=4).examine(*drafter)
-    engines = findings["drafter/engines"]
-    assert (engines["figures"]["loading"], engines["severity"]) == (loading, "ok" if loading else "warning")
-    assert sentence in engines["sentence"]
-
-
-@pytest.mark.parametrize("kind", ["dflash2", "lilicorr", "medusa", "medusa2", "pass_embeddings"])
+@pytest.mark.parametrize("kind", ["dflash2", "pass_embeddings"])
 def test_target_of_experts_is_supported_or_explained(tmp_path: Path, kind: str) -> None:
     """A kind works, or its message names the line to change; `test_every_drafter.py` has the other kinds."""
     mine = clinic(tmp_path, model_type="qwen3_moe", num_hidden_layers=4, **EXPERTS["qwen3_moe"])
@@ -456,6 +440,7 @@ def test_target_of_experts_is_supported_or_explained(tmp_path: Path, kind: str) 
 def test_serve_command_is_shown(tmp_path: Path) -> None:
     mine = clinic(tmp_path, num_hidden_layers=4)
     _, findings, _ = mine.examine("--serve", "vllm", "drafter.kind=peagle", "drafter.options={}")
+    assert "`draftsmith export --to vllm` can write it" in findings["served/export"]["sentence"]
     asked = '{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 5, "parallel_drafting": true}'
     assert asked in findings["served/command"]["sentence"]
     assert "drafter.options.first_token=false" in findings["served/first token"]["sentence"]

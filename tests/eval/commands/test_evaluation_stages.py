@@ -22,7 +22,6 @@ from transformers import LlamaForCausalLM
 from draftsmith.errors import UserError
 from draftsmith.eval.bench.measured_methods import load_models
 from draftsmith.eval.bench.records import RecordLog
-from draftsmith.eval.commands import evaluate as module
 from draftsmith.eval.commands.artifacts import WEIGHTS, Proof, update_card, write_tuned
 from draftsmith.eval.commands.evaluate import evaluate, report_again
 from draftsmith.eval.commands.prove import prove
@@ -92,7 +91,7 @@ def recipe(stages: Stages, tmp_path: Path) -> Recipe:
 
 def test_stages_in_sequence(stages: Stages) -> None:
     folder, tuned, proof = RunFolder(stages.recipe), stages.tuned, stages.proof
-    speeds = {id(method): figures.gain for method, figures in tuned.measured}
+    speeds = {id(method): figures.against_default for method, figures in tuned.measured}
     assert speeds[id(tuned.chosen)] == max(speeds.values())
     assert any(method is tuned.default for method, *_ in tuned.measured)
     tree = json.loads((folder.drafter / "config.json").read_text())["tuned_tree"]
@@ -135,7 +134,9 @@ def test_processes_share_the_questions(stages: Stages, tmp_path: Path, monkeypat
     recipe = stages.recipe.model_copy(update={"runs_dir": str(tmp_path)})
     shutil.copytree(RunFolder(stages.recipe).root, RunFolder(recipe).root)
     shutil.rmtree(RunFolder(recipe).eval)
-    monkeypatch.setattr(module, "gpus_for", lambda processes: ["7"] * processes)  # unused here
+    monkeypatch.setattr(
+        "draftsmith.eval.commands.evaluate.gpus_for", lambda processes: ["7"] * processes
+    )  # unused here
     evaluate(recipe, processes=2)
     alone, shared = (list(RecordLog(RunFolder(each).eval / "records.jsonl")) for each in (stages.recipe, recipe))
     answers = {record.question_id: {key: answer.ids for key, answer in record.answers.items()} for record in shared}
@@ -143,16 +144,6 @@ def test_processes_share_the_questions(stages: Stages, tmp_path: Path, monkeypat
     assert len(shared) == len(alone)
     by_process = Counter(record.answers["autoregressive@0"].process for record in shared)
     assert sorted(by_process.values()) == [len(alone) // 2, len(alone) - len(alone) // 2]
-
-
-def test_processes_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,MIG-a")
-    assert module.gpus_for(2) == ["5", "MIG-a"]
-    with pytest.raises(UserError, match="--processes 3 needs 3 GPUs, and torch sees 2"):
-        module.gpus_for(3)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert module.gpus_for(2) == ["0", "1"]
 
 
 def test_report_names_the_measured_tree(recipe: Recipe) -> None:
@@ -241,19 +232,16 @@ def test_speed_bench_in_one_report(tmp_path: Path) -> None:
         for answer in record.answers.values():
             turns.setdefault((record.category, answer.method), []).extend(answer.turns)
     taus = {key: sum(len(each.ids) - 1 for each in of) / sum(each.rounds for each in of) for key, of in turns.items()}
-    assert {name for name, _ in taus} == {*categories}
+    assert max(taus.values()) > 1.2
+    rows = json.loads((RunFolder(recipe).eval / "result.json").read_text())["figures"]["rows"]
+    for method in ("drafter", "lookup"):
+        row = rows[f"{method}@0"]
+        assert {name: each["tau"] for name, each in row["by_category"].items()} == pytest.approx(
+            {name: taus[name, method] for name in categories}
+        )
+        assert row["over_tasks"]["tau"] == pytest.approx(sum(taus[name, method] for name in categories) / 11)
     report = (RunFolder(recipe).root / "report.md").read_text()
     assert f"11 tasks (2 questions each: {', '.join(categories)})" in report
-    by_category = report.split("## By category")[1].split("## ")[0]
-    names = by_category.split("| method | T | ")[1].split(" |\n")[0].split(" | ")
-    for method in ("drafter", "lookup"):
-        cells = by_category.split(f"\n| {method} | 0 | ")[1].split("\n")[0].removesuffix(" |").split(" | ")
-        found = dict(zip(names, cells, strict=True))
-        assert all(found[name].endswith(f" ({taus[name, method]:.2f})") for name in categories)
-    for method in ("drafter", "lookup"):
-        mean = sum(taus[name, method] for name in categories) / 11
-        assert f"\n| {method} | 0 | {mean:.2f} |" in report.split("## Mean over 11 tasks")[1].split("## ")[0]
-    assert max(taus.values()) > 1.2
     assert "- 22 questions of `qualitative`, up to 6 new tokens a turn" in report
     assert "do not fit the target's context: 2 question(s) (all of retrieval), 0 later turn(s)" in report
     page = (RunFolder(recipe).root / "report.html").read_text()

@@ -57,10 +57,6 @@ def test_stdout_has_only_the_json() -> None:
         assert result.exit_code == 0
         assert json.loads(result.stdout) == {"name": "quickstart", "loss": None}
         assert result.stderr == plain.stdout != ""  # for human readers
-
-
-@pytest.mark.usefixtures("fake_training")
-def test_quiet_prints_only_the_json() -> None:
     assert RUNNER.invoke(cli.app, [*TRAIN, "-q"]).output == ""
     result = RUNNER.invoke(cli.app, ["--quiet", *TRAIN, "--json"])
     assert (json.loads(result.stdout)["name"], result.stderr) == ("quickstart", "")

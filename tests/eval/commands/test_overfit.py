@@ -86,4 +86,4 @@ def test_kinds_without_layers_are_reported(tmp_path: Path) -> None:
 def test_defects_of_the_data_are_reported_first(tmp_path: Path) -> None:
     code, findings = examine("embedded-medusa", tmp_path, "data.conversations.source=gone.jsonl")
     assert code == 1
-    assert findings["overfit"]["sentence"] == "not checked: correct the defects of the data and the target first"
+    assert findings["overfit"]["sentence"] == "not checked: correct the defects above first"

@@ -22,7 +22,7 @@ REPO = f"{USER}/target-parallelspec"
 def run(finished: FinishedRun, hub: FakeHub) -> Iterator[FinishedRun]:
     """Push a run; `recipe` is that of another run, whose only drafter is the Hub's."""
     own = finished.recipe
-    assert finished.call("push").exit_code == 0
+    finished.done("push")
     recipe = load_recipe(own)
     methods = [{"name": "there", "tree": "tuned", "drafter": REPO}]
     finished.recipe = other_run(recipe, "other", methods)
@@ -34,13 +34,6 @@ def other_run(recipe: Recipe, name: str, methods: list[dict[str, object]]) -> st
     values = recipe.model_dump()
     values["eval"]["methods"] = methods
     return recipe_file(Recipe.model_validate({**values, "name": name}))
-
-
-def refused(run: FinishedRun, command: str, *arguments: str) -> str:
-    result = run.call(command, *arguments)
-    assert result.exit_code == 2, (result.output, result.exception)
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    return line
 
 
 def test_pushed_drafter_is_downloaded_unchanged(run: FinishedRun, hub: FakeHub) -> None:
@@ -57,8 +50,7 @@ def test_pushed_drafter_is_downloaded_unchanged(run: FinishedRun, hub: FakeHub) 
 def test_eval_prove_and_tune_of_a_published_drafter(run: FinishedRun, hub: FakeHub) -> None:
     """The drafter's config on the Hub has the tuned tree; figures equal those of the run that trained it."""
     for command in ("eval", "prove", "tune"):
-        result = run.call(command)
-        assert result.exit_code == 0, (command, result.output, result.exception)
+        result = run.done(command)
     assert "the drafter is from the Hub, so its config is not changed" in result.output
     own, other = (
         {row["method"]: row["tau"] for row in json.loads((root / "eval" / "summary.json").read_text())}
@@ -74,7 +66,7 @@ def test_eval_prove_and_tune_of_a_published_drafter(run: FinishedRun, hub: FakeH
 def test_missing_files_on_the_hub_are_reported(run: FinishedRun, hub: FakeHub) -> None:
     def refusal(location: str) -> str:
         registry._fetched.cache_clear()
-        return refused(run, "eval", f"eval.methods=[{{name: x, drafter: {location}}}]", "name=refused")
+        return run.error("eval", f"eval.methods=[{{name: x, drafter: {location}}}]", "name=refused")
 
     assert "drafter of method x, nobody/nothing cannot be loaded" in (said := refusal("nobody/nothing"))
     assert "RepositoryNotFoundError for nobody/nothing: " in said

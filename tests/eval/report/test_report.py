@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from support.report_facts import BUG, SUMMARY, TIES, TIMING, facts, row
+from support.report_facts import BASELINE, BUG, SUMMARY, TIES, TIMING, facts, row
 
 from draftsmith.eval.report.page.page import write_report
 from draftsmith.eval.report.report import (
@@ -17,20 +16,12 @@ from draftsmith.eval.report.report import (
     baseline_sentences,
     lossless,
     next_steps,
-    print_table,
     verdict_word,
     verdicts,
 )
 from draftsmith.recipes.schema import Recipe
 
 SLOWNESS = "Part of any speedup here is due to a slow baseline"
-BASELINE = [{"temperature": 0.0, "step_bytes_per_s": 2e9, "read_bytes_per_s": 4e9, "share": 0.5}]
-
-
-def render_table(summary: list[dict[str, Any]], width: int = 140, **options: Any) -> str:
-    console = Console(record=True, width=width, force_terminal=False, no_color=True)
-    print_table(summary, console, **options)
-    return console.export_text()
 
 
 def test_report_in_markdown(tmp_path: Path) -> None:
@@ -80,6 +71,8 @@ def test_report_in_markdown(tmp_path: Path) -> None:
     ):
         assert "".join(f"<td>{cell}</td>" for cell in cells.split()) in page
     assert "fast <small>not lossless</small>" in page
+    # 1 ms of 5.823, then 4.5 ms, on a scale that is 2 % longer.
+    assert '<rect class="forward" x="16.84%" width="75.76%"' in page
     assert SLOWNESS.replace("'", "&#39;") in page.split("<nav")[0]
 
 
@@ -97,29 +90,6 @@ def test_next_steps_follow_from_the_numbers() -> None:
     assert "`draftsmith demo` has a chat model that gains" in steps  # after the embedded target
     recipe["target"]["model"] = "folder"
     assert "draftsmith demo" not in " ".join(next_steps([TIES], slow, recipe))
-
-
-def test_terminal_table() -> None:
-    """One line per method, the fastest first: the tree takes 0.25 steps to draft, 4.5 ms over 4 ms to verify."""
-    lenient = row("fast", "overall", speedup_mean=3.0, greedy_identical=None, lossless=False)
-    text = render_table([*SUMMARY, BUG, TIES, lenient], baseline=BASELINE, timing=TIMING)
-    assert re.search(r"tree +2.01x +too few questions +2.50 +1.38: 0.25 \+ 1.12 +yes", text)
-    assert re.search(r"bad .* NO\s", text)
-    assert re.search(r"rounded .* but for 3 ties", text)
-    assert re.search(r"fast .* not lossless\s", text)
-    names = re.findall(r"^ *(fast|tree|chain|bad|rounded|autoregressive)\b", text, flags=re.MULTILINE)
-    assert names == ["fast", "tree", "chain", "bad", "rounded"]
-    assert "do not have the target's distribution" in " ".join(text.split())
-    assert "commits more tokens" in text
-    assert "four million parameters" not in text
-    embedded = render_table(SUMMARY, baseline=BASELINE, is_embedded=True)
-    assert "four million parameters" in embedded
-    assert ("GB/s" in text, "GB/s" in embedded) == (True, False)
-    # A long name hides no figure, and a name is text, not markup.
-    long = [row("a-recipe-with-a-rather-long-name/[red]its-method", "overall", tau=2.71)]
-    text = render_table([*SUMMARY, *long], 80)
-    assert "2.71" in text
-    assert "[red]" in re.sub(r"\s", "", text)
 
 
 @pytest.mark.parametrize(
@@ -148,15 +118,6 @@ def test_verdict_names_the_fastest_lossless_method() -> None:
     ]
     assert [(each.row["method"], each.row["temperature"]) for each in verdicts(rows, [])] == [("fast", 0), ("hot", 1)]
     assert verdicts(SUMMARY[:3], TIMING) == []
-
-
-def test_verdict_explains_tau_and_round_costs() -> None:
-    """0.25 to draft and 4.5 ms over 4 ms to verify: 1.375 steps for 2.5 tokens."""
-    why = verdicts(SUMMARY, TIMING)[0].why
-    assert why == (
-        "A round of tree commits 2.50 tokens and takes as long as 1.38 steps of the target alone: 0.25 to draft, 1.12 "
-        "to check the draft."
-    )
 
 
 def test_lossless_verdict() -> None:

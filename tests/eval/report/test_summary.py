@@ -43,29 +43,29 @@ def test_no_category_is_counted_twice() -> None:
     assert parts_of_tasks(alone) == []
 
 
-def test_tasks_come_from_the_question_file() -> None:
-    """For a file other than Spec-Bench's each category is a task with equal weight."""
+@pytest.mark.parametrize(
+    ("tasks", "shown", "parts", "questions"),
+    [
+        (
+            ["writing", "math", "translation", "rag"], ["writing", "math", "translation", "rag"], [],
+            {"writing": 2, "math": 2, "translation": 2, "rag": 2},
+        ),
+        (
+            ["math_500", "math_500", "gsm8k", "qualitative/rag"], ["gsm8k", "qualitative/rag", "math_500"],
+            ["writing", "math"], {"math_500": 4, "gsm8k": 2, "qualitative/rag": 2},
+        ),
+    ],
+)  # fmt: skip
+def test_tasks_come_from_the_question_file(
+    tasks: list[str], shown: list[str], parts: list[str], questions: dict[str, int]
+) -> None:
+    """Tasks have equal weight; one of several categories is joined, as MATH-500's subjects next to another set."""
     records = records_of({"chain": 1.0})
-    for record in records:
-        record.task = record.category
-    summary = summarize(records)
-    assert set(shown_categories(summary)) == {"writing", "math", "translation", "rag"}
-    assert parts_of_tasks(summary) == []
-    (over_tasks,) = (row["over_tasks"] for row in summary if (row["method"], row["category"]) == ("chain", "overall"))
-    assert over_tasks["tasks"] == 4
-
-
-def test_every_task_of_several_categories_is_joined() -> None:
-    """As MATH-500's subjects next to another set; a task of one category is that category."""
-    records = records_of({"chain": 1.0})
-    for record, task in zip(records, ("math_500", "math_500", "gsm8k", "qualitative/rag") * 2, strict=True):
+    for record, task in zip(records, tasks * 2, strict=True):
         record.category, record.task = record.category if task == "math_500" else task, task
     summary = summarize(records)
-    assert shown_categories(summary) == ["gsm8k", "qualitative/rag", "math_500"]
-    assert parts_of_tasks(summary) == ["writing", "math"]
-    assert [row["over_tasks"]["questions"] for row in summary if row["category"] == "overall"][-1] == {
-        "math_500": 4, "gsm8k": 2, "qualitative/rag": 2,
-    }  # fmt: skip
+    assert (shown_categories(summary), parts_of_tasks(summary)) == (shown, parts)
+    assert summary[-1]["over_tasks"]["questions"] == questions
 
 
 def questions_read_in(*seconds: float | None) -> list[QuestionRecord]:
@@ -245,7 +245,10 @@ def test_by_method_with_categories_timing_and_seeds() -> None:
     assert (tree["tau"], tree["by_category"]["qa"]["tau"], tree["timing"]["loop_efficiency"]) == (2.5, 2.0, 0.97)
     assert "runs" not in tree["by_category"]["qa"]
     assert "timing" not in figures["rows"]["a/tree@1"]
-    assert (figures["over_seeds"]["a/tree@0"]["tau_mean"], figures["over_seeds"]["a/tree@0"]["seeds"]) == (3.0, 2)
+    over_seeds = {"tau_mean": 3.0, "tau_std": 0.5**0.5, "speedup_mean": 1.5, "speedup_std": 0.125**0.5, "seeds": 2}
+    assert figures["over_seeds"] == {
+        "a/tree@0": {"method": "a/tree", "temperature": 0.0} | {k: pytest.approx(v) for k, v in over_seeds.items()}
+    }
     assert figures["baseline"] == [{"temperature": 0.0, "share": 0.89}]
     assert (figures["target"], figures["asked"], figures["settings"]["runs"]) == ("small.gguf", 26, 3)
 

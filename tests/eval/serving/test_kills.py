@@ -120,7 +120,7 @@ def test_a_thousand_requests_with_kills(server: tuple[KilledServer, Any]) -> Non
     assert asked >= REQUESTS
     assert killed["server"] == SERVER_KILLS
     assert killed["learner"] >= 1
-    learned = Learned(recipe)
+    learned = Learned(recipe, 4000)
     kept = {(tuple(answer.prompt_ids), tuple(answer.ids)) for answer in learned.answers()}
     prompts = [prompt_token_ids(tokenizer, [Turn("user", question)]) for question in questions]
     served = {(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, expected, strict=True) if len(ids) > 1}
