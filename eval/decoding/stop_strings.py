@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are missing
-
-
-@dataclass(frozen=True)
-class StopStrings:
-    """Strings that end an answer at the token with which one of them becomes complete, its text just before it.
-
-    As in transformers, vLLM and OpenAI's API. The text is decoded as it grows, without special tokens: a token may hold
-    a piece of a character, a piece of a stop string, or more than one. What is found depends on the tokens alone, one
-    after the other, so that every method cuts where the autoregressive loop does.
-
-    Args:
-        strings: Each non-empty.
-        tokenizer: The target's; only `decode` is used.
-    """
-
-    strings: tuple[str, ...]
-    tokenizer: Any
 
 
 class GrowingText:
@@ -54,10 +37,19 @@ class GrowingText:
 
 
 class StopMatcher:
-    """Reads one answer token by token."""
+    """Reads one answer token by token, up to the token with which one of some strings becomes complete.
 
-    def __init__(self, stop: StopStrings) -> None:
-        self._strings, self._growing = stop.strings, GrowingText(stop.tokenizer)
+    As in transformers, vLLM and OpenAI's API. The text is decoded as it grows, without special tokens: a token may hold
+    a piece of a character, a piece of a stop string, or more than one. What is found depends on the tokens alone, one
+    after the other, so that every method cuts where the autoregressive loop does.
+
+    Args:
+        strings: Each non-empty.
+        tokenizer: The target's; only `decode` is used.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self._strings, self._growing = strings, GrowingText(tokenizer)
         self.text_before: str | None = None
 
     def completes(self, token: int) -> bool:

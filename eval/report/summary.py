@@ -176,8 +176,7 @@ def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
 def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
     """Compute tau by the number of tokens before the round: of prompt and answer, and of the answer alone.
 
-    Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau. Turns whose prompt's
-    length was not recorded count by position alone.
+    Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau.
     """
     by_context: dict[int, list[int]] = {}  # tokens of each round, by the bucket's lower end
     by_position: dict[int, list[int]] = {}
@@ -185,9 +184,8 @@ def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
         position = 1  # the first token comes with the prompt
         for tokens in turn.accept_lengths:
             by_position.setdefault(_bucket(position, FIRST_POSITION_TOKENS), []).append(tokens)
-            if turn.prompt_tokens is not None:
-                bucket = _bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)
-                by_context.setdefault(bucket, []).append(tokens)
+            context = _bucket(turn.prompt_tokens + position, FIRST_CONTEXT_TOKENS)
+            by_context.setdefault(context, []).append(tokens)
             position += tokens
     return {
         name: [

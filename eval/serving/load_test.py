@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -124,10 +124,7 @@ class EngineMeasurement:
     questions: int = 0
     engine: str = ENGINES["vllm"]
     greedy: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def definitions(self) -> str:
-        return DEFINITIONS
+    definitions: ClassVar[str] = DEFINITIONS
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: times, and drafts."""

@@ -20,7 +20,6 @@ from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, TreeDrafter
 from draftsmith.eval.report.summary import summarize, summarize_timing
 from draftsmith.models.decoding.decoders import ALL_TOKENS
@@ -183,7 +182,7 @@ def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: lis
     bench.run(methods, free, runs=1, warmup_questions=0)
     text = next(iter(free)).answers["autoregressive@0"].turns[0].text
     assert text is not None
-    bench._stop = StopStrings((text[4],), LetterTokenizer())
+    bench._stop = (text[4],)
     log = RecordLog(tmp_path / "stopped.jsonl")
     bench.run(methods, log, runs=1, warmup_questions=0)
     answers = next(iter(log)).answers
