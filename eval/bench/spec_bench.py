@@ -40,11 +40,8 @@ class SpecBench:
     """Answers questions with several methods and records times and tokens.
 
     Args:
-        target: The target model.
-        tokenizer: The target's tokenizer, with a chat template.
         questions: Questions that do not fit the target's context are left out and counted in `left_out`; the tasks
             without a question that fits are `tasks_left_out`.
-        max_new_tokens: Longest answer to a turn.
         seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
         stop: Strings that end an answer, see `StopMatcher`.
         compiles: Run the target through `torch.compile`, for all methods; None: if possible, see `open_session`.
@@ -100,7 +97,6 @@ class SpecBench:
 
         Args:
             methods: The methods to measure, with the autoregressive baseline of each temperature.
-            runs: Number of runs over all questions.
             warmup_questions: Questions that are answered without recording first.
             part: (number, count) of this process, if several share the questions.
         """

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,14 +88,6 @@ class AnswerRecord:
             self.outside_tokens = (self.outside_tokens or 0) + 1
             if rejected:
                 self.ended_outside.append(self.rounds - 1)
-
-    def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
-        """Add the phases of a round, from readings of one clock, in seconds."""
-        self.draft_s += drafted - started
-        self.verify_s += verified - drafted
-        self.choose_s += chosen - verified
-        self.commit_s += done - chosen
-        self.round_s.append(done - started)
 
 
 @dataclass(slots=True)
@@ -255,9 +248,9 @@ def generate(
         clock.mark()
     session.synchronize()
     record.wall_time_s = time.perf_counter() - started_s
-    marks = clock.seconds()
-    for first_mark in range(0, len(marks) - 1, 4):
-        record.add_round_s(*marks[first_mark : first_mark + 5])
+    phases = np.diff(clock.seconds()).reshape(-1, 4)  # of each round
+    record.round_s = phases.sum(1).tolist()
+    record.draft_s, record.verify_s, record.choose_s, record.commit_s = phases.sum(0).tolist()
     return record
 
 

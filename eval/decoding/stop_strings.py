@@ -9,14 +9,14 @@ UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are mis
 
 
 class GrowingText:
-    """The text of one answer, token by token, without special tokens and characters of which bytes are missing.
+    """The text of one answer, token by token, without characters of which bytes are missing; can be copied.
 
     Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
     since what a tokenizer makes of a token may depend on the one before it (a leading space).
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, skips_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips_special_tokens = tokenizer, skips_special_tokens
         self.settled = ""  # up to the last complete piece
         self.text = ""
         self._context: list[int] = []  # the tokens of that piece
@@ -24,7 +24,7 @@ class GrowingText:
 
     def add(self, token: int) -> str:
         """Return the text with one token more."""
-        self._pending.append(token)
+        self._pending = [*self._pending, token]  # a new list, as copies share theirs
         known = self._decode(self._context)
         new = self._decode([*self._context, *self._pending])[len(known) :]
         self.text = self.settled + new.rstrip(UNFINISHED)
@@ -33,7 +33,7 @@ class GrowingText:
         return self.text
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips_special_tokens)) if ids else ""
 
 
 class StopMatcher:

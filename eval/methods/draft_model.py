@@ -69,8 +69,6 @@ class DraftModelDecoder:
 
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V] for the children of the newest committed token."""
-        if not self._pending:
-            raise ValueError("nothing was observed since the last tree")
         begin, count = self._cache.length, len(self._pending)
         # The model's own causal mask is right for a prompt.
         places = torch.arange(begin, begin + count, device=self._device)

@@ -64,11 +64,8 @@ class TreeDrafter(Method):
     """Method that drafts trees with a drafter; see the module's docstring.
 
     Args:
-        name: Name of the method, a row of the table.
-        decoder: The drafter's decoder.
         builder: Builder of the trees, for a decoder of this kind (see `tree_builder`).
         sampling: The target's sampling, applied to q too.
-        generator: Source of randomness for sampled trees.
         lookup_nodes: Nodes of a best-first tree, in which lookups compete with the drafter's paths; 0: no lookups.
         adaptive: Cutter of best-first trees; None: they stay whole.
     """

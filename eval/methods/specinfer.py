@@ -39,7 +39,6 @@ class SpecInfer(Method):
     """See the module's docstring.
 
     Args:
-        name: Name of the method, a row of the table.
         decoders: [M] decoders of the draft models; each drafts at most `num_depths` deep.
         expansion: k_d of depths 1, 2, ...
         samples: Number of trees that each model grows at T > 0; at T = 0 they would all be equal.

@@ -28,13 +28,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.protection import Guard, error, page_response
-from draftsmith.eval.serving.requests import (
-    AnswerRequest,
-    ChatRequest,
-    CompletionRequest,
-    PromptTooLong,
-    prompt_ids,
-)
+from draftsmith.eval.serving.requests import AnswerRequest, ChatRequest, CompletionRequest, prompt_ids
 from draftsmith.eval.serving.worker import CompletedAnswer, Job, RequestCancelled, Worker
 from draftsmith.models.sampling import Sampling
 
@@ -114,8 +108,6 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         running = asyncio.get_running_loop()
         try:
             return await running.run_in_executor(tokenising, prompt_ids, worker.tokenizer, prompt, worker.length)
-        except PromptTooLong as problem:
-            raise HTTPException(400, str(problem)) from None
         except UserError as problem:
             raise HTTPException(400, f"{where}: {problem}") from None
 

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import httpx2
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from draftsmith.data.engines.engine import EngineSetting, Failure, Request
@@ -47,6 +45,8 @@ COUNTERS = {
     "spec_verify_calls": "drafts",  # SGLang
 }
 ACCEPTED_BY_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
+_SAMPLE = re.compile(r"^(\w+):([\w:]+)(?:\{(.*)\})?\s+(\S+)")
+_POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,7 @@ class DraftCounts:
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
-        """Build our decoder's counts.
-
-        Args:
-            draft_lengths: Accepted draft tokens of each round.
-            draft_depths: Depth of each round's draft.
-        """
+        """Build our decoder's counts from the accepted draft tokens and the depth of each round's draft."""
         depth = max(draft_depths, default=0)
         return DraftCounts(
             len(draft_lengths),
@@ -88,18 +83,16 @@ class DraftCounts:
     def of_page(text: str, prefix: str) -> DraftCounts | None:
         """Parse a server's `/metrics`, summed over its engines; None if no name there begins with `prefix`."""
         values = dict.fromkeys(COUNTERS.values(), 0)
-        by_depth = Counter[int]()
-        is_known = False
-        with suppress(ValueError):  # no page of counters
-            for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
-                engine, _, name = sample.name.removesuffix("_total").partition(":")
-                is_known |= engine == prefix
-                if engine == prefix and name == ACCEPTED_BY_DEPTH:
-                    by_depth[int(sample.labels["position"])] += int(sample.value)
-                elif engine == prefix and name in COUNTERS:
-                    values[COUNTERS[name]] += int(sample.value)
-        accepted_by_depth = tuple(by_depth[place] for place in range(max(by_depth, default=-1) + 1))
-        return DraftCounts(accepted_by_depth=accepted_by_depth, **values) if is_known else None
+        by_depth: dict[int, int] = {}
+        samples = [found for found in map(_SAMPLE.match, text.splitlines()) if found and found[1] == prefix]
+        for sample in samples:
+            name, labels, value = sample[2].removesuffix("_total"), sample[3] or "", sample[4]
+            if name == ACCEPTED_BY_DEPTH and (position := _POSITION.search(labels)):
+                by_depth[int(position[1])] = by_depth.get(int(position[1]), 0) + int(float(value))
+            elif name in COUNTERS:
+                values[COUNTERS[name]] += int(float(value))
+        accepted_by_depth = tuple(by_depth.get(place, 0) for place in range(max(by_depth, default=-1) + 1))
+        return DraftCounts(accepted_by_depth=accepted_by_depth, **values) if samples else None
 
     @property
     def tau(self) -> float | None:
@@ -129,10 +122,7 @@ class Endpoint(OpenAIEngine):
     """A client of one server that counts its drafts. Requests are never retried.
 
     Args:
-        url: URL of the server, with or without `/v1`.
         setting: The target's tokenizer and end tokens.
-        model: Name of the target on the server; default: its only model.
-        api_key_env: Environment variable with the API key.
         is_ours: No other client uses the server, so that its prefix cache may be emptied.
 
     Raises:

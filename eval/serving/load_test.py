@@ -225,8 +225,6 @@ def send_questions(
     """Send all questions and wait for the last answer. A conversation ends at an answer that fails.
 
     Args:
-        settings: Sampling and length of every turn.
-        seed: Seed of all sampling.
         concurrency: Number of conversations in flight.
         arm: Name of the measured arm; without one no progress bar is drawn.
 

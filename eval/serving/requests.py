@@ -147,18 +147,13 @@ class CompletionRequest(AnswerRequest):
     echo: Literal[False] = False
 
 
-class PromptTooLong(UserError):
-    """Error for a prompt that is recognised as too long before it is tokenised."""
-
-
 def prompt_ids(tokenizer: Any, prompt: str | list[Turn], most_tokens: int) -> list[int]:
     """Return the token ids of a text, or of the prompt for the next answer of a chat.
 
     Raises:
-        UserError: The chat template rejects the conversation.
-        PromptTooLong: The text certainly has more than `most_tokens` tokens.
+        UserError: The chat template rejects the conversation, or the text certainly has more than `most_tokens` tokens.
     """
     text = prompt if isinstance(prompt, str) else render(tokenizer, tuple(prompt), add_generation_prompt=True)
     if len(text) > most_tokens * longest_token_characters(tokenizer):
-        raise PromptTooLong(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
+        raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
     return token_ids(tokenizer, text)

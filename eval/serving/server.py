@@ -63,12 +63,6 @@ def listening(app: FastAPI, host: str, port: int, connections: int = MOST_CONNEC
 def run(worker: Worker, host: str, port: int, api_key: str | None, names: Sequence[str] = ()) -> None:
     """Serve until Ctrl-C or SIGTERM, with the models in this thread, see `Worker`.
 
-    Args:
-        worker: Generates the answers.
-        host: Address or name to listen on.
-        port: Port to listen on.
-        api_key, names: See `application`.
-
     Raises:
         UserError: The port is in use, or the address does not belong to this machine.
     """

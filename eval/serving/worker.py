@@ -131,8 +131,6 @@ class Worker:
 
     Args:
         recipe: Recipe whose first method drafts.
-        queue_length: Most waiting jobs.
-        on_answer: Called with every complete answer.
         get_newer: Called before every answer; returns the folder of a drafter to serve from then on, or None.
         concurrency: Number of concurrent answers, each with its KV cache.
 
