@@ -131,15 +131,7 @@ def loop(step: Step, session: TargetSession, method: Method) -> dict[str, Any]:
 def rounds_of(session: TargetSession, method: Method) -> Work:
     """Begin an endless answer, and return the work of one round of it."""
     generation = Generation(method, GREEDY, session.max_length_tokens)
-
-    @torch.inference_mode()
-    def begin() -> None:
-        read = session.prefill(PROMPT)
-        first = generation.begin(read.logits[-1])
-        method.start(PROMPT, read.features)
-        method.observe([first], read.features[-1:])
-
-    begin()
+    torch.inference_mode()(generation.begin)(session, PROMPT)
     return torch.inference_mode()(lambda: decode_round(session, [generation]))
 
 

@@ -34,7 +34,12 @@ class WeightReading:
     def __init__(self, target: Any) -> None:
         self._device: torch.device = target.device
         self._linears = [module for module in target.modules() if isinstance(module, PackedLinear)]
-        self._weights = weights_of_a_step(target)
+        weights: dict[int, Tensor] = {}  # shared ones once
+        for module in target.modules():
+            if not isinstance(module, nn.Embedding):
+                for weight in module.parameters(recurse=False):
+                    weights.setdefault(weight.data_ptr(), weight.detach().contiguous())
+        self._weights = list(weights.values())
         experts = any("experts" in name for name, _ in target.named_parameters())
         self.bytes = None if experts else sum(weight.nbytes for weight in self._weights)
 
@@ -49,16 +54,6 @@ class WeightReading:
         words = max(1, self.bytes // torch.int64.itemsize)
         buffer = torch.ones(min(words, BUFFER_BYTES // torch.int64.itemsize), dtype=torch.int64, device=self._device)
         return _median_s(lambda: _read_buffer(buffer, words))
-
-
-def weights_of_a_step(target: nn.Module) -> list[Tensor]:
-    """Return all parameters except embeddings; parameters that modules share are listed once."""
-    weights: dict[int, Tensor] = {}
-    for module in target.modules():
-        if not isinstance(module, nn.Embedding):
-            for weight in module.parameters(recurse=False):
-                weights.setdefault(weight.data_ptr(), weight.detach().contiguous())
-    return list(weights.values())
 
 
 def _read_buffer(buffer: Tensor, words: int) -> int:

@@ -36,12 +36,7 @@ def measure_round_costs(session: TargetSession, methods: Sequence[Arm], prompt: 
 
 
 class MeasuredCosts:
-    """Costs of rounds in a session, measured when they are first needed.
-
-    Args:
-        session: The session to measure in; its KV cache is overwritten.
-        prompt: Token ids of a prompt of typical length.
-    """
+    """Costs of rounds after a prompt, measured when they are first needed; the session's KV cache is overwritten."""
 
     def __init__(self, session: TargetSession, prompt: list[int]) -> None:
         self._session, self._prompt = session, prompt

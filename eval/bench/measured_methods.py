@@ -14,7 +14,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting, load_method_class, make_method
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
@@ -54,7 +54,7 @@ class Arm:
         prompt_ids: list[int],
         new_tokens: int,
         end_ids: Collection[int],
-        stop: StopStrings | None = None,
+        stop: StopMatcher | None = None,
         on_round: Callable[[Round], None] | None = None,
     ) -> AnswerRecord:
         """Generate the answer to a prompt, see `generate`; sets the session's feature layers."""

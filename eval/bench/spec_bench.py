@@ -26,7 +26,7 @@ from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.bench.records import MethodResult, QuestionRecord, RecordLog, answer_settings, target_settings
 from draftsmith.eval.decoding.generate import AnswerRecord, Round
 from draftsmith.eval.decoding.session import open_session
-from draftsmith.eval.decoding.stop_strings import StopStrings
+from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.files import write_atomically
 from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
@@ -40,13 +40,10 @@ class SpecBench:
     """Answers questions with several methods and records times and tokens.
 
     Args:
-        target: The target model.
-        tokenizer: The target's tokenizer, with a chat template.
         questions: Questions that do not fit the target's context are left out and counted in `left_out`; the tasks
             without a question that fits are `tasks_left_out`.
-        max_new_tokens: Longest answer to a turn.
         seed: Seed of all sampling; each (run, question, turn, method) has its own stream, see `request_seed`.
-        stop: Strings that end an answer; see `draftsmith.eval.decoding.stop_strings.StopStrings`.
+        stop: Strings that end an answer, see `StopMatcher`.
         compiles: Run the target through `torch.compile`, for all methods; None: if possible, see `open_session`.
 
     Raises:
@@ -66,7 +63,7 @@ class SpecBench:
         self.target, self.tokenizer = target, tokenizer
         self._max_new_tokens, self._seed = max_new_tokens, seed
         self._end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
-        self._stop = StopStrings(tuple(stop), tokenizer) if stop else None
+        self._stop = stop
         self._target_settings = target_settings(target)
         self._reading = WeightReading(target)
         limit = longest_sequence_tokens(target)
@@ -100,7 +97,6 @@ class SpecBench:
 
         Args:
             methods: The methods to measure, with the autoregressive baseline of each temperature.
-            runs: Number of runs over all questions.
             warmup_questions: Questions that are answered without recording first.
             part: (number, count) of this process, if several share the questions.
         """
@@ -176,10 +172,11 @@ class SpecBench:
             if room < min(max_new_tokens, FEWEST_NEW_TOKENS):
                 break
             new_tokens = min(max_new_tokens, room)
-            answer = measured.answer(self.session, prompt_ids, new_tokens, self._end_ids, self._stop, on_round)
+            stop = StopMatcher(self._stop, self.tokenizer) if self._stop else None
+            answer = measured.answer(self.session, prompt_ids, new_tokens, self._end_ids, stop, on_round)
             if answer.text is None:
                 answer.text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
-            answer.text, answer.prompt_tokens = answer.text.strip(), len(prompt_ids)
+            answer.text = answer.text.strip()
             turns.append(answer)
         return MethodResult(
             method=measured.method.name,

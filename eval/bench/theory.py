@@ -59,8 +59,6 @@ def theory_row(turns: list[AnswerRecord], sequential: bool, cost_ratio: float) -
     """Compute the figures of the module's table, for one method at one temperature.
 
     Args:
-        turns: All answers of the method.
-        sequential: See `draftsmith.eval.decoding.method.Method`.
         cost_ratio: Drafting time of a round over the time of a target step.
     """
     depths = [depth for turn in turns for depth in turn.draft_depths]

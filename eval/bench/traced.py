@@ -7,6 +7,7 @@ its records. Only first turns are traced, up to `TRACED_NEW_TOKENS`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +16,12 @@ from draftsmith.eval.bench.records import MethodResult, QuestionRecord
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.decoding.generate import Round
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.eval.decoding.stop_strings import GrowingText
 
 TRACED_NEW_TOKENS = 96
 TRACED_QUESTIONS = 2
 MOST_METHODS = 4
 SHOWN_PROMPT_CHARS = 600
-UNFINISHED = "\ufffd"  # how tokenizers show the first bytes of a character
 
 
 @dataclass
@@ -43,11 +44,7 @@ class TracedRound:
         return "".join(self.accepted)
 
     def title(self, number: int) -> str:
-        """Describe the round for the report's tooltip.
-
-        Args:
-            number: Number of the round in its answer.
-        """
+        """Describe the round, by its number in the answer, for the report's tooltip."""
         ending = "" if self.own is None else f", then the target's {self.own!r}"
         rejected = f"; rejected: {''.join(self.rejected)!r}" if self.rejected else ""
         return f"round {number}: {self.num_drafted} tokens drafted, {len(self.accepted)} kept{ending}{rejected}"
@@ -97,41 +94,30 @@ def by_question(traced: Iterable[TracedAnswer]) -> list[list[TracedAnswer]]:
 
 
 class Trace:
-    """Collector of one answer's rounds; pass its `on_round` to the decoding loop.
-
-    Args:
-        answer: Gets the rounds.
-        tokenizer: The target's tokenizer.
-    """
+    """Collector of one answer's rounds; pass its `on_round` to the decoding loop."""
 
     def __init__(self, answer: TracedAnswer, tokenizer: Any) -> None:
-        self.answer, self._tokenizer = answer, tokenizer
-        self._ids: list[int] = []
+        self.answer, self._text = answer, GrowingText(tokenizer, skips_special_tokens=False)
 
     def on_round(self, round_: Round) -> None:
         tree, path = round_.tree, round_.verification.path
-        if not self._ids:
-            self.answer.first = self._add(self._ids, tree.tokens[0])
-        accepted = [self._add(self._ids, tree.tokens[node]) for node in path[1 : round_.kept + 1]]
+        if not self.answer.rounds:
+            self.answer.first = _added(self._text, tree.tokens[0])
+        accepted = [_added(self._text, tree.tokens[node]) for node in path[1 : round_.kept + 1]]
         rejected, own = list[str](), None
         if round_.kept == len(path):
-            instead, node = [*self._ids], path[-1]
+            instead, node = copy(self._text), path[-1]
             while children := tree.children(node):
                 node = children[0]
-                rejected.append(self._add(instead, tree.tokens[node]))
-            own = self._add(self._ids, round_.verification.next_token)
+                rejected.append(_added(instead, tree.tokens[node]))
+            own = _added(self._text, round_.verification.next_token)
         self.answer.rounds.append(TracedRound(len(tree) - 1, accepted, rejected, own))
 
-    def _add(self, ids: list[int], token: int) -> str:
-        """Append the token to `ids`. Returns the text that it adds; empty for all but a character's last token."""
-        earlier = self._text(ids)
-        ids.append(token)
-        now = self._text(ids)
-        same = next((i for i, (a, b) in enumerate(zip(earlier, now, strict=False)) if a != b), len(earlier))
-        return now[same:]
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip(UNFINISHED)
+def _added(text: GrowingText, token: int) -> str:
+    """Return the text that a token adds; empty for all but a character's last token."""
+    before = len(text.text)
+    return text.add(token)[before:]
 
 
 def best_of_each_kind(records: Iterable[QuestionRecord], kinds: dict[str, str]) -> list[str]:
@@ -167,8 +153,6 @@ def trace_answers(
     """Trace the best method of each kind on the first and the middle question.
 
     Args:
-        methods: The measured methods.
-        records: Their records.
         kinds: Kind of each method's drafter, by method.
     """
     shown = [measured for key in best_of_each_kind(records, kinds) for measured in methods if measured.key == key]

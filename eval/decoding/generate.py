@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decoding.method import DraftsColumns, Method, ReadsLogits
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
-from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
+from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.eval.trees.verify import DraftTree, Verification, verify
-from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
+from draftsmith.models.decoding.decoders import TokenColumns
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.sampling import Sampling, first_token
 
@@ -37,7 +38,7 @@ class AnswerRecord:
     accept_lengths: tokens kept per round, the target's own included; their mean is tau.
     draft_lengths: drafted tokens kept per round; their mean is tau without the target's own token.
     draft_depths: the longest path drafted, per round.
-    prompt_tokens: length of the prompt; None in records of earlier versions.
+    prompt_tokens: length of the prompt.
     tried: drafted depths that verification reached; the share of accepted ones is the acceptance rate alpha.
     outside_tokens: tokens of the rounds that are not in the method's draft vocabulary, all of them the target's own;
         None: it can draft every token.
@@ -54,7 +55,7 @@ class AnswerRecord:
     draft_lengths: list[int] = field(default_factory=list)
     draft_depths: list[int] = field(default_factory=list)
     tried: int = 0
-    prompt_tokens: int | None = None
+    prompt_tokens: int = 0
     outside_tokens: int | None = None
     ended_outside: list[int] | None = None
     round_s: list[float] = field(default_factory=list)
@@ -82,19 +83,11 @@ class AnswerRecord:
         self.draft_depths.append(tree.shape.draft_depth)
         rejected = kept == len(path) and bool(tree.children(path[-1]))
         self.tried += self.draft_lengths[-1] + rejected
-        if kept == len(path) and verification.next_token not in columns:
+        if self.ended_outside is not None and kept == len(path) and verification.next_token not in columns:
             # The round's last token could not have been drafted.
             self.outside_tokens = (self.outside_tokens or 0) + 1
             if rejected:
-                self.ended_outside = [*(self.ended_outside or []), self.rounds - 1]
-
-    def add_round_s(self, started: float, drafted: float, verified: float, chosen: float, done: float) -> None:
-        """Add the phases of a round, from readings of one clock, in seconds."""
-        self.draft_s += drafted - started
-        self.verify_s += verified - drafted
-        self.choose_s += chosen - verified
-        self.commit_s += done - chosen
-        self.round_s.append(done - started)
+                self.ended_outside.append(self.rounds - 1)
 
 
 @dataclass(slots=True)
@@ -125,52 +118,41 @@ class Round:
 
 @dataclass
 class Generation:
-    """State of one generation: its method, its sampling, and the answer so far. Most arguments as in `generate`.
+    """State of one generation: its method, its sampling, and the answer so far. Arguments as in `generate`."""
 
-    Args:
-        method: Drafts; None: `use` sets it before the first round.
-        columns: The tokens that can be drafted.
-        sequence: The number of its sequence in the session.
-    """
-
-    method: Method | None
+    method: Method  # one that takes over later must have read all tokens so far
     sampling: Sampling
     max_new_tokens: int
     end_ids: Collection[int] = ()
     generator: torch.Generator | None = None
-    stop: StopStrings | None = None
+    stop: StopMatcher | None = None
     lenience: float = 1.0
-    columns: TokenColumns = ALL_TOKENS
-    sequence: int = 0
 
     def __post_init__(self) -> None:
-        self.record, self.finished = AnswerRecord(), False
-        if self.columns.ids is not None:
+        self.record, self.finished, self.sequence = AnswerRecord(), False, 0
+        if self.method.columns.ids is not None:
             self.record.outside_tokens, self.record.ended_outside = 0, []
-        self._matcher = None if self.stop is None else StopMatcher(self.stop)
-        self.use(self.method)
 
-    def use(self, method: Method | None) -> None:
-        """Draft with this method, which must have read all tokens so far; None: with none yet."""
-        self.method, self._reads_logits = method, isinstance(method, ReadsLogits)
-
-    def begin(self, logits_v: Tensor) -> int:
-        """Add the first token, which comes from the prompt's logits [V]; returns it."""
-        first = first_token(logits_v, self.sampling, self.generator)
-        self._keep([first])
-        return first
+    def begin(self, session: TargetSession, prompt_ids: list[int]) -> Tensor:
+        """Read the prompt in the session's current sequence, and add the first token; returns the features [P, F]."""
+        started_s = time.perf_counter()
+        step = session.prefill(prompt_ids)
+        self.sequence, self.record.prompt_tokens = session.current, len(prompt_ids)
+        self._keep([first_token(step.logits[-1], self.sampling, self.generator)])
+        self.record.first_token_s = time.perf_counter() - started_s
+        self.method.start(prompt_ids, step.features)
+        self.method.observe(self.record.ids[:1], step.features[-1:])
+        self.record.prefill_s = time.perf_counter() - started_s
+        return step.features
 
     def draft(self) -> DraftTree:
         """Draft a tree no deeper than the remaining token budget."""
-        assert self.method is not None
         return self.method.propose().cut_to_depth(self.max_new_tokens - len(self.record.ids) - 1)
 
     def choose(self, tree: DraftTree, step: TargetStep) -> Verification:
-        """Choose the accepted path of a draft tree; pass the target's logits to a method that learns from them."""
-        p_logits = step.logits  # at every node; tree.q has q of its children
-        verification = verify(tree, p_logits, self.sampling, self.generator, self.lenience)
-        if self._reads_logits:
-            self.method.read_logits(tree, p_logits)  # type: ignore[union-attr]
+        """Choose the accepted path of a draft tree, by p at every node and the q of its children."""
+        verification = verify(tree, step.logits, self.sampling, self.generator, self.lenience)
+        self.method.read_logits(tree, step.logits)
         return verification
 
     def commit(self, tree: DraftTree, step: TargetStep, verification: Verification) -> Round:
@@ -179,9 +161,8 @@ class Generation:
         in_order = path[-1] == len(path) - 1
         features = step.features[: len(path)] if in_order else step.features[to_device(path, step.features.device)]
         kept = self._keep(committed)
-        self.record.add_round(tree, verification, kept, self.columns)
+        self.record.add_round(tree, verification, kept, self.method.columns)
         if not self.finished:
-            assert self.method is not None
             self.method.observe(committed, features)
         return Round(tree, step.logits, verification, kept, features)
 
@@ -190,7 +171,7 @@ class Generation:
 
         It ends at an end token, at the token that completes a stop string, or at the limit.
         """
-        record, matcher = self.record, self._matcher
+        record, matcher = self.record, self.stop
         before = len(record.ids)
         for token in committed:
             record.ids.append(token)
@@ -238,7 +219,7 @@ def generate(
     max_new_tokens: int,
     end_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
-    stop: StopStrings | None = None,
+    stop: StopMatcher | None = None,
     lenience: float = 1.0,
     on_round: Callable[[Round], None] | None = None,
 ) -> AnswerRecord:
@@ -248,23 +229,17 @@ def generate(
 
     Args:
         generator: For the target's draws; the method has its own.
+        stop: A new one for each answer.
         on_round: Called at the end of every round; its time counts to the commit.
 
     Raises:
         UserError: Prompt and answer do not fit into the session.
     """
     session.check_room(prompt_ids, max_new_tokens)
-    columns = method.columns if isinstance(method, DraftsColumns) else ALL_TOKENS
-    limits = (max_new_tokens, end_ids, generator, stop, lenience, columns, session.current)
-    generation = Generation(method, sampling, *limits)
+    generation = Generation(method, sampling, max_new_tokens, end_ids, generator, stop, lenience)
     record, clock = generation.record, _PhaseClock(session.device)
     started_s = time.perf_counter()
-    step = session.prefill(prompt_ids)
-    first = generation.begin(step.logits[-1])
-    record.first_token_s = time.perf_counter() - started_s
-    method.start(prompt_ids, step.features)
-    method.observe([first], step.features[-1:])
-    record.prefill_s = time.perf_counter() - started_s
+    generation.begin(session, prompt_ids)
     clock.mark()
     while not generation.finished:
         (round_,) = decode_round(session, [generation], clock.mark)
@@ -273,9 +248,9 @@ def generate(
         clock.mark()
     session.synchronize()
     record.wall_time_s = time.perf_counter() - started_s
-    marks = clock.seconds()
-    for first_mark in range(0, len(marks) - 1, 4):
-        record.add_round_s(*marks[first_mark : first_mark + 5])
+    phases = np.diff(clock.seconds()).reshape(-1, 4)  # of each round
+    record.round_s = phases.sum(1).tolist()
+    record.draft_s, record.verify_s, record.choose_s, record.commit_s = phases.sum(0).tolist()
     return record
 
 

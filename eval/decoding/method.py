@@ -6,64 +6,43 @@ nodes, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 from torch import Tensor
 
 from draftsmith.eval.trees.verify import DraftTree, root_only
-from draftsmith.models.decoding.decoders import TokenColumns
+from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 
 AUTOREGRESSIVE = "autoregressive"
 
 
-class Method(Protocol):
-    """A way to build a round's draft tree.
+class Method:
+    """A way to build a round's draft tree; this one has no drafts.
 
-    start: a new sequence; features [P, F] are the target's *at* the prompt's tokens.
-    propose: the tree under the newest committed token.
-    observe: tokens were committed; features [n, F] are the target's that *predicted* them, at the token before each.
     sequential: whether it drafts token after token, a model's forward each (Leviathan's gamma c), or in one (c).
+    drafts_trees: whether it drafts trees whatever `tree` of the recipe says. columns: the tokens that it can draft.
     """
 
     name: str
-    sequential: bool
-
-    def start(self, prompt_ids: list[int], features: Tensor) -> None: ...
-
-    def propose(self) -> DraftTree: ...
-
-    def observe(self, committed_ids: list[int], features: Tensor) -> None: ...
-
-
-class Autoregressive:
-    """Proposes nothing: the same loop becomes the baseline that every speedup is measured against."""
-
-    name = AUTOREGRESSIVE
     sequential = False
-
-    def __init__(self) -> None:
-        self._newest = -1
+    drafts_trees = False
+    columns: TokenColumns = ALL_TOKENS
+    _newest = -1
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        pass
+        """Begin a sequence; features [P, F] are the target's *at* the prompt's tokens."""
 
     def propose(self) -> DraftTree:
+        """Return the tree under the newest committed token."""
         return root_only(self._newest)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
+        """Read committed tokens; features [n, F] are the target's that *predicted* them, at the token before each."""
         self._newest = committed_ids[-1]
 
-
-@runtime_checkable
-class DraftsColumns(Protocol):
-    """A method with a known set of tokens that it can draft; without one, tokens outside of it are not counted."""
-
-    columns: TokenColumns
-
-
-@runtime_checkable
-class ReadsLogits(Protocol):
-    """A method that reads the target's logits of the whole tree, as Lookahead decoding does."""
-
     def read_logits(self, tree: DraftTree, logits: Tensor) -> None:
-        """Read the logits [N, V] of a verification forward, before `observe`."""
+        """Read the target's logits [N, V] at the nodes of the verified tree, before `observe`."""
+
+
+class Autoregressive(Method):
+    """Proposes nothing: the same loop becomes the baseline that every speedup is measured against."""
+
+    name = AUTOREGRESSIVE

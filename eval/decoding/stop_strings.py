@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"  # how a decoder writes a character of which bytes are missing
 
 
-@dataclass(frozen=True)
-class StopStrings:
-    """Strings that end an answer at the token with which one of them becomes complete, its text just before it.
+class GrowingText:
+    """The text of one answer, token by token, without characters of which bytes are missing; can be copied.
+
+    Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
+    since what a tokenizer makes of a token may depend on the one before it (a leading space).
+    """
+
+    def __init__(self, tokenizer: Any, skips_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips_special_tokens = tokenizer, skips_special_tokens
+        self.settled = ""  # up to the last complete piece
+        self.text = ""
+        self._context: list[int] = []  # the tokens of that piece
+        self._pending: list[int] = []  # those after it
+
+    def add(self, token: int) -> str:
+        """Return the text with one token more."""
+        self._pending = [*self._pending, token]  # a new list, as copies share theirs
+        known = self._decode(self._context)
+        new = self._decode([*self._context, *self._pending])[len(known) :]
+        self.text = self.settled + new.rstrip(UNFINISHED)
+        if new and not new.endswith(UNFINISHED):
+            self.settled, self._context, self._pending = self.text, self._pending, []
+        return self.text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips_special_tokens)) if ids else ""
+
+
+class StopMatcher:
+    """Reads one answer token by token, up to the token with which one of some strings becomes complete.
 
     As in transformers, vLLM and OpenAI's API. The text is decoded as it grows, without special tokens: a token may hold
     a piece of a character, a piece of a stop string, or more than one. What is found depends on the tokens alone, one
@@ -21,43 +48,8 @@ class StopStrings:
         tokenizer: The target's; only `decode` is used.
     """
 
-    strings: tuple[str, ...]
-    tokenizer: Any
-
-
-class GrowingText:
-    """The text of one answer, token by token, without special tokens and characters of which bytes are missing.
-
-    Only the latest tokens are decoded again: from those of the last complete piece of text, whose own text is known,
-    since what a tokenizer makes of a token may depend on the one before it (a leading space).
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.settled = ""  # up to the last complete piece
-        self.text = ""
-        self._context: list[int] = []  # the tokens of that piece
-        self._pending: list[int] = []  # those after it
-
-    def add(self, token: int) -> str:
-        """Return the text with one token more."""
-        self._pending.append(token)
-        known = self._decode(self._context)
-        new = self._decode([*self._context, *self._pending])[len(known) :]
-        self.text = self.settled + new.rstrip(UNFINISHED)
-        if new and not new.endswith(UNFINISHED):
-            self.settled, self._context, self._pending = self.text, self._pending, []
-        return self.text
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
-
-
-class StopMatcher:
-    """Reads one answer token by token."""
-
-    def __init__(self, stop: StopStrings) -> None:
-        self._strings, self._growing = stop.strings, GrowingText(stop.tokenizer)
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self._strings, self._growing = strings, GrowingText(tokenizer)
         self.text_before: str | None = None
 
     def completes(self, token: int) -> bool:

@@ -58,7 +58,7 @@ class DraftModelDecoder:
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         ids, node = committed_ids.tolist(), 0
         accepted_rows: list[int] = []  # rows of the drafted path that was committed
-        for token in ids:
+        for token in ids[:-1]:  # the newest is read next, though a tree may have dropped a node of it
             if (node, token) not in self._nodes:
                 break
             node = self._nodes[node, token]
@@ -69,8 +69,6 @@ class DraftModelDecoder:
 
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V] for the children of the newest committed token."""
-        if not self._pending:
-            raise ValueError("nothing was observed since the last tree")
         begin, count = self._cache.length, len(self._pending)
         # The model's own causal mask is right for a prompt.
         places = torch.arange(begin, begin + count, device=self._device)

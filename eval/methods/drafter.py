@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
@@ -59,15 +60,12 @@ def build_tree_drafter(
     return TreeDrafter(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
 
 
-class TreeDrafter:
+class TreeDrafter(Method):
     """Method that drafts trees with a drafter; see the module's docstring.
 
     Args:
-        name: Name of the method, a row of the table.
-        decoder: The drafter's decoder.
         builder: Builder of the trees, for a decoder of this kind (see `tree_builder`).
         sampling: The target's sampling, applied to q too.
-        generator: Source of randomness for sampled trees.
         lookup_nodes: Nodes of a best-first tree, in which lookups compete with the drafter's paths; 0: no lookups.
         adaptive: Cutter of best-first trees; None: they stay whole.
     """
@@ -90,7 +88,6 @@ class TreeDrafter:
         self._lookup_nodes = lookup_nodes
         self.adaptive = adaptive
         self.decoder, self._builder, self._sampling, self._generator = decoder, builder, sampling, generator
-        self._newest = -1
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
@@ -104,7 +101,7 @@ class TreeDrafter:
         return tree if self.adaptive is None else self.adaptive.cut(tree)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        self._newest = committed_ids[-1]
+        super().observe(committed_ids, features)
         if self._lookup is not None:
             self._lookup.observe(committed_ids)
         if self.adaptive is not None:
@@ -160,9 +157,9 @@ class ChainBuilder:
         logits_gv, columns = decoder.draft()[: self.max_depth], decoder.columns
         shape = TreeShape.chain(len(logits_gv))
         if sampling.greedy:
-            return DraftTree(_tokens_of(root_token, largest(logits_gv), columns), shape)
+            return DraftTree(_with_root(root_token, columns.device_tokens(largest(logits_gv))), shape)
         q_gv = sampling.probabilities(logits_gv)
-        tokens = _tokens_of(root_token, drawn(q_gv, generator), columns)
+        tokens = _with_root(root_token, columns.device_tokens(drawn(q_gv, generator)))
         return DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape))
 
 
@@ -178,27 +175,24 @@ class ChainGrower:
         num_depths, columns = min(decoder.num_depths, self.max_depth or decoder.num_depths), decoder.columns
         shape = TreeShape.chain(num_depths)
         logits = decoder.begin()
-        on_host = logits.device.type == "cpu"
         q_rows: list[Tensor] = []
-        chosen: list[Any] = []  # a list or tensor of one token for every depth
+        drafted: list[Tensor] = []  # one token for every depth
         for depth in range(num_depths):
             if depth > 0:
-                logits = decoder.expand(chosen[-1], [depth - 1])
+                logits = decoder.expand(drafted[-1], [depth - 1])
             if not sampling.greedy:
                 q_rows.append(sampling.probabilities(logits))
-            column = largest(logits) if sampling.greedy else drawn(q_rows[-1], generator)
-            chosen.append(columns.tokens(column.tolist()) if on_host else columns.device_tokens(column))
+            chosen = largest(logits) if sampling.greedy else drawn(q_rows[-1], generator)
+            drafted.append(columns.device_tokens(chosen))
         # The leaf's row is not read.
         q = None if sampling.greedy else columns.widened(torch.cat([*q_rows, q_rows[-1]]), 0.0)
-        if on_host:
-            return DraftTree([root_token, *(token for (token,) in chosen)], shape, q)
-        return DraftTree(DeviceTokens(root_token, torch.cat(chosen)), shape, q)
+        return DraftTree(_with_root(root_token, torch.cat(drafted)), shape, q)
 
 
 # ---- trees of a fixed shape ----
 
 
-class StaticPaths:
+class StaticTree:
     """Medusa's paths of ranks ([0], [1], [0, 0], ...; arXiv 2401.10774, 2.3) as a tree of N nodes, level by level.
 
     ranks: [N] rank of each node among its parent's most likely tokens. siblings: [N] its index among its parent's
@@ -238,52 +232,47 @@ class StaticPaths:
             )
 
 
-class StaticBuilder:
+class StaticBuilder(StaticTree):
     """Builder of trees of a fixed shape, from one forward."""
-
-    def __init__(self, paths: list[list[int]]) -> None:
-        self._paths = StaticPaths(paths)
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv, columns, paths = decoder.draft(), decoder.columns, self._paths
-        paths.check(*logits_gv.shape)
-        shape, logits_gv = paths.shape, logits_gv[: paths.shape.max_depth]
+        logits_gv, columns, shape = decoder.draft(), decoder.columns, self.shape
+        self.check(*logits_gv.shape)
+        logits_gv = logits_gv[: shape.max_depth]
         if sampling.greedy:
-            width, nodes = max(paths.ranks) + 1, zip(shape.depths[1:], paths.ranks[1:], strict=True)
+            width, nodes = max(self.ranks) + 1, zip(shape.depths[1:], self.ranks[1:], strict=True)
             drafted = _chosen(logits_gv, width, [(depth - 1) * width + rank for depth, rank in nodes])
-            return DraftTree(_tokens_of(root_token, drafted, columns), shape)
+            return DraftTree(_with_root(root_token, columns.device_tokens(drafted)), shape)
         # All parents at a depth may share the draws: what happens at one of them never depends on the draws of another
         # depth.
         q_gv = sampling.probabilities(logits_gv)
-        candidates = draw_without_replacement(q_gv, max(paths.siblings) + 1, generator, columns)
-        nodes = zip(shape.depths[1:], paths.siblings[1:], strict=True)
+        candidates = draw_without_replacement(q_gv, max(self.siblings) + 1, generator, columns)
+        nodes = zip(shape.depths[1:], self.siblings[1:], strict=True)
         tokens = [root_token, *(candidates[depth - 1][sibling] for depth, sibling in nodes)]
         return without_blanks(DraftTree(tokens, shape, _q_of_children(columns.widened(q_gv, 0.0), shape)))
 
 
-class StaticGrower:
+class StaticGrower(StaticTree):
     """Builder of trees of a fixed shape, level by level."""
 
     def __init__(self, paths: list[list[int]]) -> None:
-        self._paths = StaticPaths(paths)
-        shape = self._paths.shape
+        super().__init__(paths)
         # The nodes with children, by depth.
-        self._levels: list[list[int]] = [[] for _ in range(shape.max_depth)]
-        for node, children in enumerate(shape.children):
+        self._levels: list[list[int]] = [[] for _ in range(self.shape.max_depth)]
+        for node, children in enumerate(self.shape.children):
             if children:
-                self._levels[shape.depths[node]].append(node)
+                self._levels[self.shape.depths[node]].append(node)
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        shape, columns = self._paths.shape, decoder.columns
-        places = self._paths.ranks if sampling.greedy else self._paths.siblings
+        shape, columns = self.shape, decoder.columns
         logits = decoder.begin()
-        self._paths.check(decoder.num_depths, logits.shape[-1])
-        if sampling.greedy and logits.device.type != "cpu":
-            return self._on_device(root_token, decoder, logits)
+        self.check(decoder.num_depths, logits.shape[-1])
+        if sampling.greedy:
+            return self._most_likely(root_token, decoder, logits)
         tokens = [root_token] + [-1] * (len(shape) - 1)
         decoder_index: dict[int, int] = {}  # the decoder's number of a node, which is also its row of q
         q_rows: list[Tensor] = []
@@ -295,26 +284,21 @@ class StaticGrower:
             if depth > 0:
                 above = [decoder_index[shape.parents[node]] for node in grown]
                 logits = decoder.expand([tokens[node] for node in grown], above)
-            width = 1 + max(places[child] for node in grown for child in shape.children[node])
-            if sampling.greedy:
-                candidates = _to_token_lists(logits.topk(width, dim=-1).indices, width, columns)
-            else:
-                q_rows.append(sampling.probabilities(logits))
-                candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
+            q_rows.append(sampling.probabilities(logits))
+            width = max(len(shape.children[node]) for node in grown)
+            candidates = draw_without_replacement(q_rows[-1], width, generator, columns)
             for node, row in zip(grown, candidates, strict=True):
                 decoder_index[node] = len(decoder_index)
-                for child in shape.children[node]:
-                    tokens[child] = row[places[child]]
-        if sampling.greedy:
-            return DraftTree(tokens, shape)
+                for child, token in zip(shape.children[node], row, strict=False):
+                    tokens[child] = token
         # The rows of leaves are not read.
         rows = to_device([decoder_index.get(node, 0) for node in range(len(shape))], q_rows[0].device)
         q = columns.widened(torch.cat(q_rows), 0.0)
         return without_blanks(DraftTree(tokens, shape, q.index_select(0, rows)))
 
-    def _on_device(self, root_token: int, decoder: StepwiseDecoder, logits: Tensor) -> DraftTree:
+    def _most_likely(self, root_token: int, decoder: StepwiseDecoder, logits: Tensor) -> DraftTree:
         """Grow the most likely tree without a wait: the ranks of a level's tokens do not depend on the tokens."""
-        shape, ranks = self._paths.shape, self._paths.ranks
+        shape, ranks = self.shape, self.ranks
         drafted: list[Tensor] = []
         decoder_index = {node: number for number, node in enumerate(itertools.chain(*self._levels))}
         for depth, level in enumerate(self._levels):
@@ -325,9 +309,9 @@ class StaticGrower:
                 logits = decoder.expand(drafted[-1].index_select(0, grown), above)
             children = [(row, ranks[child]) for row, node in enumerate(level) for child in shape.children[node]]
             width = 1 + max(rank for _, rank in children)
-            drafted.append(_chosen(logits, width, [row * width + rank for row, rank in children]))
-            drafted[-1] = decoder.columns.device_tokens(drafted[-1])
-        return DraftTree(DeviceTokens(root_token, torch.cat(drafted)), shape)
+            chosen = _chosen(logits, width, [row * width + rank for row, rank in children])
+            drafted.append(decoder.columns.device_tokens(chosen))
+        return DraftTree(_with_root(root_token, torch.cat(drafted)), shape)
 
 
 # ---- the most likely trees ----
@@ -447,11 +431,10 @@ def _chosen(logits: Tensor, width: int, places: list[int]) -> Tensor:
     return logits.topk(width, dim=-1).indices.flatten().index_select(0, to_device(places, logits.device))
 
 
-def _tokens_of(root_token: int, drafted: Tensor, columns: TokenColumns) -> Sequence[int]:
-    """Return the tokens of a tree with these drafted columns [N-1]; those on a GPU stay there."""
-    if drafted.device.type == "cpu":
-        return [root_token, *columns.tokens(drafted.tolist())]
-    return DeviceTokens(root_token, columns.device_tokens(drafted))
+def _with_root(root_token: int, drafted: Tensor) -> Sequence[int]:
+    """Return the tokens of a tree of the root and these tokens [N-1]; those on a GPU stay there."""
+    on_host = drafted.device.type == "cpu"
+    return [root_token, *drafted.tolist()] if on_host else DeviceTokens(root_token, drafted)
 
 
 def most_likely(

@@ -30,17 +30,17 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.recipes.schema import Section
 
 
-class Lookahead:
+class Lookahead(Method):
     """Method of Lookahead decoding; see the module's docstring. `options` are the fields of `Options`."""
 
     drafts_trees = True
-    sequential = False
 
     class Options(Section):
         """Defaults are Spec-Bench's setting (its eval.sh)."""
@@ -61,7 +61,6 @@ class Lookahead:
         self.name = name
         self._options = self.Options(**options)
         self._level = self._options.level
-        self._newest = -1
         # N-1 levels of W guesses; the first guess stands for the newest token and is not read.
         self._levels: list[list[int]] = []
         # Pool: from a token to the continuations (N-1 tokens each) that followed it, the most recent last.
@@ -80,9 +79,6 @@ class Lookahead:
         if self._options.from_prompt:
             for begin in range(len(prompt_ids) - self._level + 1):
                 self._remember(prompt_ids[begin : begin + self._level])
-
-    def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        self._newest = committed_ids[-1]
 
     def propose(self) -> DraftTree:
         tokens, parents = [self._newest], [-1]

@@ -20,15 +20,14 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.registry import DecodingSetting
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 from draftsmith.recipes.schema import Section
 
 
-class PromptLookup:
+class PromptLookup(Method):
     """Method of prompt lookup; see the module's docstring. `options` are the fields of `Options`."""
-
-    sequential = False
 
     class Options(Section):
         """Defaults are Spec-Bench's setting (evaluation/inference_pld.py)."""

@@ -21,6 +21,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.methods.draft_model import draft_model_decoder
 from draftsmith.eval.methods.drafter import draw_independently
 from draftsmith.eval.methods.registry import DecodingSetting
@@ -34,11 +35,10 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import Section
 
 
-class SpecInfer:
+class SpecInfer(Method):
     """See the module's docstring.
 
     Args:
-        name: Name of the method, a row of the table.
         decoders: [M] decoders of the draft models; each drafts at most `num_depths` deep.
         expansion: k_d of depths 1, 2, ...
         samples: Number of trees that each model grows at T > 0; at T = 0 they would all be equal.
@@ -88,7 +88,6 @@ class SpecInfer:
         self.name = name
         self._decoders, self._expansion, self._sampling, self._generator = decoders, expansion, sampling, generator
         self._samples = 1 if sampling.greedy else samples
-        self._newest = -1
 
     @classmethod
     def make(cls, options: Options, setting: DecodingSetting) -> SpecInfer:
@@ -101,7 +100,7 @@ class SpecInfer:
             decoder.start(to_device(prompt_ids, features.device), features)
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        self._newest = committed_ids[-1]
+        super().observe(committed_ids, features)
         for decoder in self._decoders:
             decoder.observe(to_device(committed_ids, features.device), features)
 

@@ -166,8 +166,7 @@ def _over_tasks(records: list[QuestionRecord], key: str) -> Row | None:
 def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
     """Compute tau by the number of tokens before the round: of prompt and answer, and of the answer alone.
 
-    Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau. Turns whose prompt's
-    length was not recorded count by position alone.
+    Returns for each bucket with rounds its ends, `from` and `below`, its number of rounds and tau.
     """
     by_context: list[tuple[int, int]] = []  # tokens before the round, tokens that it committed
     by_position: list[tuple[int, int]] = []
@@ -175,8 +174,7 @@ def tau_by_length(turns: list[AnswerRecord]) -> dict[str, list[Row]]:
         position = 1  # the first token comes with the prompt
         for tokens in turn.accept_lengths:
             by_position.append((position, tokens))
-            if turn.prompt_tokens is not None:
-                by_context.append((turn.prompt_tokens + position, tokens))
+            by_context.append((turn.prompt_tokens + position, tokens))
             position += tokens
     return {
         "tau_by_context": _tau_of_buckets(by_context, FIRST_CONTEXT_TOKENS),

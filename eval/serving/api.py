@@ -14,7 +14,7 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException as AnyHTTPException
 
+from draftsmith.data.sources.conversation import Turn
 from draftsmith.errors import UserError
 from draftsmith.eval.serving.protection import Guard, error, page_response
-from draftsmith.eval.serving.requests import (
-    AnswerRequest,
-    ChatRequest,
-    CompletionRequest,
-    PromptTooLong,
-    ids_of_text,
-    ids_of_turns,
-)
+from draftsmith.eval.serving.requests import AnswerRequest, ChatRequest, CompletionRequest, prompt_ids
 from draftsmith.eval.serving.worker import CompletedAnswer, Job, RequestCancelled, Worker
 from draftsmith.models.sampling import Sampling
 
@@ -84,20 +78,20 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
             raise HTTPException(401, "the API key is wrong or missing")
 
-    def submit(body: AnswerRequest, prompt_ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
+    def submit(body: AnswerRequest, ids: list[int], max_tokens: int | None) -> tuple[Job, asyncio.Queue[Any]]:
         """Queue a request; returns its job and the queue of its results."""
-        room = worker.length - len(prompt_ids)
+        room = worker.length - len(ids)
         if room < 1:
             raise HTTPException(
-                400, f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {worker.length} together"
+                400, f"the prompt has {len(ids)} tokens; prompt and answer may have {worker.length} together"
             )
         loop, out = asyncio.get_running_loop(), asyncio.Queue[Any]()
         job = Job(
-            prompt_ids,
+            ids,
             min(room, max_tokens or room),
             Sampling(body.temperature, 0, body.top_p),
             uuid.uuid4().int % 2**63 if body.seed is None else body.seed % 2**63,
-            body.stops,
+            body.stop,
             lambda piece: loop.call_soon_threadsafe(out.put_nowait, piece),
             streamed=body.stream,
         )
@@ -109,21 +103,19 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
             raise HTTPException(503, "the server is stopping") from None
         return job, out
 
-    async def tokenised(tokenise: Callable[..., list[int]], prompt: Any, where: str) -> list[int]:
+    async def tokenised(prompt: str | list[Turn], where: str) -> list[int]:
         """Tokenise a prompt in another thread; `where` names its field in the error."""
         running = asyncio.get_running_loop()
         try:
-            return await running.run_in_executor(tokenising, tokenise, worker.tokenizer, prompt, worker.length)
-        except PromptTooLong as problem:
-            raise HTTPException(400, str(problem)) from None
+            return await running.run_in_executor(tokenising, prompt_ids, worker.tokenizer, prompt, worker.length)
         except UserError as problem:
             raise HTTPException(400, f"{where}: {problem}") from None
 
     async def respond(
-        request: Request, body: AnswerRequest, prompt_ids: list[int], max_tokens: int | None, chat: bool
+        request: Request, body: AnswerRequest, ids: list[int], max_tokens: int | None, chat: bool
     ) -> Response:
         """Answer a request, streamed or as a whole."""
-        job, out = submit(body, prompt_ids, max_tokens)
+        job, out = submit(body, ids, max_tokens)
         made = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -185,12 +177,12 @@ def application(worker: Worker, api_key: str | None = None, names: Sequence[str]
         turns = [message.turn for message in body.messages]
         if turns[-1].role != "user":
             raise HTTPException(400, f"messages: the last one has role {turns[-1].role}, it must be the user's")
-        prompt_ids = await tokenised(ids_of_turns, turns, "messages")
-        return await respond(request, body, prompt_ids, body.max_completion_tokens or body.max_tokens, chat=True)
+        ids = await tokenised(turns, "messages")
+        return await respond(request, body, ids, body.max_completion_tokens or body.max_tokens, chat=True)
 
     @app.post("/v1/completions", dependencies=[Depends(check_api_key)])
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        ids = body.prompt if isinstance(body.prompt, list) else await tokenised(ids_of_text, body.prompt, "prompt")
+        ids = body.prompt if isinstance(body.prompt, list) else await tokenised(body.prompt, "prompt")
         vocabulary = worker.target.config.get_text_config().vocab_size
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise HTTPException(400, f"prompt: give token ids from 0 to {vocabulary - 1}, at least one")

@@ -70,12 +70,7 @@ class DraftCounts:
 
     @staticmethod
     def of_rounds(draft_lengths: list[int], draft_depths: list[int]) -> DraftCounts:
-        """Build our decoder's counts.
-
-        Args:
-            draft_lengths: Accepted draft tokens of each round.
-            draft_depths: Depth of each round's draft.
-        """
+        """Build our decoder's counts from the accepted draft tokens and the depth of each round's draft."""
         depth = max(draft_depths, default=0)
         return DraftCounts(
             len(draft_lengths),
@@ -127,10 +122,7 @@ class Endpoint(OpenAIEngine):
     """A client of one server that counts its drafts. Requests are never retried.
 
     Args:
-        url: URL of the server, with or without `/v1`.
         setting: The target's tokenizer and end tokens.
-        model: Name of the target on the server; default: its only model.
-        api_key_env: Environment variable with the API key.
         is_ours: No other client uses the server, so that its prefix cache may be emptied.
 
     Raises:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -124,10 +124,7 @@ class EngineMeasurement:
     questions: int = 0
     engine: str = ENGINES["vllm"]
     greedy: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def definitions(self) -> str:
-        return DEFINITIONS
+    definitions: ClassVar[str] = DEFINITIONS
 
     def tables(self) -> list[tuple[tuple[str, ...], list[list[str]]]]:
         """Return headings and cells of two tables: times, and drafts."""
@@ -228,8 +225,6 @@ def send_questions(
     """Send all questions and wait for the last answer. A conversation ends at an answer that fails.
 
     Args:
-        settings: Sampling and length of every turn.
-        seed: Seed of all sampling.
         concurrency: Number of conversations in flight.
         arm: Name of the measured arm; without one no progress bar is drawn.
 

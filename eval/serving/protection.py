@@ -36,7 +36,6 @@ class Guard:
     """Middleware that rejects requests with a wrong host, size or type before their body is read.
 
     Args:
-        app: The application that gets the other requests.
         names: Further names of the server: `gpu1`, `*.lab.example`, or `*` for any. `localhost`, the machine's name and
             all IP addresses are always allowed.
     """

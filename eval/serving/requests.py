@@ -7,11 +7,10 @@ a field that would need a feature which the loop lacks is an error that names it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.templates import longest_token_characters, render, token_ids
@@ -110,11 +109,11 @@ class AnswerRequest(RequestModel):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-        | list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]]
-        | None
-    ) = Field(None)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    ] = []
     seed: int | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -122,10 +121,6 @@ class AnswerRequest(RequestModel):
     n: Literal[1] = 1
     frequency_penalty: Literal[0] = 0
     presence_penalty: Literal[0] = 0
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @model_validator(mode="before")
     @classmethod
@@ -141,12 +136,6 @@ class AnswerRequest(RequestModel):
             ) from None
         return {key: value for key, value in given.items() if key not in LABELS} if isinstance(given, dict) else given
 
-    @model_validator(mode="after")
-    def _check_number_of_stops(self) -> AnswerRequest:
-        if len(self.stops) > MOST_STOPS:
-            raise ValueError(f"stop: {len(self.stops)} strings, at most {MOST_STOPS} are allowed")
-        return self
-
 
 class ChatRequest(AnswerRequest):
     messages: list[Message] = Field(min_length=1)
@@ -158,31 +147,13 @@ class CompletionRequest(AnswerRequest):
     echo: Literal[False] = False
 
 
-class PromptTooLong(UserError):
-    """Error for a prompt that is recognised as too long before it is tokenised."""
-
-
-def ids_of_turns(tokenizer: Any, turns: list[Turn], most_tokens: int) -> list[int]:
-    """Return the token ids of the prompt for the next answer of a chat.
+def prompt_ids(tokenizer: Any, prompt: str | list[Turn], most_tokens: int) -> list[int]:
+    """Return the token ids of a text, or of the prompt for the next answer of a chat.
 
     Raises:
-        UserError: The chat template rejects the conversation.
-        PromptTooLong: The text certainly has more than `most_tokens` tokens.
+        UserError: The chat template rejects the conversation, or the text certainly has more than `most_tokens` tokens.
     """
-    return _bounded_ids(tokenizer, lambda: render(tokenizer, tuple(turns), add_generation_prompt=True), most_tokens)
-
-
-def ids_of_text(tokenizer: Any, text: str, most_tokens: int) -> list[int]:
-    """Return the token ids of a text prompt.
-
-    Raises:
-        PromptTooLong: The text certainly has more than `most_tokens` tokens.
-    """
-    return _bounded_ids(tokenizer, lambda: text, most_tokens)
-
-
-def _bounded_ids(tokenizer: Any, written: Callable[[], str], most_tokens: int) -> list[int]:
-    text = written()
+    text = prompt if isinstance(prompt, str) else render(tokenizer, tuple(prompt), add_generation_prompt=True)
     if len(text) > most_tokens * longest_token_characters(tokenizer):
-        raise PromptTooLong(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
+        raise UserError(f"the prompt has {len(text)} characters, too many for {most_tokens} tokens with its answer")
     return token_ids(tokenizer, text)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fastapi import FastAPI
 
@@ -21,62 +22,50 @@ MOST_CONNECTIONS = 256
 LAST_WORDS_S = 2  # grace period of open connections at shutdown
 
 
-class Listening:
-    """Serves the application on a port, in a separate thread.
+@contextmanager
+def listening(app: FastAPI, host: str, port: int, connections: int = MOST_CONNECTIONS) -> Iterator[None]:
+    """Serve the application on a port in a separate thread; at the end open connections get a grace period.
 
     Raises:
         UserError: The port is in use, or the address does not belong to this machine.
     """
+    import uvicorn
 
-    def __init__(self, app: FastAPI, host: str, port: int, connections: int = MOST_CONNECTIONS) -> None:
-        import uvicorn
-
-        config = uvicorn.Config(
-            app,
-            http=TimedRequests,
-            host=host,
-            port=port,
-            log_level="critical",
-            limit_concurrency=connections,
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=LAST_WORDS_S,
-        )
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((host, port))
-        except OSError as error:
-            listening.close()
-            raise UserError(
-                f"cannot listen on {host}:{port} ({error.strerror}): give another --port or --host"
-            ) from None
-        self._connect = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._connect.run, args=([listening],), name="listening", daemon=True)
-        self._thread.start()
-        while not self._connect.started and self._thread.is_alive():
+    config = uvicorn.Config(
+        app,
+        http=TimedRequests,
+        host=host,
+        port=port,
+        log_level="critical",
+        limit_concurrency=connections,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+    )
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): give another --port or --host") from None
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([bound],), name="listening", daemon=True)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
             time.sleep(0.01)
-
-    def stop(self) -> None:
-        """Shut down; open connections get a grace period."""
-        self._connect.should_exit = True
-        self._thread.join(3 * LAST_WORDS_S)
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(3 * LAST_WORDS_S)
 
 
 def run(worker: Worker, host: str, port: int, api_key: str | None, names: Sequence[str] = ()) -> None:
     """Serve until Ctrl-C or SIGTERM, with the models in this thread, see `Worker`.
 
-    Args:
-        worker: Generates the answers.
-        host: Address or name to listen on.
-        port: Port to listen on.
-        api_key, names: See `application`.
-
     Raises:
         UserError: The port is in use, or the address does not belong to this machine.
     """
     worker.warm_up()
-    listening = Listening(application(worker, api_key, [host, *names]), host, port)
-    try:
+    with listening(application(worker, api_key, [host, *names]), host, port):
         worker.work()
-    finally:
-        listening.stop()

@@ -13,11 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -29,9 +28,9 @@ from draftsmith.errors import reason
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.decoding.generate import AnswerRecord, Generation, Round, decode_round
-from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import open_session
-from draftsmith.eval.decoding.stop_strings import UNFINISHED, GrowingText, StopStrings
+from draftsmith.eval.decoding.stop_strings import GrowingText, StopMatcher
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
@@ -41,8 +40,6 @@ from draftsmith.recipes.schema import Recipe
 
 LONGEST_TOKENS = 4096  # of a prompt with its answer, unless the target's context is shorter
 STOPS_WITHIN_S = 0.5  # how long an idle worker waits for a job before it checks for `stop`
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ class Job:
     new_tokens: int
     sampling: Sampling
     seed: int
-    stops: tuple[str, ...]
+    stops: Sequence[str]
     send: Callable[[Piece | CompletedAnswer | BaseException], object]
     cancelled: threading.Event = field(default_factory=threading.Event)
     streamed: bool = True
@@ -94,23 +91,31 @@ class Running:
     """An answer that is being generated.
 
     layers: feature layers of the drafter at its start. features: of the committed tokens, from these layers, as tensors
-    [n, F] in order. counted: False for warm-up.
+    [n, F] in order. text: what was sent. counted: False for warm-up.
     """
 
     job: Job
     generation: Generation
-    pieces: AnswerPieces
+    growing: GrowingText
     layers: tuple[int, ...]
     features: list[Tensor]
     started_s: float
-    counted: bool = True
-    texts: list[str] = field(default_factory=list)
+    counted: bool
+    text: str = ""
 
-    def add_piece(self, piece: Piece) -> None:
-        """Add a piece to the answer's text, and send it if the answer is streamed."""
-        self.texts.append(piece.text)
+    def send_round(self, round_: Round) -> None:
+        """Send the text of a round, but no end of it that may be part of a stop string."""
+        texts = [self.growing.text, *map(self.growing.add, round_.committed)]
+        drafted = texts[round_.accepted][len(texts[0]) :]
+        held = max((count_held_characters(texts[-1], stop) for stop in self.job.stops), default=0)
+        self.send(texts[-1][: len(texts[-1]) - held], drafted, round_.kept, round_.accepted)
+
+    def send(self, text: str, drafted: str = "", tokens: int = 0, accepted: int = 0) -> None:
+        """Send what the answer's text has more than was sent, if the answer is streamed; the others as in `Piece`."""
+        new = text[len(self.text) :]
+        self.text += new
         if self.job.streamed:
-            self.job.send(piece)
+            self.job.send(Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted))
 
 
 class RequestCancelled(Exception):
@@ -126,8 +131,6 @@ class Worker:
 
     Args:
         recipe: Recipe whose first method drafts.
-        queue_length: Most waiting jobs.
-        on_answer: Called with every complete answer.
         get_newer: Called before every answer; returns the folder of a drafter to serve from then on, or None.
         concurrency: Number of concurrent answers, each with its KV cache.
 
@@ -209,15 +212,6 @@ class Worker:
                 while True:
                     self.jobs.get_nowait().send(RequestCancelled())
 
-    def answer(self, client: Callable[[], Result]) -> Result:
-        """Run `client` in another thread while this thread processes its jobs; return the client's result."""
-        self.warm_up()
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(client)
-            future.add_done_callback(lambda _: self.stop())
-            self.work()
-            return future.result()
-
     def _work(self) -> None:
         while not self._stopping.is_set():
             try:
@@ -264,8 +258,6 @@ class Worker:
             logger.exception("the newer drafter could not be loaded; the current one stays")
             return
         self.drafter = drafter
-        for running in self._running:
-            running.generation.use(None)
         self._measure()
         self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
@@ -287,15 +279,12 @@ class Worker:
         session.current = self._get_free_sequence()
         session.read_layers(self.drafter.feature_layers)
         generator = torch.Generator(self.target.device).manual_seed(job.seed)
-        stop = StopStrings(job.stops, self.tokenizer) if job.stops else None
-        limits = (job.new_tokens, self.end_ids, generator, stop)
-        number, columns = session.current, self.drafter.vocab.columns
-        generation = Generation(None, job.sampling, *limits, columns=columns, sequence=number)
-        step = session.prefill(job.prompt_ids)
-        generation.begin(step.logits[-1])
-        generation.record.first_token_s = generation.record.prefill_s = time.perf_counter() - started_s
-        pieces = AnswerPieces(self.tokenizer, job.stops)
-        running = Running(job, generation, pieces, self.drafter.feature_layers, [step.features], started_s, counted)
+        stop = StopMatcher(job.stops, self.tokenizer) if job.stops else None
+        generation = Generation(Autoregressive(), job.sampling, job.new_tokens, self.end_ids, generator, stop)
+        features = generation.begin(session, job.prompt_ids)
+        growing = GrowingText(self.tokenizer)
+        growing.add(generation.record.ids[0])
+        running = Running(job, generation, growing, self.drafter.feature_layers, [features], started_s, counted)
         self._running.append(running)
         return running
 
@@ -314,31 +303,33 @@ class Worker:
             if running.counted:
                 self._count(round_)
             running.generation.record.round_s.append(time.perf_counter() - started_s)
-            running.add_piece(running.pieces.of_round(round_))
+            running.send_round(round_)
 
     def _set_method(self, running: Running, is_alone: bool) -> None:
         """Set the next round's method: the drafter if the answer runs alone and started with its feature layers."""
-        generation, drafts = running.generation, is_alone and running.layers == self.drafter.feature_layers
-        if isinstance(generation.method, TreeDrafter if drafts else Autoregressive):
+        generation, method = running.generation, running.generation.method
+        decoder = self._decoder if is_alone and running.layers == self.drafter.feature_layers else None
+        if decoder is (method.decoder if isinstance(method, TreeDrafter) else None):
             return
-        method: Method = Autoregressive()
         features = torch.cat(running.features)
         running.features = [features]
-        if drafts:
-            recipe, sampling = self.recipe.eval.methods[0], generation.sampling
-            method = build_tree_drafter(recipe, self._decoder, sampling, generation.generator)
+        if decoder is None:
+            method = Autoregressive()
+        else:
+            recipe = self.recipe.eval.methods[0]
+            method = build_tree_drafter(recipe, decoder, generation.sampling, generation.generator)
             self._costs.set_costs(method)  # already measured by `_measure`
         *ids, newest = *running.job.prompt_ids, *generation.record.ids  # the newest is not in the KV cache yet
         method.start(ids, features)
         method.observe([newest], features[-1:])
-        generation.use(method)
+        generation.method = method
 
     def _finish(self, running: Running) -> None:
         job, record = running.job, running.generation.record
         record.wall_time_s = time.perf_counter() - running.started_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
-        running.add_piece(running.pieces.rest(record))
-        finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", "".join(running.texts))
+        running.send(running.growing.text if record.text is None else record.text)
+        finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", running.text)
         self.generated.inc(len(record.ids))
         self.seconds.inc(record.wall_time_s)
         self._store(finished)
@@ -372,40 +363,6 @@ class Worker:
         self.accepted.inc(round_.accepted)
         for position in range(round_.accepted):
             self.by_position.labels(position).inc()
-
-
-class AnswerPieces:
-    """Splits an answer's text into the pieces of its rounds.
-
-    Text at the end is held back as long as it may be part of a stop string or of an incomplete character.
-    """
-
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._growing: GrowingText | None = None
-        self._sent = 0  # characters
-
-    def of_round(self, round_: Round) -> Piece:
-        if self._growing is None:
-            self._growing = GrowingText(self._tokenizer)
-            self._growing.add(round_.tree.tokens[0])  # the prefill's token
-        texts = [self._growing.text, *map(self._growing.add, round_.committed)]
-        drafted = texts[round_.accepted][len(texts[0]) :]
-        return self._piece(texts[-1], drafted, round_.kept, round_.accepted)
-
-    def rest(self, record: AnswerRecord) -> Piece:
-        """Return the text that was held back, up to the stop string that ended the answer."""
-        text = record.text
-        if text is None:
-            text = str(self._tokenizer.decode(record.ids, skip_special_tokens=True)).rstrip(UNFINISHED)
-        return Piece(text[self._sent :])
-
-    def _piece(self, text: str, drafted: str, tokens: int, accepted: int) -> Piece:
-        """Return the text that was not sent yet, less what may become a stop string."""
-        held = max((count_held_characters(text, stop) for stop in self._stops), default=0)
-        new = text[self._sent : max(self._sent, len(text) - held)]
-        self._sent += len(new)
-        return Piece(new, drafted if new.startswith(drafted) else "", tokens, accepted)
 
 
 def count_held_characters(text: str, stop: str) -> int:

@@ -56,14 +56,13 @@ class RoundCosts:
 
     @cached_property
     def _verify_costs(self) -> list[float]:
-        """Return the cost of verification by number of nodes from 1 on; cached, as a round reads it dozens of times."""
-        return [on_curve(self.verify, nodes) for nodes in range(1, self.verify[-1][0] + 1)]
+        """Return the cost of verification by number of nodes from 1 on, between measured sizes interpolated.
 
-
-def on_curve(curve: Curve, nodes: int) -> float:
-    """Interpolate between the measured sizes; larger ones get the time of the largest."""
-    sizes, times = zip(*curve, strict=True)
-    return float(np.interp(nodes, sizes, times))
+        Cached, as a round reads it dozens of times.
+        """
+        sizes, times = zip(*self.verify, strict=True)
+        costs: list[float] = np.interp(range(1, sizes[-1] + 1), sizes, times).tolist()
+        return costs
 
 
 def isotonic_fit(curve: Curve) -> Curve:

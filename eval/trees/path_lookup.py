@@ -90,7 +90,6 @@ def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
 
     Args:
         tree: A deterministic tree with `log_confidence`: the drafter's most likely paths, `nodes` or more.
-        lookup: The sequence so far.
 
     Raises:
         ValueError: The tree's tokens were sampled: cutting or extending such a tree would bias it.

@@ -83,10 +83,7 @@ class TreeShape:
     def from_nodes(nodes: Sequence[int], parents: Sequence[int], num_candidates: int | None = None) -> TreeShape:
         """Return the shape of a subset of a tree's nodes, ascending and with their parents.
 
-        Args:
-            nodes: The subset.
-            parents: The parents of all nodes of the tree.
-            num_candidates: Number of candidates, as for the whole tree.
+        `parents` and `num_candidates` are the whole tree's.
         """
         new_index = {-1: -1} | {node: index for index, node in enumerate(nodes)}
         new_parents = tuple(new_index[parents[node]] for node in nodes)
@@ -186,12 +183,7 @@ class DraftTree:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.shape):
             raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.shape)} nodes")
-        if self.draws is not None:
-            if len(self.draws) != len(self.tokens) or self.q is None:
-                raise ValueError(f"{len(self.tokens)} nodes need as many lists of draws, and q: not {len(self.draws)}")
-        elif self.q is not None and len(self.q) != len(self.tokens):
-            raise ValueError(f"q has {len(self.q)} rows for a tree of {len(self.tokens)} nodes")
-        elif self.q is not None and isinstance(self.tokens, DeviceTokens) and self.shape.max_depth + 1 != len(self):
+        if self.q is not None and isinstance(self.tokens, DeviceTokens) and self.shape.max_depth + 1 != len(self):
             raise ValueError("of sampled trees only chains may leave their tokens on the device")
 
     def __len__(self) -> int:
@@ -292,10 +284,8 @@ def verify(
     """Return the path of the tree that the target accepts, with its next token.
 
     Args:
-        tree: The draft tree.
         logits: [N, V] of the target at every node.
         sampling: Sampling to apply to the target's logits; `tree.q` must have been computed with the same one.
-        generator: Source of randomness at temperatures > 0.
         lenience: In (0, 1]; 1 is lossless.
     """
     if not sampling.greedy:
@@ -307,11 +297,7 @@ def verify(
 
 
 def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verification:
-    """Follow, from the root, the child that equals the target's most likely token at its parent.
-
-    Args:
-        argmax_ids: [N] most likely token at every node.
-    """
+    """Follow, from the root, the child that equals the target's most likely token [N] at its parent."""
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:

@@ -29,20 +29,13 @@ def test_answers_equal_the_targets() -> None:
     assert sum(round_.kept for round_ in rounds) == 23
 
 
-def test_every_tree_of_a_recipe_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lookups fill the tree on a target that repeats itself; adaptive trees have measured round costs."""
+def test_costs_of_adaptive_trees_are_measured_with_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
-    target = tiny_target(initializer_range=0.02)
-    looking = MethodConfig(name="x", tree="best_first", nodes=6, branch=3, lookup=True)
+    monkeypatch.setattr(costs, "SIZES", (2, 4))
+    target = tiny_target()
     adaptive = MethodConfig(name="x", tree="adaptive", nodes=6, branch=3)
-    with SpeculativeDecoder(target, None, max_length_tokens=64) as plain:
-        expected = plain.answer(PROMPT, 58).ids
-    with SpeculativeDecoder(target, None, tiny_parallel(target), looking, max_length_tokens=64) as decoder:
-        found = decoder.answer(PROMPT, 58)
-    assert found.ids == expected
-    assert max(found.accept_lengths) == 7
-    with SpeculativeDecoder(target, None, tiny_parallel(target), adaptive, max_length_tokens=64) as decoder:
-        assert decoder.answer(PROMPT, 58).ids == expected
+    with SpeculativeDecoder(target, None, tiny_parallel(target), adaptive, max_length_tokens=32) as decoder:
+        decoder.answer(PROMPT, 8)
         assert isinstance(decoder.method, TreeDrafter)
         assert decoder.method.adaptive is not None
         known = decoder.method.adaptive.costs

@@ -103,7 +103,8 @@ class HalfRightStepwiseDecoder(HalfRightDecoder):
         self._paths: list[list[int]] = [[]]
         return self._logits_after([])
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
+        tokens = torch.as_tensor(tokens).tolist()
         added = [[*self._paths[parent], token] for token, parent in zip(tokens, parents, strict=True)]
         self._paths += added
         return torch.cat([self._logits_after(path) for path in added])

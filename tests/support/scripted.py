@@ -2,12 +2,13 @@
 
 from torch import Tensor
 
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
 V = 11
 
 
-class Scripted:
+class Scripted(Method):
     """Method that proposes the known answer, a wrong one, or the answer with a wrong token at one depth."""
 
     name = "scripted"

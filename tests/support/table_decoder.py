@@ -35,7 +35,8 @@ class TableDecoder:
         self._paths, self.widths = [()], []
         return self._drafted([()])
 
-    def expand(self, tokens: list[int], parents: list[int]) -> Tensor:
+    def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
+        tokens = torch.as_tensor(tokens).tolist()
         self.widths.append(len(tokens))
         # The parents are nodes of earlier calls.
         added = [(*self._paths[parent], token) for token, parent in zip(tokens, parents, strict=True)]

@@ -53,15 +53,6 @@ def test_appended_records_are_read_back(tmp_path: Path) -> None:
     assert len(log.file.read_text().splitlines()) == 2
 
 
-def test_records_of_earlier_versions_are_read() -> None:
-    """They do not have the prompt's length."""
-    values = asdict(made_up(0, 2.0, 4.0))
-    for answer in values["answers"].values():
-        del answer["turns"][0]["prompt_tokens"]
-    (turn,) = QuestionRecord.from_json(values).answers["chain@0"].turns
-    assert (turn.prompt_tokens, turn.accept_lengths) == (None, [3, 3, 3])
-
-
 # A method's name must not lead out of the folder: files of answers are called by it.
 OUTSIDE = json.dumps(asdict(made_up(0, 2.0, 4.0))).replace('"method": "chain"', '"method": "../../chain"')
 

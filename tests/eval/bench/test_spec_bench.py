@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.table_decoder import DepthsDecoder
+from support.tiny_models import smallest_llama
+from transformers import LlamaForCausalLM
 
 from draftsmith.data.sources.questions import Question
 from draftsmith.errors import UserError
@@ -20,10 +21,8 @@ from draftsmith.eval.bench.spec_bench import SpecBench, write_answers
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.stop_strings import StopStrings
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, TreeDrafter
 from draftsmith.eval.report.summary import summarize, summarize_timing
-from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.models.sampling import Sampling
 
 V = 40
@@ -47,32 +46,13 @@ def letters(_tokenizer: Any, turns: list[Any]) -> list[int]:
     return [1] + [2 + ord(letter) % 26 for turn in turns for letter in turn.role[0] + turn.content]
 
 
-class FixedDecoder:
-    columns = ALL_TOKENS
-
-    def start(self, prompt_ids: Any, features: Any, position_offset: int = 0) -> None:
-        pass
-
-    def observe(self, committed_ids: Any, features: Any) -> None:
-        pass
-
-    def draft(self) -> torch.Tensor:
-        return torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+def drafter() -> DepthsDecoder:
+    return DepthsDecoder(torch.randn(3, V, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=96,
-        initializer_range=0.4,
-    )
-    return LlamaForCausalLM(config).eval()
+    return smallest_llama(0, V, num_hidden_layers=1, max_position_embeddings=96).float()
 
 
 @pytest.fixture
@@ -89,7 +69,7 @@ def methods() -> list[Arm]:
         sampling, generator = Sampling(temperature), torch.Generator()
         methods.append(Arm(Autoregressive(), sampling, torch.Generator()))
         for name, builder in (("chain", ChainBuilder()), ("tree", BestFirstBuilder(6, 3))):
-            methods.append(Arm(TreeDrafter(name, FixedDecoder(), builder, sampling, generator), sampling, generator))
+            methods.append(Arm(TreeDrafter(name, drafter(), builder, sampling, generator), sampling, generator))
     return methods
 
 
@@ -97,22 +77,13 @@ def test_each_method_reads_its_own_layers(bench: SpecBench, tmp_path: Path) -> N
     """Drafters of different kinds in one run each get the features that they require."""
     widths: dict[str, set[int]] = {"deep": set(), "plain": set()}
 
-    class Watching(FixedDecoder):
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-            widths[self._name].add(features.shape[-1])
-
-        def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-            widths[self._name].add(features.shape[-1])
+    def watching(name: str, layers: tuple[int, ...]) -> Arm:
+        decoder: Any = drafter()
+        decoder.start = decoder.observe = lambda _, features: widths[name].add(features.shape[-1])
+        return Arm(TreeDrafter(name, decoder, ChainBuilder(), greedy), greedy, torch.Generator(), layers)
 
     greedy = Sampling()
-    methods = [
-        Arm(Autoregressive(), greedy, torch.Generator()),
-        Arm(TreeDrafter("deep", Watching("deep"), ChainBuilder(), greedy), greedy, torch.Generator(), (0, 1, -1)),
-        Arm(TreeDrafter("plain", Watching("plain"), ChainBuilder(), greedy), greedy, torch.Generator()),
-    ]
+    methods = [Arm(Autoregressive(), greedy, torch.Generator()), watching("deep", (0, 1, -1)), watching("plain", (-1,))]
     bench.run(methods, RecordLog(tmp_path / "records.jsonl"), runs=2, warmup_questions=0)
     assert widths == {"deep": {3 * 16}, "plain": {16}}
 
@@ -183,7 +154,7 @@ def test_stop_strings_end_answers_and_are_cut_off(bench: SpecBench, methods: lis
     bench.run(methods, free, runs=1, warmup_questions=0)
     text = next(iter(free)).answers["autoregressive@0"].turns[0].text
     assert text is not None
-    bench._stop = StopStrings((text[4],), LetterTokenizer())
+    bench._stop = (text[4],)
     log = RecordLog(tmp_path / "stopped.jsonl")
     bench.run(methods, log, runs=1, warmup_questions=0)
     answers = next(iter(log)).answers

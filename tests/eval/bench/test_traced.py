@@ -23,13 +23,6 @@ class Letters:
         return "".join(chr(97 + token) for token in ids)
 
 
-class Bytes:
-    """Tokenizer whose tokens are bytes, so a character may take several."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return bytes(ids).decode("utf-8", errors="replace")
-
-
 @pytest.fixture(scope="module")
 def session() -> Iterator[TargetSession]:
     with TargetSession(smallest_llama(1, V, max_position_embeddings=48), 48) as session:
@@ -69,13 +62,6 @@ def test_answer_that_ends_within_a_path_has_no_target_token(session: TargetSessi
     assert trace.answer.rounds[-1].own is None
     assert trace.answer.rounds[-1].rejected == []
     assert len(trace.answer.rounds[-1].accepted) == out.accept_lengths[-1] == answer.index(end)
-
-
-def test_character_of_several_tokens_appears_with_the_last_one() -> None:
-    text, ids = Trace(TracedAnswer("x@0", "x", 1, "math", "?"), Bytes()), list("aé€".encode())
-    before: list[int] = []
-    assert [text._add(before, token) for token in ids] == ["a", "", "é", "", "", "€"]
-    assert before == ids
 
 
 def test_rejected_path_begins_at_the_first_child_of_the_last_accepted_node() -> None:

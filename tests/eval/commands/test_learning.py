@@ -5,6 +5,7 @@ import json
 import queue
 import shutil
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,13 +52,22 @@ def record(*ids: int) -> Any:
     return SimpleNamespace(ids=list(ids))
 
 
-def ask(worker: Worker, prompt_ids: list[int]) -> list[int]:
-    """Answer a prompt by `Worker.answer`."""
-    out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    worker.submit(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
-    while not isinstance(end := out.get(timeout=60), CompletedAnswer):
-        assert not isinstance(end, BaseException)
-    return end.record.ids
+def answers_of(worker: Worker, prompts: list[list[int]]) -> list[list[int]]:
+    """Have a worker answer prompts one after the other, in this thread."""
+
+    def ask(prompt_ids: list[int]) -> list[int]:
+        out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        worker.submit(Job(prompt_ids, NEW_TOKENS, Sampling(), 0, (), out.put))
+        while not isinstance(end := out.get(timeout=60), CompletedAnswer):
+            assert not isinstance(end, BaseException)
+        return end.record.ids
+
+    worker.warm_up()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: list(map(ask, prompts)))
+        asked.add_done_callback(lambda _: worker.stop())
+        worker.work()
+        return asked.result()
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +78,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, list[list[
     worker = Worker(recipe, 4, lambda finished: learned.add(finished.prompt_ids, finished.record))
     records = (parse_conversation(record, where) for where, record in open_records(SourceRecipe(), "all"))
     prompts = [prompt_token_ids(worker.tokenizer, [Turn("user", next(records).turns[0].content)]) for _ in range(90)]
-    answers = worker.answer(lambda: [ask(worker, prompt) for prompt in prompts])
-    return recipe, prompts, answers
+    return recipe, prompts, answers_of(worker, prompts)
 
 
 @pytest.fixture
@@ -150,7 +159,7 @@ def test_full_disk_loses_no_answer(served: Any, again: Recipe, caplog: Any) -> N
         kept.append(finished.record.ids)
 
     worker = Worker(again, 4, keep)
-    assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:4]]) == served[2][:4]
+    assert answers_of(worker, served[1][:4]) == served[2][:4]
     assert kept == served[2][2:4]
     assert worker.not_kept._value.get() == 2
     assert (
@@ -222,7 +231,7 @@ def test_learner_improves_the_drafter_and_answers_stay_equal(again: Recipe, serv
     assert learner.cycle() is None  # no new answers
     worker = Worker(again, 4, get_newer=Learned(again, KEPT).newer)
     worker._get_newer = iter([learned.serving(), *[None] * 99]).__next__
-    assert worker.answer(lambda: [ask(worker, prompt) for prompt in served[1][:8]]) == served[2][:8]
+    assert answers_of(worker, served[1][:8]) == served[2][:8]
     assert worker.drafters._value.get() == 1
     assert learned.roll_back() == "drafter 0 serves again, in place of 1"
     assert learned.serving() == RunFolder(again).drafter

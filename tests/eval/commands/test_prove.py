@@ -17,6 +17,7 @@ from draftsmith.eval.commands.prove import (
     rosenblatt,
 )
 from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.report.report import proof_sentence
 from draftsmith.eval.trees import verify
@@ -27,19 +28,13 @@ from draftsmith.recipes.schema import Recipe
 PROMPT = [5, 9, 33, 12]
 
 
-class Guess:
+class Guess(Method):
     """Method that drafts two tokens from a fixed q at depths 1 and 2."""
 
     name = "guess"
 
     def __init__(self, q: Tensor, generator: torch.Generator) -> None:
-        self._q, self._generator, self._newest = q, generator, -1
-
-    def start(self, prompt_ids: list[int], features: Tensor) -> None:
-        pass
-
-    def observe(self, committed_ids: list[int], features: Tensor) -> None:
-        self._newest = committed_ids[-1]
+        self._q, self._generator = q, generator
 
     def propose(self) -> DraftTree:
         drawn = torch.multinomial(self._q, 2, replacement=True, generator=self._generator).tolist()

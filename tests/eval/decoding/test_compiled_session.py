@@ -46,6 +46,12 @@ def methods(answer: list[int]) -> list[Method]:
     return [Autoregressive(), PromptLookup("pld", num_tokens=4, partial=True), *drafting]
 
 
+def counting_backend() -> tuple[list[torch.fx.GraphModule], Any]:
+    """Return a backend of `torch.compile` that runs graphs as they are, and the list of its graphs."""
+    graphs: list[torch.fx.GraphModule] = []
+    return graphs, lambda graph, _: (graphs.append(graph), graph.forward)[1]
+
+
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize(
     "name",
@@ -61,12 +67,7 @@ def test_greedy_identity_in_few_graphs(name: str, static: bool) -> None:
     target = AutoModelForCausalLM.from_config(TINY[name]).eval()
     with TargetSession(target, 48) as session:
         wanted = [generate(session, Autoregressive(), prompt, GREEDY, 24).ids for prompt in PROMPTS]
-    graphs: list[torch.fx.GraphModule] = []
-
-    def counting(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, counting = counting_backend()
     with TargetSession(target, 48, compiler=Compiler(counting, is_static=static)) as session:
         assert session.compiled is not None
         for prompt, answer in zip(PROMPTS, wanted, strict=True):
@@ -85,12 +86,7 @@ def test_no_recompilation_over_1000_tokens(static: bool) -> None:
     target = AutoModelForCausalLM.from_config(
         LlamaConfig(**SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 2048})
     ).eval()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def counting(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, counting = counting_backend()
     with TargetSession(target, 1100, compiler=Compiler(counting, is_static=static)) as session:
         session.prefill(PROMPTS[0])
         for number in range(1000 // 25 + 1):

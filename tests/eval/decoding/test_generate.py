@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding import generate as generate_module
-from draftsmith.eval.decoding.generate import Round, generate
+from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession, TargetStep
 from draftsmith.eval.methods import drafter as builders_module
@@ -57,48 +57,42 @@ def generate_greedy(session: TargetSession, tokens: int) -> list[int]:
     return generate(session, Autoregressive(), PROMPT, GREEDY, tokens).ids
 
 
-def test_drafts_that_are_never_always_or_sometimes_right(session: TargetSession) -> None:
-    """16 tokens, the first from the prefill, 15 in rounds of five, one or three."""
+def generate_until(session: TargetSession, method: Any, end: int, **options: Any) -> AnswerRecord:
+    return generate(session, method, PROMPT, GREEDY, 20, {end, V + 5}, **options)
+
+
+@pytest.mark.parametrize(
+    ("spoil_depth", "accept_lengths", "drafts", "tried"),
+    [(None, [5, 5, 5], [4, 4, 4], 4 * 3), (1, [1] * 15, [0] * 15, 14), (3, [3] * 5, [2] * 5, 3 * 5 - 1)],
+)
+def test_drafts_that_are_always_never_or_sometimes_right(
+    session: TargetSession, spoil_depth: int | None, accept_lengths: list[int], drafts: list[int], tried: int
+) -> None:
+    """16 tokens, the first from the prefill, 15 in rounds of five, one or three.
+
+    Verification reaches every accepted draft token and the rejected one after it, if any. The last spoiled tree is cut
+    to the remaining tokens: no draft token at depth 3, or none at all.
+    """
     answer = generate_greedy(session, 24)
-    for spoil_depth, accept_lengths, drafts in [
-        (None, [5, 5, 5], [4, 4, 4]),
-        (1, [1] * 15, [0] * 15),
-        (3, [3] * 5, [2] * 5),
-    ]:
-        out = generate(session, Scripted(answer, spoil_depth), PROMPT, GREEDY, 16)
-        assert out.ids == answer[:16]
-        assert out.accept_lengths == accept_lengths
-        assert out.draft_lengths == drafts
-        assert sum(out.accept_lengths) + 1 == len(out.ids)
-        assert (out.rounds, out.accepted_drafts) == (len(accept_lengths), sum(drafts))
-        assert out.wall_time_s >= out.prefill_s + sum(out.round_s)
-        assert sum(out.round_s) == pytest.approx(out.draft_s + out.verify_s + out.choose_s + out.commit_s)
-        assert len(out.round_s) == out.rounds
-        assert 0 < out.first_token_s < out.prefill_s
+    out = generate(session, Scripted(answer, spoil_depth), PROMPT, GREEDY, 16)
+    assert out.ids == answer[:16]
+    assert (out.accept_lengths, out.draft_lengths, out.tried) == (accept_lengths, drafts, tried)
+    assert (out.rounds, out.accepted_drafts, out.prompt_tokens) == (len(accept_lengths), sum(drafts), len(PROMPT))
+    assert max(out.draft_depths) == 4
+    assert (out.draft_depths[-1] < 4) == (spoil_depth is not None)
 
 
 def test_token_limit_cuts_the_last_round(session: TargetSession) -> None:
     """1 + 5 + 2: the last tree is cut to the one draft token that can be committed with the target's own."""
-    answer = generate_greedy(session, 24)
+    answer = generate_greedy(session, 45)
     out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 8)
-    assert out.ids == answer[:8]
-    assert out.accept_lengths == [5, 2]
-    assert out.draft_lengths == [4, 1]
+    assert (out.ids, out.accept_lengths, out.draft_lengths) == (answer[:8], [5, 2], [4, 1])
     assert generate(session, Scripted(answer, None), PROMPT, GREEDY, 1).rounds == 0
-
-
-def test_verified_draft_tokens_by_depth(session: TargetSession) -> None:
-    """Every accepted one and the rejected one after it, if any: none after a full path or at the answer's end."""
-    answer = generate_greedy(session, 24)
-    for spoil_depth, tried in [(None, 4 * 3), (1, 15), (3, 3 * 5)]:
-        out = generate(session, Scripted(answer, spoil_depth), PROMPT, GREEDY, 16)
-        # The last spoiled tree is cut to the remaining tokens: no draft token at depth 3, or none at all.
-        assert out.tried == tried - (spoil_depth is not None)
-        assert max(out.draft_depths) == 4
-        assert (out.draft_depths[-1] < 4) == (spoil_depth is not None)
-    end = next(token for index, token in enumerate(answer) if index >= 2 and token not in answer[:index])
-    out = generate(session, Scripted(answer, 4), PROMPT, GREEDY, 20, {end})
-    assert out.tried <= sum(out.draft_lengths) + out.rounds
+    assert (
+        generate(session, Scripted([*answer, 1, 1, 1, 1], None), PROMPT, GREEDY, 45).ids == answer
+    )  # the last position
+    with pytest.raises(UserError, match="prompt of 3 tokens and an answer of 46 do not fit into a session of 48"):
+        generate(session, Autoregressive(), PROMPT, GREEDY, 46)
 
 
 def test_tokens_outside_the_draft_vocabulary(session: TargetSession) -> None:
@@ -120,28 +114,26 @@ def test_tokens_outside_the_draft_vocabulary(session: TargetSession) -> None:
     assert missing in answer[3:15:3]
 
 
-def test_on_round_gets_every_round(session: TargetSession) -> None:
-    """It gets accepted paths and committed tokens, the last cut by the end token; the answer does not change."""
+def test_end_token_cuts_the_round_and_on_round_gets_every_one(session: TargetSession) -> None:
     answer = generate_greedy(session, 24)
     end = next(token for index, token in enumerate(answer) if index >= 8 and token not in answer[:index])
     rounds: list[Round] = []
-    out = generate(session, Scripted(answer, 3), PROMPT, GREEDY, 20, {end}, on_round=rounds.append)
+    out = generate_until(session, Scripted(answer, 3), end, on_round=rounds.append)
     assert out.ids == answer[: answer.index(end) + 1]
     assert [round_.kept for round_ in rounds] == out.accept_lengths
     place = 1
     for round_ in rounds:
-        path, tree = round_.verification.path, round_.tree
-        committed = [*(tree.tokens[node] for node in path[1:]), round_.verification.next_token]
-        assert committed[: round_.kept] == answer[place : place + round_.kept]
-        assert round_.logits.shape == (len(tree), V)
+        assert round_.committed == answer[place : place + round_.kept]
+        assert round_.logits.shape == (len(round_.tree), V)
         place += round_.kept
+    assert place == len(out.ids)
+    first = generate_until(session, Scripted(answer, None), answer[0])
+    assert (first.ids, first.rounds) == (answer[:1], 0)
 
 
 def test_phases_are_timed_separately(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake clock moves only in the work of each phase."""
-    from draftsmith.eval.decoding import generate as loop
-
-    now = [0.0]
+    loop, now = generate_module, [0.0]
 
     def taking(seconds: float, function: Any) -> Any:
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -165,36 +157,13 @@ def test_phases_are_timed_separately(session: TargetSession, monkeypatch: pytest
     assert out.wall_time_s == 96.0 + 45.0
 
 
-def test_end_token_cuts_the_round(session: TargetSession) -> None:
-    answer = generate_greedy(session, 24)
-    end = next(token for index, token in enumerate(answer) if index >= 2 and token not in answer[:index])
-    place = answer.index(end)
-    out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 20, {end, V + 5})
-    assert out.ids == answer[: place + 1]
-    assert sum(out.accept_lengths) + 1 == len(out.ids)
-    first = generate(session, Scripted(answer, None), PROMPT, GREEDY, 20, {answer[0]})
-    assert (first.ids, first.rounds) == (answer[:1], 0)
-
-
-def test_prompt_and_answer_must_fit(session: TargetSession) -> None:
-    with pytest.raises(UserError, match="prompt of 3 tokens and an answer of 46 do not fit into a session of 48"):
-        generate(session, Autoregressive(), PROMPT, GREEDY, 46)
-
-
-def test_answer_may_reach_the_last_position(session: TargetSession) -> None:
-    answer = generate_greedy(session, 45)
-    out = generate(session, Scripted([*answer, 1, 1, 1, 1], None), PROMPT, GREEDY, 45)
-    assert out.ids == answer
-    assert len(answer) == 45
-
-
 # ---- sampling: the distribution of whole answers, by enumeration of all random outcomes in the loop ----
 
 SMALL_V, DEPTHS = 3, 2
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
 BUILDERS: dict[str, TreeBuilder] = {
     "chain": ChainBuilder(),
-    "static": StaticBuilder([[0], [1], [0, 0]]),
+    "static, top-k": StaticBuilder([[0], [1], [0, 0]]),
     "best_first": BestFirstBuilder(nodes=4, branch=2),
     "adaptive": BestFirstBuilder(nodes=4, branch=2),
     "grown chain": ChainGrower(),

@@ -36,7 +36,6 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 PROMPT = [5, 9, 33, 12, 40, 7]
-every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
 
 
 def chain(*tokens: int) -> DraftTree:
@@ -47,7 +46,9 @@ def plain_logits(target: PreTrainedModel, ids: list[int]) -> Tensor:
     return target(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-@every_hybrid
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.nightly) for name in HYBRIDS]
+)
 def test_greedy_answers_are_those_of_generate(name: str) -> None:
     """Chains are accepted in part, round after round, so that tokens are read again with and without a draft."""
     target, new_tokens = tiny_target(name), 2 * MOST_UNREAD_TOKENS
@@ -61,7 +62,7 @@ def test_greedy_answers_are_those_of_generate(name: str) -> None:
             assert 0 < answer.accepted_drafts < answer.tried
 
 
-@every_hybrid
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_rejected_tokens_leave_no_trace(name: str) -> None:
     """Logits and features of every chain, after rejections of each length and after a chain that nobody committed."""
     target, ids = tiny_target(name), list(PROMPT)

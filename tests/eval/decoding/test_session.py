@@ -4,47 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from support.half_right import SIZES, TINY
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding import session as session_module
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.target.loading import longest_sequence_tokens
 
-V = 61
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "gemma": GemmaConfig(**SIZES),
-    "gpt2": GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-}
+V = 97
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention).to(dtype).eval()
+    return AutoModelForCausalLM.from_config(TINY[name], attn_implementation=attention).to(dtype).eval()
 
 
 @torch.inference_mode()
@@ -55,7 +29,7 @@ def forward_without_cache(model: Any, ids: list[int]) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 def test_tree_equals_separate_sequences(name: str, attention: str) -> None:
     model = tiny(name, attention=attention)
     prompt = [5, 9, 3, 30]
@@ -114,17 +88,10 @@ def test_cache_of_tree_masks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_too_long_sequences_are_refused() -> None:
     model = tiny("llama")
-    assert longest_sequence_tokens(model) == 64
-    with pytest.raises(UserError, match="65 tokens do not fit into the target's 64 positions"):
-        TargetSession(model, 65)
+    with pytest.raises(UserError, match="129 tokens do not fit into the target's 128 positions"):
+        TargetSession(model, 129)
     with TargetSession(model, 8) as session, pytest.raises(UserError, match="a prompt of 9 tokens does not fit"):
         session.prefill(list(range(9)))
-
-
-def test_sliding_window_does_not_limit_the_session() -> None:
-    config = MistralConfig(**SIZES, sliding_window=16)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    assert longest_sequence_tokens(model) == 64
 
 
 @pytest.mark.parametrize("layers", [1, 2])

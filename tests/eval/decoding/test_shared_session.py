@@ -8,7 +8,6 @@ import torch
 from support.half_right import SIZES, TINY
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftsmith.errors import UserError
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
@@ -93,9 +92,3 @@ def test_shared_forward_is_bitwise_equal(dtype: torch.dtype) -> None:
                 session.commit(path, number)
     for ours, theirs in itertools.chain(*(zip(*both, strict=True) for both in zip(found, expected, strict=True))):
         assert torch.equal(ours, theirs)
-
-
-def test_length_limit_is_that_of_one_sequence() -> None:
-    target = AutoModelForCausalLM.from_config(TINY["llama"]).eval()
-    with TargetSession(target, 20, sequences=3) as session, pytest.raises(UserError, match="a session of 20"):
-        session.prefill([1] * 21)

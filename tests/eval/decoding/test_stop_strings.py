@@ -4,17 +4,16 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 from support.scripted import Scripted
 from support.tiny_models import smallest_llama
 from support.tiny_tokenizers import CHATML, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from draftsmith.eval.decoding.generate import AnswerRecord, generate
-from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.decoding.stop_strings import StopMatcher, StopStrings
+from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -34,7 +33,7 @@ class PieceTokenizer:
 
 def cut(tokenizer: Any, ids: list[int], *stop: str) -> tuple[int | None, str | None]:
     """Return the number of kept tokens and the text; both None if nothing stops."""
-    matcher = StopMatcher(StopStrings(stop, tokenizer))
+    matcher = StopMatcher(stop, tokenizer)
     for index, token in enumerate(ids):
         if matcher.completes(token):
             return index + 1, matcher.text_before
@@ -96,36 +95,17 @@ def test_special_tokens_do_not_match() -> None:
     assert cut(tokenizer, ids, "thereS")[1] == "Hello "
 
 
-@pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
-    return smallest_llama(1, V)
-
-
-PIECES = ["a", "bc", "d\n", "e", "f", "gh", "i", "\nj", "k", "l", "m"]
-
-
-def run(target: LlamaForCausalLM, method: Method, *stop: str, sampling: Sampling = GREEDY) -> AnswerRecord:
-    stops = StopStrings(stop, PieceTokenizer(PIECES)) if stop else None
-    with TargetSession(target, 48) as session:
-        return generate(session, method, PROMPT, sampling, 24, (), torch.Generator().manual_seed(0), stops)
-
-
-def test_stop_within_an_accepted_path_and_across_rounds(target: LlamaForCausalLM) -> None:
+def test_stop_within_an_accepted_path_and_across_rounds() -> None:
     """All drafts are right, so rounds commit tokens 1-5, 6-10, ... (token 0 is the prefill's)."""
-    answer = run(target, Autoregressive()).ids
     pieces = PieceTokenizer([f"<{token}>" for token in range(V)])
-
-    def stopped(first: int, last: int) -> AnswerRecord:
-        stop = pieces.decode(answer[first : last + 1])
-        assert pieces.decode(answer).index(stop) == len(pieces.decode(answer[:first])), "not unique"
-        with TargetSession(target, 48) as session:
-            return generate(session, Scripted(answer, None), PROMPT, GREEDY, 24, (), None, StopStrings((stop,), pieces))
-
-    middle = stopped(7, 8)
-    assert (middle.ids, middle.accept_lengths, middle.draft_lengths) == (answer[:9], [5, 3], [4, 3])
-    assert middle.text == pieces.decode(answer[:7])
-    across = stopped(5, 7)
-    assert (across.ids, across.accept_lengths, across.draft_lengths) == (answer[:8], [5, 2], [4, 2])
-    assert across.text == pieces.decode(answer[:5])
-    first = stopped(0, 0)
-    assert (first.ids, first.rounds, first.text) == (answer[:1], 0, "")
+    with TargetSession(smallest_llama(1, V), 48) as session:
+        answer = generate(session, Autoregressive(), PROMPT, GREEDY, 24).ids
+        for first, last, accept_lengths, draft_lengths in (
+            (7, 8, [5, 3], [4, 3]),
+            (5, 7, [5, 2], [4, 2]),
+            (0, 0, [], []),
+        ):
+            stop = StopMatcher((pieces.decode(answer[first : last + 1]),), pieces)
+            out = generate(session, Scripted(answer, None), PROMPT, GREEDY, 24, (), None, stop)
+            assert (out.ids, out.text) == (answer[: last + 1], pieces.decode(answer[:first]))
+            assert (out.accept_lengths, out.draft_lengths) == (accept_lengths, draft_lengths)

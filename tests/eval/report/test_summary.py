@@ -130,11 +130,14 @@ def test_draft_vocabulary_figures_by_hand() -> None:
 
 
 def test_tau_by_length_by_hand() -> None:
-    """Rounds after 1, 11, 16, 18 and 38 tokens of an answer to 120; and after 1 of one whose prompt is unknown."""
-    turns = [AnswerRecord(accept_lengths=[10, 5, 2, 20, 1], prompt_tokens=120), AnswerRecord(accept_lengths=[4])]
+    """Rounds after 1, 11, 16, 18 and 38 tokens of an answer to 120; and after 1 of one to 7."""
+    turns = [
+        AnswerRecord(accept_lengths=lengths, prompt_tokens=prompt)
+        for lengths, prompt in (([10, 5, 2, 20, 1], 120), ([4], 7))
+    ]
     assert tau_by_length(turns) == {
         "tau_by_context": [
-            {"from": 0, "below": 128, "rounds": 1, "tau": 10},
+            {"from": 0, "below": 128, "rounds": 2, "tau": 7},
             {"from": 128, "below": 256, "rounds": 4, "tau": 7},
         ],
         "tau_by_position": [

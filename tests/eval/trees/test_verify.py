@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.methods.drafter import most_likely
+from draftsmith.eval.trees import enumeration
 from draftsmith.eval.trees.enumeration import (
     V,
     draws,
@@ -49,6 +50,7 @@ def test_every_tree_keeps_the_distribution(sampling: Sampling) -> None:
 
 def test_verifier_that_ignores_rejected_siblings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.eval.trees.verify._residual", lambda p, q, token: p)
+    monkeypatch.setattr(enumeration, "SAMPLED_TREES", {"chain of 1": (-1, 0), "chain of 2": (-1, 0, 1)})
     assert largest_error(SAMPLINGS[:1]) > 1e-2
 
 
