@@ -134,6 +134,22 @@ class EvenBatches(BatchSampler):
         return -(-len(self._batches) // self._num_processes) * self._num_processes
 
 
+class RowsByLength(LengthGroupedSampler):
+    """The sampler of rows of similar length, whose order depends on the seed and the epoch alone.
+
+    transformers' own draws from torch's global generator, whose state in a resumed epoch is another one.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order the next iteration gives."""
+        self.generator = torch.Generator().manual_seed(self._seed + epoch)
+
+
 def even_out(loader: DataLoader) -> DataLoader:
     """Set `EvenBatches` in a loader that accelerate has prepared, if there are several processes."""
     shard = getattr(loader, "batch_sampler", None)
@@ -375,8 +391,10 @@ class DrafterTrainer(Trainer):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
-            sampler.batch_size *= self.args.world_size  # a step's rows are those of all processes
+            lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            # A step's rows are those of all processes.
+            return RowsByLength(sampler.batch_size * self.args.world_size, lengths, seed)
         return sampler
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

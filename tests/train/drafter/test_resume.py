@@ -121,6 +121,19 @@ def test_damaged_checkpoint_is_skipped(
     check_equal_runs(whole[0], broken)
 
 
+def test_order_by_length_is_resumed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the second epoch, of four steps, has the rows that it would have had."""
+    whole, broken = (
+        make_recipe(target, name, max_steps=STEPS, save_steps=5, train_sampling_strategy="group_by_length")
+        for name in ("by-length", "by-length-broken")
+    )
+    train_drafter(whole)
+    train_until(InterruptAt(6), broken, monkeypatch)
+    assert (RunFolder(broken).drafter / "checkpoints" / "checkpoint-5").is_dir()
+    train_drafter(broken)
+    check_equal_runs(whole, broken)
+
+
 def flip_byte(file: Path) -> None:
     """Change the second to last byte, which keeps the size."""
     whole = bytearray(file.read_bytes())
