@@ -50,17 +50,12 @@ HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6
 
 
 @dataclass
-class CardSource:
-    """Conversations of one source, as `card.json` has them; counts by reason where there are several."""
+class CardSource(Tally):
+    """Counts of one source with what became of its conversations, as `card.json` has them."""
 
-    read: int
-    kept: int
-    distilled: int
+    distilled: int = 0
+    shortened: Counter[str] = field(default_factory=Counter)
     without_answer: int = 0
-    duplicates: int = 0
-    contaminated: dict[str, int] = field(default_factory=dict)
-    filtered: dict[str, int] = field(default_factory=dict)
-    invalid: dict[str, int] = field(default_factory=dict)
 
     @property
     def left_out(self) -> int:
@@ -109,8 +104,10 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     sources = {}
     for name in dict.fromkeys([*counts.by_source, *distilled]):
         tally = counts.by_source.get(name, Tally())
-        of_distilling = {"distilled": distilled[name], "shortened": dict(shortened[name])}
-        sources[name] = tally.as_json() | of_distilling | {"without_answer": max(0, tally.kept - distilled[name])}
+        without_answer = max(0, tally.kept - distilled[name])
+        sources[name] = CardSource(
+            **vars(tally), distilled=distilled[name], shortened=shortened[name], without_answer=without_answer
+        ).as_json()
     values = {
         "name": recipe.name,
         "target": {
