@@ -330,15 +330,6 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
         build_token_dataset(recipe, tokenizer, folder, progress=False)
 
 
-def test_engine_none_keeps_the_given_answers(tmp_path: Path) -> None:
-    messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
-    folder = run_folder(recipe, tmp_path / "out")
-    assert distill(recipe, tiny_tokenizer(templates.CHATML), folder, progress=False).kept == 1
-    assert next(read_distilled(tmp_path / "out")).messages == messages[:3]
-
-
 @pytest.mark.parametrize(
     ("override", "key"),
     [

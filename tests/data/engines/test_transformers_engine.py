@@ -12,10 +12,9 @@ from support.half_right import TINY, greedy_reference
 from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
+from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.errors import UserError
-from draftsmith.recipes.schema import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +224,3 @@ def test_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.
         UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"
     ):
         engine.collect()
-
-
-def test_options_open_the_transformers_engine() -> None:
-    for options, sentence in (
-        ({"batchsize": 4}, r"unknown key `data\.distill\.options\.batchsize`: did you mean `batch_size`\?"),
-        ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
-    ):
-        recipe = Recipe.model_validate({"name": "test", "data": {"distill": {"options": options}}})
-        setting = EngineSetting(recipe, None, (1,))
-        with pytest.raises(UserError, match=sentence), open_engine(setting):
-            pass
