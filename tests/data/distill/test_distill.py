@@ -136,7 +136,7 @@ def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tm
     assert not any("old" in text for call in engine.calls for text in call)
 
 
-@pytest.mark.parametrize("fail_at_call", [0, 1, 2, 3])
+@pytest.mark.parametrize("fail_at_call", [1, 3])
 def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call: int) -> None:
     tokenizer = tiny_tokenizer(templates.CHATML)
     recipe = make_recipe(source)

@@ -209,9 +209,9 @@ def test_repeated_kills_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     Every conversation is in the ledger exactly once, and each killed process costs at most one answer, the one in
     flight, generated twice.
     """
-    conversations, chance, kills = 20, random.Random(0), 0
+    conversations, chance, kills = 16, random.Random(0), 0
     work = [sys.executable, "-c", WORKER, str(tmp_path)]
-    while kills < 5:
+    while kills < 3:
         pair = [subprocess.Popen([*work, str(chance.randrange(2, 12)), str(conversations)]) for _ in range(2)]
         codes = [process.wait() for process in pair]
         assert set(codes) <= {0, -signal.SIGKILL}
