@@ -20,7 +20,7 @@ import jinja2
 import numpy as np
 from huggingface_hub import DatasetCardData
 
-from draftsmith.data.distill.ledger import FAILED, LedgerView
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.distilled import CARD_JSON, SHARDS, tokenizer_hashes
@@ -118,7 +118,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "answered_by": recipe.answering_target.display_name,
         "sources": sources,
-        "failed": dict(view.counts().get(FAILED, Counter())),
+        "failed": dict(view.failed),
         "contaminated_ids": counts.contaminated_ids,
         "questions": {name: file_sha256(file) for name, file in questions_files(question_sources(recipe)).items()},
         "selection": recipe.data.conversations.model_dump(

@@ -16,7 +16,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
 from draftsmith.data.distill import token_dataset as token_rows
-from draftsmith.data.distill.ledger import CLAIMS, DONE, SHARDS, FinishedConversation, Ledger, LedgerView
+from draftsmith.data.distill.ledger import CLAIMS, SHARDS, Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import Answered, Work, build_token_dataset, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
@@ -30,14 +30,9 @@ from draftsmith.recipes.schema import DataRecipe, Recipe
 def write_distilled(folder: Path, answers: list[list[str]]) -> None:
     shutil.rmtree(folder / SHARDS, ignore_errors=True)
     with Ledger(folder) as ledger:
-        ids = [f"{9 - number}" for number in range(len(answers))]
-        ledger.claim(ids)
-        finished = []
-        for key, said in zip(ids, answers, strict=True):
-            question = {"role": "user", "content": "Say hi"}
-            messages = [turn for answer in said for turn in (question, {"role": "assistant", "content": answer})]
-            finished.append(FinishedConversation(key, DONE, None, {"messages": messages}))
-        ledger.commit([], finished)
+        for number, said in enumerate(answers):
+            turns = [turn for text in said for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
+            ledger.commit([], [Conversation(f"{9 - number}", tuple(turns))])
 
 
 def build(data: Path, max_length_tokens: int = 128, template: str = templates.CHATML) -> Any:
