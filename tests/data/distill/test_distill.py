@@ -62,6 +62,7 @@ class HashEngine:
         self.fail_at_call = fail_at_call
         self.in_flight: list[Request] = []
         self.calls: list[list[str]] = []
+        self.seeds: list[int] = []
 
     def answer(self, prompt: str) -> str:
         return "h" + hashlib.sha256(prompt.encode()).hexdigest()[:6]
@@ -69,6 +70,7 @@ class HashEngine:
     def submit(self, request: Request) -> None:
         assert request.key not in {other.key for other in self.in_flight}
         self.in_flight.append(request)
+        self.seeds.append(request.seed)
         assert len(self.in_flight) <= self.concurrency
 
     def collect(self) -> list[tuple[str, Outcome]]:
@@ -135,6 +137,8 @@ def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tm
         prompt += f"{answer.content}<|im_end|>\n"
     assert [turn.content for turn in turns[0::2]] == ["one", "two", "three"]
     assert not any("old" in text for call in engine.calls for text in call)
+    assert len(set(engine.seeds)) == 11
+    assert all(0 <= seed < 1 << 63 for seed in engine.seeds)
 
 
 @pytest.mark.parametrize("fail_at_call", [1, 3])
@@ -185,16 +189,6 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     report = run(make_recipe(source), tmp_path / "out", engine, retry_failed=True)
     assert (report.retried, report.kept, report.answers) == (2, 2, 3)
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
-
-
-def test_seeds_differ_between_turns_and_conversations(source: Path, tmp_path: Path) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML), concurrency=7)
-    seeds: list[int] = []
-    submit = engine.submit
-    engine.submit = lambda request: (seeds.append(request.seed), submit(request))[1]  # type: ignore[method-assign,func-returns-value]
-    run(make_recipe(source), tmp_path / "out", engine)
-    assert len(set(seeds)) == 11
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
 def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
@@ -355,20 +349,15 @@ def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path:
     assert engine.calls == []
 
 
-class FailingEngine(HashEngine):
-    """Fails every request."""
-
-    def complete(self, prompt: str) -> Outcome:
-        return Failure("HTTP 400")
-
-
 def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: Path) -> None:
     """An engine that does not start or always fails fixes none; one answer does, also of an unfinished conversation."""
     out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
     first, second = make_recipe(source), make_recipe(source, temperature=0.5)
     tokenizer = tiny_tokenizer(templates.CHATML)
+    failing = HashEngine(tokenizer)
+    failing.complete = lambda prompt: Failure("HTTP 400")  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"none of the 7 conversations .* 7 \(HTTP 400\); change the recipe and run it"):
-        run(first, out, FailingEngine(tokenizer))
+        run(first, out, failing)
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))
     assert not file.exists()
@@ -463,12 +452,10 @@ def test_resumed_run_may_add_more_conversations(source: Path, tmp_path: Path) ->
         run(recipe, tmp_path / "out", engine, weights="b")
 
 
-def test_invalid_inputs_are_reported(source: Path, tmp_path: Path) -> None:
+def test_missing_template_is_reported_before_anything_is_written(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         run(make_recipe(source), tmp_path / "out", HashEngine(tiny_tokenizer(None)))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match=r"shards does not exist: run `draftsmith distill`"):
-        next(read_distilled(tmp_path / "out"))
 
 
 def test_template_without_system_turns(tmp_path: Path) -> None:

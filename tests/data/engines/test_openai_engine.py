@@ -365,21 +365,6 @@ def test_no_request_fails_when_all_servers_stay_down(start_server: StartServer, 
     assert len(kept) < 40
 
 
-def test_prompt_ids_in_a_response_are_not_read_as_the_answer(
-    start_server: StartServer, start_engine: StartEngine
-) -> None:
-    """They stand in the response, or in its choice as in vLLM."""
-
-    def script(body: dict[str, Any], number: int) -> Fault:
-        answer = server.answer("/v1/completions", body).body
-        (answer if number % 2 else answer["choices"][0])["prompt_token_ids"] = body["prompt"]
-        return Fault(body=answer)
-
-    server = start_server(script)
-    asked = requests(6)
-    assert run(start_engine(server), asked) == right_answers(asked)
-
-
 def test_redirect_is_not_followed(start_server: StartServer, start_engine: StartEngine) -> None:
     """Another host would get the prompts, and its answers would count as the target's."""
     other = start_server()
