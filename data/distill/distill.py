@@ -120,7 +120,6 @@ def distill(
     folder: RunFolder,
     weights: str | None = None,
     retry_failed: bool = False,
-    progress: bool = True,
     limits: TargetLimits | None = None,
 ) -> DistillReport:
     """Rewrite the recipe's conversations with the target, resuming from the results in `folder.data`.
@@ -131,7 +130,6 @@ def distill(
         folder: The run's folder.
         weights: Hash of the weights of the model that answers; a folder is not resumed with others.
         retry_failed: Try conversations again that the engine failed at before.
-        progress: Show a progress bar.
         limits: Limits of the model that answers; by default unknown.
 
     Raises:
@@ -157,7 +155,7 @@ def distill(
         report.already_done = len(conversations) - len(waiting)
         if waiting:
             check_no_training_reads(folder.data)
-        with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
+        with progress_bar(len(conversations), "distil", "conv", report.already_done) as bar:
             if recipe.data.distill.engine == "none":
                 _pass_through(ledger, settings, conversations, waiting, report, bar)
             elif waiting:

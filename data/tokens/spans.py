@@ -140,8 +140,8 @@ def find_span(
     index: int,
     text: str,
     special: frozenset[int],
-    generation_prompt: bool = False,
-    tools: Tools = (),
+    generation_prompt: bool,
+    tools: Tools,
 ) -> Span:
     """Find assistant turn `index` in the rendering `text` (steps 1 to 3 of the module).
 

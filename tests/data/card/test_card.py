@@ -51,7 +51,7 @@ def write_card(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
     random.Random(order).shuffle(ended)
     with Ledger(run.data) as ledger:
         ledger.commit([], ended, {failed.id: "a | b\nc"})
-    build_token_dataset(recipe, TOKENIZER, run, progress=False)
+    build_token_dataset(recipe, TOKENIZER, run)
     file = write_data_card(recipe, counts, TOKENIZER, "abc")
     return file.read_text(encoding="utf-8"), json.loads((run.data / "card.json").read_text())
 
@@ -89,7 +89,7 @@ def card_of_run(
     run = RunFolder(recipe)
     with Ledger(run.data) as ledger:
         ledger.commit([], conversations)
-    report = build_token_dataset(recipe, TOKENIZER, run, progress=False)
+    report = build_token_dataset(recipe, TOKENIZER, run)
     write_data_card(recipe, SourceCounts(), TOKENIZER, None)
     return report, json.loads((run.data / "card.json").read_text())["tokens"]
 
@@ -185,10 +185,10 @@ def test_card_of_the_embedded_conversations(tmp_path: Path) -> None:
     data = {"conversations": {"limit": 20}, "distill": {"engine": "none"}}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
-    report = distill(recipe, TOKENIZER, run, progress=False)
+    report = distill(recipe, TOKENIZER, run)
     with Ledger(run.data) as ledger:
         ledger.commit([], [replace(talk("x", "a", "b"), source="")])
-    build_token_dataset(recipe, TOKENIZER, run, progress=False)
+    build_token_dataset(recipe, TOKENIZER, run)
     text = write_data_card(recipe, report.sources, TOKENIZER, None).read_text()
     assert "standard library of Python 3.11, SHA-256" in text
     assert "written by `embedded` itself" not in text

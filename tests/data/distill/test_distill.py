@@ -108,7 +108,7 @@ def run_folder(recipe: Recipe, data: Path) -> RunFolder:
 
 def run(recipe: Recipe, data: Path, engine: Any, **options: Any) -> DistillReport:
     with mock.patch.object(distill_module, "open_engine", return_value=closing(engine)):
-        return distill(recipe, engine.tokenizer, run_folder(recipe, data), progress=False, **options)
+        return distill(recipe, engine.tokenizer, run_folder(recipe, data), **options)
 
 
 def read_distilled(data: Path) -> Iterator[Conversation]:
@@ -303,7 +303,7 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, answers[0], asked, answers[1]]}))
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
-    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), progress=False)
+    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"))
     (made,) = read_distilled(tmp_path / "out")
     assert [turn.weight for turn in made.turns] == [1, 0, 1, 1]
     ((row,), _) = tokenize_rows(tokenizer, made, 1000, list(made.answer_ids))
@@ -317,12 +317,12 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
     folder = run_folder(recipe, tmp_path / "out")
     with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        distill(recipe, tokenizer, folder, progress=False)
+        distill(recipe, tokenizer, folder)
     assert not folder.data.exists()
     recipe.data.conversations.skip_invalid = True
-    assert distill(recipe, tokenizer, folder, progress=False).kept == 1
+    assert distill(recipe, tokenizer, folder).kept == 1
     with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        build_token_dataset(recipe, tokenizer, folder, progress=False)
+        build_token_dataset(recipe, tokenizer, folder)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_token_ids_beyond_the_embedding(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": answered}))
     given = make_recipe(tmp_path / "a.jsonl", engine="none")
     with pytest.raises(UserError, match=sentence):
-        distill(given, tokenizer, run_folder(given, tmp_path / "none"), progress=False, limits=limits)
+        distill(given, tokenizer, run_folder(given, tmp_path / "none"), limits=limits)
     run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "again", engine, limits=limits)  # the target's answers differ
     with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
         run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))

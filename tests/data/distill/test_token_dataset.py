@@ -39,7 +39,7 @@ def build(data: Path, max_length_tokens: int = 128, template: str = templates.CH
     recipe = Recipe.model_validate({"name": "test", "data": {"max_length_tokens": max_length_tokens}})
     folder = RunFolder(recipe)
     folder.data = data
-    return build_token_dataset(recipe, tiny_tokenizer(template), folder, progress=False)
+    return build_token_dataset(recipe, tiny_tokenizer(template), folder)
 
 
 def load(data: Path) -> Any:
