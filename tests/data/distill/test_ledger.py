@@ -2,11 +2,10 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,64 +142,54 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 # --- several processes ------------------------------------------------------------------------------------------------
 
-# Works on a conversation of three turns at a time, and ends or is killed as its stdin says.
-WORKER = """
-import os, signal, sys
-from pathlib import Path
-from draftsmith.data.distill.ledger import Ledger
-from draftsmith.data.sources.conversation import Conversation, Turn
-folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-ids = [f"c{number:02d}" for number in range(int(sys.argv[3]))]
-done = 0
-with Ledger(folder) as ledger:
-    while True:
-        left = [key for key in ids if key not in ledger.finished_ids()]
-        claim = ledger.claim(left[:3])
-        if not left or claim.held:
-            break
-        for key, answers in claim.claimed.items():
-            for turn in range(len(answers), 3):
-                with (folder / "asked").open("a") as asked:
-                    asked.write(f"{key} {turn}\\n")
-                done += 1
-                if done == steps:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})], [])
-            ledger.commit([], [Conversation(key, (Turn("user", key),) * 50)])
-"""
-OTHER = """
-import sys
-from pathlib import Path
-from draftsmith.data.distill.ledger import Ledger
-from draftsmith.data.sources.conversation import Conversation
-with Ledger(Path(sys.argv[1])) as ledger:
-    print(*ledger.claim(sys.argv[2:]).claimed, flush=True)
-    key = sys.stdin.readline().strip()
-    ledger.commit([], [Conversation(key, ())])
-    print("written", flush=True)
-    sys.stdin.read()
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def work(folder: Path, steps: int, conversations: int) -> None:
+    """Work on conversations of three turns, three at a time; kill this process at a step, by SIGKILL."""
+    ids, done = [f"c{number:02d}" for number in range(conversations)], 0
+    with Ledger(folder) as ledger:
+        while True:
+            left = [key for key in ids if key not in ledger.finished_ids()]
+            claim = ledger.claim(left[:3])
+            if not left or claim.held:
+                return
+            for key, answers in claim.claimed.items():
+                for turn in range(len(answers), 3):
+                    with (folder / "asked").open("a") as asked:
+                        asked.write(f"{key} {turn}\n")
+                    done += 1
+                    if done == steps:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    ledger.commit([(key, turn, {"text": f"{key}{turn}", "token_ids": None})])
+                ledger.commit([], [Conversation(key, (Turn("user", key),) * 50)])
+
+
+def claim_and_finish_one(folder: Path, connection: Any) -> None:
+    with Ledger(folder) as ledger:
+        connection.send(list(ledger.claim(IDS[:3]).claimed))
+        ledger.commit([], [finished(connection.recv())])
+        connection.send("written")
+        connection.recv()
 
 
 def test_conversation_is_claimed_by_one_process_until_it_is_killed(tmp_path: Path) -> None:
     """Conversations that the killed process finished are not requested again."""
-    command = [sys.executable, "-c", OTHER, str(tmp_path), *IDS[:3]]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline().split() == IDS[:3]
-        with Ledger(tmp_path) as ledger:
-            claim = ledger.claim(IDS[:4])
-            assert (list(claim.claimed), claim.held) == ([IDS[3]], IDS[:3])
-            other.stdin.write(IDS[0] + "\n")
-            other.stdin.flush()
-            assert other.stdout.readline() == "written\n"
-            claim = ledger.claim(IDS[:3])
-            assert (list(claim.claimed), claim.held) == ([], IDS[1:3])
-            assert ledger.finished_ids() == {IDS[0]}
-            other.kill()
-            other.wait()
-            assert list(ledger.claim(IDS[:3]).claimed) == IDS[1:3]
+    here, there = FORK.Pipe()
+    other = FORK.Process(target=claim_and_finish_one, args=(tmp_path, there))
+    other.start()
+    assert here.recv() == IDS[:3]
+    with Ledger(tmp_path) as ledger:
+        claim = ledger.claim(IDS[:4])
+        assert (list(claim.claimed), claim.held) == ([IDS[3]], IDS[:3])
+        here.send(IDS[0])
+        assert here.recv() == "written"
+        claim = ledger.claim(IDS[:3])
+        assert (list(claim.claimed), claim.held) == ([], IDS[1:3])
+        assert ledger.finished_ids() == {IDS[0]}
+        other.kill()
+        other.join()
+        assert list(ledger.claim(IDS[:3]).claimed) == IDS[1:3]
 
 
 def test_repeated_kills_lose_and_duplicate_nothing(tmp_path: Path) -> None:
@@ -209,14 +198,16 @@ def test_repeated_kills_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     Every conversation is in the ledger exactly once, and each killed process costs at most one answer, the one in
     flight, generated twice.
     """
-    conversations, chance, kills = 16, random.Random(0), 0
-    work = [sys.executable, "-c", WORKER, str(tmp_path)]
-    while kills < 3:
-        pair = [subprocess.Popen([*work, str(chance.randrange(2, 12)), str(conversations)]) for _ in range(2)]
-        codes = [process.wait() for process in pair]
-        assert set(codes) <= {0, -signal.SIGKILL}
-        kills += codes.count(-signal.SIGKILL)
-    subprocess.run([*work, "0", str(conversations)], check=True)
+    conversations, chance, kills = 20, random.Random(0), 0
+    while kills < 5:
+        pair = [FORK.Process(target=work, args=(tmp_path, chance.randrange(2, 12), conversations)) for _ in range(2)]
+        for process in pair:
+            process.start()
+        for process in pair:
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL)
+            kills += process.exitcode != 0
+    work(tmp_path, 0, conversations)
     view = LedgerView(tmp_path)
     assert [record["id"] for record in view.records()] == [f"c{number:02d}" for number in range(conversations)]
     assert (view.shortened, view.failed) == ({}, {})

@@ -88,7 +88,7 @@ def cut_by_trying_every_end(
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_cut_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, compared, cut = TOKENIZERS[name], 0, 0
-    for seed in range(12):
+    for seed in range(9):
         monkeypatch.setattr(chat_tokens, "ANSWERS_AT_FIRST", 2 if seed % 2 else 16)
         conversation, answer_ids = talk(seed, tokenizer)
         try:
@@ -102,7 +102,7 @@ def test_cut_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert tokenize_shortened(tokenizer, conversation, 10**9, answer_ids) == whole
         compared += 1
         cut += expected is not None and expected[1] > 0
-    assert compared >= 5
+    assert compared >= 4
     assert cut >= 2
 
 
