@@ -265,6 +265,7 @@ INVALID = [
     (sharegpt(("gpt", "a"), ("human", "b")), ASSISTANT_FIRST, "turn 1: the conversation begins with"),
     (sharegpt(("system", "s"), ("gpt", "a")), ASSISTANT_FIRST, "turn 2: the conversation begins with"),
     (sharegpt(("human", "a"), ("human", "b")), "two user turns in a row", "turn 2: two user turns in a row"),
+    (sharegpt(("human", "a"), ("gpt", "b"), ("gpt", "c")), "two assistant turns in a row", "turn 3: two assistant"),
     (sharegpt(("human", "a"), ("tool", "b")), "result without a call", "turn 2: a tool's result must come after"),
     (
         sharegpt(("human", "a"), ("gpt", "b"), ("tool", "c"), ("human", "d")),
