@@ -286,6 +286,14 @@ def test_no_request_is_sent_if_a_started_training_needs_the_old_rows(source: Pat
     assert run(few, tmp_path / "run" / "data", engine).already_done == 3
 
 
+def test_answers_that_the_template_does_not_write_whole_fail(source: Path, tmp_path: Path) -> None:
+    """A server's text with two ends of thoughts, of which Qwen3's template writes the last part."""
+    engine = HashEngine(FAMILIES["Qwen3"].tokenizer())
+    engine.complete = lambda prompt: Completion(None, "stop", "a</think>b</think>c")  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"gave an answer to train on: 7 \(rewritten by the chat template\)"):
+        run(make_recipe(source), tmp_path / "out", engine)
+
+
 def test_space_written_by_the_template_is_not_doubled(source: Path, tmp_path: Path) -> None:
     """The target generates " Hello"; Llama 2's template writes that space before the text "Hello"."""
     engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
