@@ -51,7 +51,7 @@ HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6
 
 @dataclass
 class CardSource(Tally):
-    """Counts of one source with what became of its conversations, as `card.json` has them."""
+    """Counts of one source and of its distilled conversations, as `card.json` has them."""
 
     distilled: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
