@@ -176,7 +176,8 @@ def claim_and_finish_one(folder: Path, connection: Any) -> None:
 def test_conversation_is_claimed_by_one_process_until_it_is_killed(tmp_path: Path) -> None:
     """Conversations that the killed process finished are not requested again."""
     here, there = FORK.Pipe()
-    other = FORK.Process(target=claim_and_finish_one, args=(tmp_path, there))
+    # Not a daemon, it would be waited for after a failure.
+    other = FORK.Process(target=claim_and_finish_one, args=(tmp_path, there), daemon=True)
     other.start()
     assert here.recv() == IDS[:3]
     with Ledger(tmp_path) as ledger:
