@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant(
         "an end token without a label",
         "data/tokens/spans.py",
-        "return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))",
+        "return Span(start, content_end, content_end + end + len(end_token))",
         "return Span(start, content_end, content_end)",
         "tests/data/tokens/test_chat_tokens.py",
     ),

@@ -20,7 +20,7 @@ import jinja2
 import numpy as np
 from huggingface_hub import DatasetCardData
 
-from draftsmith.data.distill.ledger import FAILED, LedgerView
+from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import answer_lengths, load_tokens, recorded_report, row_lengths
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.distilled import CARD_JSON, SHARDS, tokenizer_hashes
@@ -50,17 +50,12 @@ HUB_SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6
 
 
 @dataclass
-class CardSource:
-    """Conversations of one source, as `card.json` has them; counts by reason where there are several."""
+class CardSource(Tally):
+    """Counts of one source and of its distilled conversations, as `card.json` has them."""
 
-    read: int
-    kept: int
-    distilled: int
+    distilled: int = 0
+    shortened: Counter[str] = field(default_factory=Counter)
     without_answer: int = 0
-    duplicates: int = 0
-    contaminated: dict[str, int] = field(default_factory=dict)
-    filtered: dict[str, int] = field(default_factory=dict)
-    invalid: dict[str, int] = field(default_factory=dict)
 
     @property
     def left_out(self) -> int:
@@ -109,8 +104,10 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
     sources = {}
     for name in dict.fromkeys([*counts.by_source, *distilled]):
         tally = counts.by_source.get(name, Tally())
-        of_distilling = {"distilled": distilled[name], "shortened": dict(shortened[name])}
-        sources[name] = tally.as_json() | of_distilling | {"without_answer": max(0, tally.kept - distilled[name])}
+        without_answer = max(0, tally.kept - distilled[name])
+        sources[name] = CardSource(
+            **vars(tally), distilled=distilled[name], shortened=shortened[name], without_answer=without_answer
+        ).as_json()
     values = {
         "name": recipe.name,
         "target": {
@@ -121,7 +118,7 @@ def write_data_card(recipe: Recipe, counts: SourceCounts, tokenizer: Any, weight
         },
         "answered_by": recipe.answering_target.display_name,
         "sources": sources,
-        "failed": dict(view.counts().get(FAILED, Counter())),
+        "failed": dict(view.failed),
         "contaminated_ids": counts.contaminated_ids,
         "questions": {name: file_sha256(file) for name, file in questions_files(question_sources(recipe)).items()},
         "selection": recipe.data.conversations.model_dump(

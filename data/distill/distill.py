@@ -20,14 +20,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.distill.ledger import (
-    DONE,
-    FAILED,
-    SHORTENED,
-    FinishedConversation,
-    Ledger,
-    LedgerView,
-)
+from draftsmith.data.distill.ledger import Ledger, LedgerView
 from draftsmith.data.distill.limits import TargetLimits, check_conversations
 from draftsmith.data.distill.settings import FolderSettings, distill_settings, has_answers
 from draftsmith.data.engines.engine import (
@@ -41,7 +34,7 @@ from draftsmith.data.engines.engine import (
     open_engine,
 )
 from draftsmith.data.sources.conversation import Conversation, Turn
-from draftsmith.data.sources.distilled import check_answers, kept_record
+from draftsmith.data.sources.distilled import check_answers
 from draftsmith.data.sources.mixture import SourceCounts, counted_reasons, load_conversations
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, template_end_token, tokenize_conversation
 from draftsmith.data.tokens.loss_mask import reasoning_ids
@@ -127,7 +120,6 @@ def distill(
     folder: RunFolder,
     weights: str | None = None,
     retry_failed: bool = False,
-    progress: bool = True,
     limits: TargetLimits | None = None,
 ) -> DistillReport:
     """Rewrite the recipe's conversations with the target, resuming from the results in `folder.data`.
@@ -138,7 +130,6 @@ def distill(
         folder: The run's folder.
         weights: Hash of the weights of the model that answers; a folder is not resumed with others.
         retry_failed: Try conversations again that the engine failed at before.
-        progress: Show a progress bar.
         limits: Limits of the model that answers; by default unknown.
 
     Raises:
@@ -164,7 +155,7 @@ def distill(
         report.already_done = len(conversations) - len(waiting)
         if waiting:
             check_no_training_reads(folder.data)
-        with progress_bar(len(conversations), "distil", "conv", report.already_done, shown=progress) as bar:
+        with progress_bar(len(conversations), "distil", "conv", report.already_done) as bar:
             if recipe.data.distill.engine == "none":
                 _pass_through(ledger, settings, conversations, waiting, report, bar)
             elif waiting:
@@ -177,9 +168,9 @@ def distill(
     view = LedgerView(folder.data)
     if not len(view):
         again = f"delete {folder.data}" if has_answers(folder.data) else "run it again"
-        failed = view.counts().get(FAILED) or report.failed
+        reasons = counted_reasons(view.failed or report.failed)
         raise UserError(
-            f"none of the {len(conversations)} conversations gave an answer to train on: {counted_reasons(failed)}; "
+            f"none of the {len(conversations)} conversations gave an answer to train on: {reasons}; "
             f"change the recipe and {again}"
         )
     return report
@@ -234,7 +225,8 @@ class _Distillation:
         default_factory=deque
     )  # claimed by another process, which may die before it has finished them
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
-    finished: list[FinishedConversation] = field(default_factory=list)
+    kept: list[Conversation] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # reasons by id
     next_write_s: float = 0.0
     start_s: float = field(default_factory=time.perf_counter)
 
@@ -408,51 +400,42 @@ class _Distillation:
         rewriting.answer_ids.append(token_ids)
 
     def _finish(self, rewriting: _Rewriting) -> None:
-        """Count a conversation that has ended, and keep its ledger entry for the next write."""
-        finished = self._ledger_entry(rewriting)
-        self.finished.append(finished)
-        self.bar.update()
-        if finished.record is None:
-            self.report.failed[finished.reason or ""] += 1
-        else:
-            self.report.kept += 1
-            self.report.shortened.update([finished.reason] if finished.reason else [])
+        """Count a conversation that has ended, and keep it for the next write.
 
-    def _ledger_entry(self, rewriting: _Rewriting) -> FinishedConversation:
-        """Return the final state of a conversation: failed without an answer, or if it cannot be tokenised."""
-        source, turns, answer_ids, reason = rewriting.source, rewriting.turns, rewriting.answer_ids, rewriting.reason
-        if not answer_ids:
-            return FinishedConversation(source.id, FAILED, reason)
-        while turns[-1].role != "assistant":
+        Without an answer it has failed, and if the template cannot be followed through its answers.
+        """
+        turns, answer_ids, reason = rewriting.turns, rewriting.answer_ids, rewriting.reason
+        while answer_ids and turns[-1].role != "assistant":
             turns.pop()
-        conversation = replace(source, turns=tuple(turns), answer_ids=tuple(answer_ids))
-        # Check that it can be tokenised. A single answer always can, right after its own prompt; the template may
-        # rewrite earlier ones.
+        source = rewriting.source
+        conversation = replace(source, turns=tuple(turns), answer_ids=tuple(answer_ids), shortened=reason)
+        # A single answer can always be tokenised, right after its own prompt; the template may rewrite earlier ones.
         if len(answer_ids) > 1 or None in answer_ids:
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
             except TemplateProblem:  # an answer with two </think>, for instance
-                return FinishedConversation(source.id, FAILED, REWRITTEN)
-        return _kept(conversation, reason)
+                answer_ids, reason = [], REWRITTEN
+        self.bar.update()
+        if not answer_ids:
+            self.failed[source.id] = reason or ""
+            self.report.failed[reason or ""] += 1
+            return
+        self.kept.append(conversation)
+        self.report.kept += 1
+        self.report.shortened.update([reason] if reason else [])
 
     def _write(self) -> None:
         """Write new results to the ledger; nothing before the first answer, so that failures fix no settings."""
         rate = self.report.tokens_generated / max(time.perf_counter() - self.start_s, 1e-9)
         self.bar.set_postfix({"tokens/s": f"{rate:.0f}", "failed": self.report.failed.total()}, refresh=False)
-        if not (self.settings.are_fixed or self.answers or any(each.record is not None for each in self.finished)):
+        if not (self.settings.are_fixed or self.answers or self.kept):
             return
         start_s = time.monotonic()
         with self.settings.fixed():
-            self.ledger.commit(self.answers, self.finished)
+            self.ledger.commit(self.answers, self.kept, self.failed)
         end_s = time.monotonic()
         self.next_write_s = end_s + min(19 * (end_s - start_s), LONGEST_WRITE_INTERVAL_S)
-        self.answers, self.finished = [], []
-
-
-def _kept(conversation: Conversation, reason: str | None) -> FinishedConversation:
-    """Return the final state of a conversation with answers; `reason`: why later ones are missing."""
-    state = DONE if reason is None else SHORTENED
-    return FinishedConversation(conversation.id, state, reason, kept_record(conversation))
+        self.answers, self.kept, self.failed = [], [], {}
 
 
 def _pass_through(
@@ -466,13 +449,13 @@ def _pass_through(
     """Write the conversations unchanged, for `engine: none`, without a last question that has no answer."""
     keys = iter(waiting)
     while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
-        finished = []
+        kept = []
         for key in ledger.claim(page).claimed:
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
-            finished.append(_kept(replace(conversations[key], turns=turns), conversations[key].shortened))
+            kept.append(replace(conversations[key], turns=turns))
         with settings.fixed():
-            ledger.commit([], finished)
-        report.kept += len(finished)
-        bar.update(len(finished))
+            ledger.commit([], kept)
+        report.kept += len(kept)
+        bar.update(len(kept))

@@ -19,9 +19,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +29,9 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.sources.distilled import SHARDS, DistilledLine, kept_conversation
+from draftsmith.data.sources.distilled import SHARDS, DistilledLine, kept_conversation, kept_record
 from draftsmith.errors import UserError
 
-DONE, SHORTENED, FAILED = "done", "truncated", "failed"
 UNFINISHED, CLAIMS = "unfinished", "claims.lock"
 
 
@@ -63,16 +61,6 @@ _LINES: dict[str, TypeAdapter[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class FinishedConversation:
-    """Final state of a conversation. `record` is its line in `shards/`; None for a failed one."""
-
-    id: str
-    state: str
-    reason: str | None = None
-    record: dict[str, Any] | None = None
-
-
 class Claim(NamedTuple):
     """Claimed conversations by id, with their stored answers, and the ids that another process works on."""
 
@@ -81,11 +69,10 @@ class Claim(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """Place of a kept conversation's line, and how the conversation ended."""
+    """Place of a kept conversation's line, and why later answers are missing."""
 
     file: Path
     offset_bytes: int
-    state: str
     reason: str | None
 
 
@@ -135,13 +122,15 @@ class LedgerView:
         """Read the kept conversations with their answers, in the order of `records`."""
         return map(kept_conversation, self.records())
 
-    def counts(self) -> dict[str, Counter[str]]:
-        """Return for each state the number of conversations by reason (`""` without a reason)."""
-        counts: dict[str, Counter[str]] = {}
-        settled = [(line.state, line.reason or "") for line in self._kept.values()]
-        for state, reason in [*settled, *((FAILED, reason) for reason in self._failed.values())]:
-            counts.setdefault(state, Counter())[reason] += 1
-        return counts
+    @property
+    def shortened(self) -> Counter[str]:
+        """Count the kept conversations without their later answers, by reason."""
+        return Counter(line.reason for line in self._kept.values() if line.reason)
+
+    @property
+    def failed(self) -> Counter[str]:
+        """Count the conversations that failed, by reason."""
+        return Counter(self._failed.values())
 
     def fingerprint(self) -> str:
         """Hash the kept conversations, whatever the order in which they were written."""
@@ -168,8 +157,7 @@ class LedgerView:
         """Update the conversations' states with one line of a file."""
         key = record["id"]
         if file.parent.name == SHARDS:
-            line = _Line(file, self._read_bytes[file], record["state"], record["reason"])
-            self._kept.setdefault(key, line)
+            self._kept.setdefault(key, _Line(file, self._read_bytes[file], record["reason"]))
             self._failed.pop(key, None)
             self._answers.pop(key, None)
         elif key not in self._kept and "failed" in record:
@@ -229,21 +217,23 @@ class Ledger(LedgerView):
             claim.claimed[key] = [answers[turn] for turn in takewhile(answers.__contains__, count())]
         return claim
 
-    def commit(self, answers: list[tuple[str, int, dict[str, Any]]], finished: list[FinishedConversation]) -> None:
-        """Write answers (id, turn, answer) and finished conversations, and wait until they are on disk.
+    def commit(
+        self,
+        answers: list[tuple[str, int, dict[str, Any]]],
+        kept: Sequence[Conversation] = (),
+        failed: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write answers (id, turn, answer), conversations and reasons of failures by id; wait until they are on disk.
 
         Raises:
             OSError: The disk is full; the lines that were on disk before are left unchanged.
         """
-        kept = [each for each in finished if each.record is not None]
-        kept_ids = {each.id for each in kept}
-        failed = [{"id": each.id, "failed": each.reason or ""} for each in finished if each.record is None]
+        failed, kept_ids = failed or {}, {each.id for each in kept}
         partial = [{"id": key, "turn": turn, "answer": answer} for key, turn, answer in answers if key not in kept_ids]
-        self._append(UNFINISHED, [*partial, *failed])
-        ended = [{"id": each.id, "state": each.state, "reason": each.reason} for each in kept]
-        self._append(SHARDS, [{**end, **(each.record or {})} for end, each in zip(ended, kept, strict=True)])
-        for conversation in finished:
-            self._unlock(conversation.id)
+        self._append(UNFINISHED, [*partial, *({"id": key, "failed": reason} for key, reason in failed.items())])
+        self._append(SHARDS, [kept_record(each) for each in kept])
+        for key in (*kept_ids, *failed):
+            self._unlock(key)
         self._refresh()
 
     def retry_failed(self, final: Collection[str] = ()) -> int:

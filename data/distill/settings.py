@@ -81,21 +81,14 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
         file_sha256(questions_file(source))[:16] for source in question_sources(recipe)
     )
     values = {f"data.conversations.{key}": value for key, value in chosen.items()}
-    values["data.distill.engine"] = settings.engine
     if settings.engine == "none":
-        return values
-    if settings.model is not None:
-        values["data.distill.model"] = settings.model
-    if settings.cut_answers != "drop":  # the default is left out, as earlier versions did not have the key
-        values["data.distill.cut_answers"] = settings.cut_answers
-    return values | {
+        return values | {"data.distill.engine": settings.engine}
+    return {
+        **values,
+        **{f"data.distill.{key}": value for key, value in settings.model_dump(exclude={"options"}).items()},
         **target_settings(recipe),
         "the target's weights (hash)": weights,
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
-        "data.distill.temperature": settings.temperature,
-        "data.distill.top_k": settings.top_k,
-        "data.distill.top_p": settings.top_p,
-        "data.distill.max_new_tokens": settings.max_new_tokens,
         "data.max_length_tokens": recipe.data.max_length_tokens,
         "seed": recipe.seed,
     }

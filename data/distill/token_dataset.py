@@ -120,7 +120,7 @@ class TokenReport:
         )
 
 
-def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progress: bool = True) -> TokenReport:
+def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> TokenReport:
     """Tokenise the distilled conversations to the Arrow dataset `folder.data/tokens`, unless it is up to date.
 
     Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read).
@@ -149,7 +149,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder, progr
             check_no_training_reads(folder.data)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        with progress_bar(len(view), "tokenise", "conv", shown=progress) as bar:
+        with progress_bar(len(view), "tokenise", "conv") as bar:
             report = write_token_rows(
                 ((made, list(made.answer_ids)) for made in view.distilled()),
                 work,

@@ -53,7 +53,6 @@ class DistilledLine(TypedDict):
     """A line of `shards/`."""
 
     id: str
-    state: str
     reason: str | None
     messages: list[_Message]
     source: NotRequired[str]
@@ -65,8 +64,9 @@ _LINE: TypeAdapter[Any] = TypeAdapter(DistilledLine)
 
 
 def kept_record(conversation: Conversation) -> dict[str, Any]:
-    """Return a conversation as the `record` of a line of `shards/`."""
-    record: dict[str, Any] = {"source": conversation.source, "messages": conversation.messages}
+    """Return a conversation as a line of `shards/`."""
+    record: dict[str, Any] = {"id": conversation.id, "reason": conversation.shortened, "source": conversation.source}
+    record["messages"] = conversation.messages
     record |= {"tools": list(conversation.tools)} if conversation.tools else {}
     return record | ({"answer_ids": list(conversation.answer_ids)} if conversation.answer_ids else {})
 

@@ -140,8 +140,8 @@ def find_span(
     index: int,
     text: str,
     special: frozenset[int],
-    generation_prompt: bool = False,
-    tools: Tools = (),
+    generation_prompt: bool,
+    tools: Tools,
 ) -> Span:
     """Find assistant turn `index` in the rendering `text` (steps 1 to 3 of the module).
 
@@ -153,78 +153,45 @@ def find_span(
     Raises:
         TemplateProblem: The template drops or rewrites the text by which the turn is found.
     """
-    if turns[index].tool_calls:
-        return _calling_span(tokenizer, turns, index, text, special, generation_prompt, tools)
-    marked = replace(turns[index], content=MARKER)
+    turn = turns[index]
+    calls = tuple({**call, "function": {"name": MARKER, "arguments": {}}} for call in turn.tool_calls)
+    marked = replace(turn, tool_calls=calls) if calls else replace(turn, content=MARKER)
     marked_turns = (*turns[:index], marked, *turns[index + 1 :])
     marked_text = render(tokenizer, marked_turns, generation_prompt, tools)
-    before, _, after = marked_text.partition(MARKER)
-    ending = render(tokenizer, marked_turns[: index + 1], tools=tools).partition(MARKER)[2]
+    before, after = marked_text.partition(MARKER)[0], marked_text.rpartition(MARKER)[2]
+    ending = render(tokenizer, marked_turns[: index + 1], tools=tools).rpartition(MARKER)[2]
+    if calls:  # the call's arguments differ, and may follow the name
+        after = common_end(after, text)
+        ending = common_end(ending, render(tokenizer, turns[: index + 1], tools=tools))
+    if marked_text.count(MARKER) != max(1, len(calls)) or not text.endswith(after):
+        raise TemplateProblem(
+            f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
+            "tokens cannot be located: correct tokenizer.chat_template"
+        )
     prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
-    if marked_text.count(MARKER) != 1 or not text.endswith(after):
-        raise _dropped_error(index)
     if text.startswith(prompt):
         start = len(prompt)
-    elif text.startswith(before):
-        start = len(before.removesuffix(template_answer_lead(tokenizer)))
     else:
-        raise _rewritten_error(index)
+        lead = _lead_of_call(tokenizer, marked, tools) if calls else template_answer_lead(tokenizer)
+        if not text.startswith(before) or (calls and not (lead and before.endswith(lead))):
+            raise TemplateProblem(
+                f"the target's chat template writes the text before turn {index + 1} differently once later turns "
+                "follow, so that the assistant's tokens cannot be located: correct tokenizer.chat_template"
+            )
+        start = len(before.removesuffix(lead))
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
-    end_token = next((token for token in tokens if token in ending), None)  # `unk_token` does not occur in texts
-    if end_token is None:
-        return Span(start, content_end, content_end)
-    return Span(start, content_end, content_end + ending.index(end_token) + len(end_token))
+    end_tokens = [token for token in tokens if token in ending]  # `unk_token` does not occur in texts
+    if not end_tokens:
+        return Span(start, content_end, content_end + len(ending.rstrip()) * bool(calls))
+    end_token = end_tokens[-1 if calls else 0]  # a call may have a special token at its own end
+    end = ending.rindex(end_token) if calls else ending.index(end_token)
+    return Span(start, content_end, content_end + end + len(end_token))
 
 
-def _calling_span(
-    tokenizer: Any,
-    turns: tuple[Turn, ...],
-    index: int,
-    text: str,
-    special: frozenset[int],
-    generation_prompt: bool,
-    tools: Tools,
-) -> Span:
-    """Find the span of a turn that calls tools; its end is the last special token that ends calls and turn."""
-    turn = turns[index]
-    calls = tuple({**call, "function": {"name": MARKER, "arguments": {}}} for call in turn.tool_calls)
-    marked_turns = (*turns[:index], replace(turn, tool_calls=calls), *turns[index + 1 :])
-    marked_text = render(tokenizer, marked_turns, generation_prompt, tools)
-    prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
-    if marked_text.count(MARKER) != len(calls):
-        raise _dropped_error(index)
-    before, after = marked_text.partition(MARKER)[0], common_end(marked_text.rpartition(MARKER)[2], text)
-    ended, marked_end = (render(tokenizer, each[: index + 1], tools=tools) for each in (turns, marked_turns))
-    ending = common_end(marked_end.rpartition(MARKER)[2], ended)
-    # Text between the generation prompt and the first function name, as in `template_answer_lead`.
-    probe_prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
-    probe = render(tokenizer, (PROBE[0], marked_turns[index]), tools=tools)
-    opening = probe.removeprefix(probe_prompt).partition(MARKER)[0] if probe.startswith(probe_prompt) else ""
-    if text.startswith(prompt):
-        start = len(prompt)
-    elif opening and before.endswith(opening) and text.startswith(before):
-        start = len(before) - len(opening)
-    else:
-        raise _rewritten_error(index)
-    content_end = len(text) - len(after)
-    ending = text[content_end : content_end + len(ending)]
-    tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
-    end_token = next((token for token in reversed(tokens) if token in ending), None)
-    end = content_end + (len(ending.rstrip()) if end_token is None else ending.rindex(end_token) + len(end_token))
-    return Span(start, content_end, end)
-
-
-def _dropped_error(index: int) -> TemplateProblem:
-    return TemplateProblem(
-        f"the target's chat template drops or rewrites turn {index + 1} of a conversation, so that the assistant's "
-        "tokens cannot be located: correct tokenizer.chat_template"
-    )
-
-
-def _rewritten_error(index: int) -> TemplateProblem:
-    return TemplateProblem(
-        f"the target's chat template writes the text before turn {index + 1} differently once later turns follow, "
-        "so that the assistant's tokens cannot be located: correct tokenizer.chat_template"
-    )
+def _lead_of_call(tokenizer: Any, marked: Turn, tools: Tools) -> str:
+    """Return the text between the generation prompt and the first function's name, as `template_answer_lead`."""
+    prompt = render(tokenizer, PROBE[:1], add_generation_prompt=True, tools=tools)
+    text = render(tokenizer, (PROBE[0], marked), tools=tools)
+    return text.removeprefix(prompt).partition(MARKER)[0] if text.startswith(prompt) else ""

@@ -25,7 +25,7 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.distill import CUT_SHORT
-from draftsmith.data.distill.ledger import DONE, FAILED, SHARDS, SHORTENED, LedgerView
+from draftsmith.data.distill.ledger import SHARDS, LedgerView
 from draftsmith.data.distill.limits import (
     ITS_TOKENIZER,
     TargetLimits,
@@ -393,9 +393,8 @@ def _check_tokens(recipe: Recipe, folder: Path, expected: Expected, diagnosis: D
     dataset = load_tokens(RunFolder(recipe), recipe.name)
     if (folder / SHARDS).exists():
         # An answer that hits max_new_tokens is dropped, and the conversation's later turns are lost with it.
-        states = LedgerView(folder).counts()
-        ended = [states.get(state, Counter()) for state in (DONE, SHORTENED, FAILED)]
-        cut_short, total = sum(counts[CUT_SHORT] for counts in ended), sum(counts.total() for counts in ended)
+        view = LedgerView(folder)
+        cut_short, total = view.shortened[CUT_SHORT] + view.failed[CUT_SHORT], len(view) + view.failed.total()
         sentence = f"{cut_short} of {total} conversations ended, or were dropped, at an answer that hit max_new_tokens"
         way_out = f"{sentence}: raise data.distill.max_new_tokens and distil under another name"
         many = cut_short > MANY_LOST_FRAC * total

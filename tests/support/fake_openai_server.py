@@ -116,7 +116,7 @@ class FakeServer:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length"}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         if self.token_ids and body.get("return_token_ids"):
-            choice["token_ids"] = ids
+            choice |= {"token_ids": ids} if chat else {"token_ids": ids, "prompt_token_ids": prompt}  # as vLLM
         return Fault(body={"object": "text_completion", "model": self.model, "choices": [choice]})
 
     def _post(self, path: str, body: dict[str, Any], headers: Message) -> Fault:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.card.card import write_data_card
 from draftsmith.data.distill.distill import distill
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, FinishedConversation, Ledger, LedgerView
+from draftsmith.data.distill.ledger import Ledger, LedgerView
 from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset
+from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.mixture import SourceCounts, load_conversations
+from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.files import file_sha256
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -42,18 +45,13 @@ def write_card(tmp_path: Path, order: int = 0) -> tuple[str, dict[str, Any]]:
     counts, run = SourceCounts(), RunFolder(recipe)
     failed, *answered = load_conversations(recipe, counts)
     ended = [
-        FinishedConversation(
-            c.id,
-            SHORTENED if n < 2 else DONE,
-            "cut short" if n < 2 else None,
-            {"source": c.source, "messages": [*c.messages, {"role": "assistant", "content": ANSWER}]},
-        )
+        replace(c, turns=(*c.turns, Turn("assistant", ANSWER)), shortened="cut short" if n < 2 else None)
         for n, c in enumerate(answered)
     ]
     random.Random(order).shuffle(ended)
     with Ledger(run.data) as ledger:
-        ledger.commit([], [*ended, FinishedConversation(failed.id, FAILED, "a | b\nc")])
-    build_token_dataset(recipe, TOKENIZER, run, progress=False)
+        ledger.commit([], ended, {failed.id: "a | b\nc"})
+    build_token_dataset(recipe, TOKENIZER, run)
     file = write_data_card(recipe, counts, TOKENIZER, "abc")
     return file.read_text(encoding="utf-8"), json.loads((run.data / "card.json").read_text())
 
@@ -82,25 +80,24 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
     assert "| failed | all | a \\| b c | 1 |" in text
 
 
-def card_of_records(
-    tmp_path: Path, tokenizer: Any, max_length_tokens: int, records: dict[str, dict[str, Any]], **section: Any
+def card_of_run(
+    tmp_path: Path, max_length_tokens: int, conversations: list[Conversation], **section: Any
 ) -> tuple[TokenReport, dict[str, Any]]:
-    """Return the token report and the card's tokens of a run whose ledger holds these records."""
+    """Return the token report and the card's tokens of a run whose ledger holds these conversations."""
     data = {"max_length_tokens": max_length_tokens, "conversations": {"source": "x.jsonl"}, **section}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
     with Ledger(run.data) as ledger:
-        ledger.claim(records)
-        ledger.commit(
-            [], [FinishedConversation(key, DONE, None, {"source": "x", **record}) for key, record in records.items()]
-        )
-    report = build_token_dataset(recipe, tokenizer, run, progress=False)
-    write_data_card(recipe, SourceCounts(), tokenizer, None)
+        ledger.commit([], conversations)
+    report = build_token_dataset(recipe, TOKENIZER, run)
+    write_data_card(recipe, SourceCounts(), TOKENIZER, None)
     return report, json.loads((run.data / "card.json").read_text())["tokens"]
 
 
-def messages(*turns: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+def talk(key: str, *texts: str, ids: list[int] | None = None) -> Conversation:
+    """Return a conversation of these turns; `ids` of its only answer."""
+    turns = tuple(Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
+    return Conversation(key, turns, "x", answer_ids=() if ids is None else (ids,))
 
 
 def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
@@ -111,13 +108,13 @@ def test_card_counts_the_tokens_that_training_reads(tmp_path: Path) -> None:
     """
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     letters = [TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hello"]
-    records = {
-        "1": {"messages": messages("hi", "hello"), "answer_ids": [[*letters, end]]},
-        "2": {"messages": messages("hi", "hello", "hi", "hello " * 40)},
-        "3": {"messages": messages("hi", "hello " * 40)},
-    }
-    report, tokens = card_of_records(tmp_path, TOKENIZER, 40, records)
-    asked = TOKENIZER.apply_chat_template(messages("hi"), tokenize=True, add_generation_prompt=True)["input_ids"]
+    conversations = [
+        talk("1", "hi", "hello", ids=[*letters, end]),
+        talk("2", "hi", "hello", "hi", "hello " * 40),
+        talk("3", "hi", "hello " * 40),
+    ]
+    report, tokens = card_of_run(tmp_path, 40, conversations)
+    asked = prompt_token_ids(TOKENIZER, [Turn("user", "hi")])
     answer = TOKENIZER("hello<|im_end|>", add_special_tokens=False)["input_ids"]
     assert len(answer) < len(letters) + 1
     assert tokens["answer"]["total"] == len(letters) + 1 + len(answer)
@@ -137,12 +134,9 @@ def test_card_counts_masked_copies(tmp_path: Path) -> None:
     """
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     h, i = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "hi")
-    records = {
-        "1": {"messages": messages("hi", "hi" * 30), "answer_ids": [[*[h, i] * 30, end]]},
-        "2": {"messages": messages("hi", "h" * 11), "answer_ids": [[*[h] * 11, end]]},
-    }
-    kept, _ = card_of_records(tmp_path / "keep", TOKENIZER, 100, records)
-    masked, tokens = card_of_records(tmp_path / "mask", TOKENIZER, 100, records, loops="mask")
+    said = [talk("1", "hi", "hi" * 30, ids=[*[h, i] * 30, end]), talk("2", "hi", "h" * 11, ids=[*[h] * 11, end])]
+    kept, _ = card_of_run(tmp_path / "keep", 100, said)
+    masked, tokens = card_of_run(tmp_path / "mask", 100, said, loops="mask")
     assert (kept.loss_tokens, kept.copied_tokens) == (61 + 12, 0)
     assert (masked.loss_tokens, masked.copied_tokens) == (3 + 12, 58)
     assert tokens["answer"]["total"] == 15
@@ -191,10 +185,10 @@ def test_card_of_the_embedded_conversations(tmp_path: Path) -> None:
     data = {"conversations": {"limit": 20}, "distill": {"engine": "none"}}
     recipe = Recipe.model_validate({"name": "mine", "runs_dir": str(tmp_path), "data": data})
     run = RunFolder(recipe)
-    report = distill(recipe, TOKENIZER, run, progress=False)
+    report = distill(recipe, TOKENIZER, run)
     with Ledger(run.data) as ledger:
-        ledger.commit([], [FinishedConversation("x", DONE, None, {"messages": messages("a", "b")})])
-    build_token_dataset(recipe, TOKENIZER, run, progress=False)
+        ledger.commit([], [replace(talk("x", "a", "b"), source="")])
+    build_token_dataset(recipe, TOKENIZER, run)
     text = write_data_card(recipe, report.sources, TOKENIZER, None).read_text()
     assert "standard library of Python 3.11, SHA-256" in text
     assert "written by `embedded` itself" not in text

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -61,6 +62,7 @@ class HashEngine:
         self.fail_at_call = fail_at_call
         self.in_flight: list[Request] = []
         self.calls: list[list[str]] = []
+        self.seeds: list[int] = []
 
     def answer(self, prompt: str) -> str:
         return "h" + hashlib.sha256(prompt.encode()).hexdigest()[:6]
@@ -68,6 +70,7 @@ class HashEngine:
     def submit(self, request: Request) -> None:
         assert request.key not in {other.key for other in self.in_flight}
         self.in_flight.append(request)
+        self.seeds.append(request.seed)
         assert len(self.in_flight) <= self.concurrency
 
     def collect(self) -> list[tuple[str, Outcome]]:
@@ -105,7 +108,7 @@ def run_folder(recipe: Recipe, data: Path) -> RunFolder:
 
 def run(recipe: Recipe, data: Path, engine: Any, **options: Any) -> DistillReport:
     with mock.patch.object(distill_module, "open_engine", return_value=closing(engine)):
-        return distill(recipe, engine.tokenizer, run_folder(recipe, data), progress=False, **options)
+        return distill(recipe, engine.tokenizer, run_folder(recipe, data), **options)
 
 
 def read_distilled(data: Path) -> Iterator[Conversation]:
@@ -117,9 +120,9 @@ def load_answered(data: Path) -> dict[str, Conversation]:
     return {found.turns[0].content: found for found in read_distilled(data)}
 
 
-def records_and_counts(data: Path) -> tuple[list[Any], dict[str, Any]]:
+def records_and_failures(data: Path) -> tuple[list[Any], Counter[str]]:
     view = LedgerView(data)
-    return list(view.records()), view.counts()
+    return list(view.records()), view.failed
 
 
 def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tmp_path: Path) -> None:
@@ -134,9 +137,11 @@ def test_every_turn_is_regenerated_with_the_regenerated_history(source: Path, tm
         prompt += f"{answer.content}<|im_end|>\n"
     assert [turn.content for turn in turns[0::2]] == ["one", "two", "three"]
     assert not any("old" in text for call in engine.calls for text in call)
+    assert len(set(engine.seeds)) == 11
+    assert all(0 <= seed < 1 << 63 for seed in engine.seeds)
 
 
-@pytest.mark.parametrize("fail_at_call", [0, 1, 2, 3])
+@pytest.mark.parametrize("fail_at_call", [1, 3])
 def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call: int) -> None:
     tokenizer = tiny_tokenizer(templates.CHATML)
     recipe = make_recipe(source)
@@ -144,7 +149,7 @@ def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call
     with pytest.raises(KeyboardInterrupt):
         run(recipe, tmp_path / "parts", CutEngine(tokenizer, fail_at_call=fail_at_call))
     report = run(recipe, tmp_path / "parts", CutEngine(tokenizer, concurrency=2))
-    assert records_and_counts(tmp_path / "parts") == records_and_counts(tmp_path / "whole")
+    assert records_and_failures(tmp_path / "parts") == records_and_failures(tmp_path / "whole")
     assert report.already_done + report.kept + report.failed.total() == len(QUESTIONS)
     again = CutEngine(tokenizer)
     assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS)
@@ -177,23 +182,13 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     report = run(make_recipe(source), tmp_path / "out", Failing(tokenizer))
     assert dict(report.failed) == {"HTTP 400: no": 2}
     assert "--retry-failed" in report.sentence()
-    assert LedgerView(tmp_path / "out").counts()["failed"] == {"HTTP 400: no": 2}
+    assert LedgerView(tmp_path / "out").failed == {"HTTP 400: no": 2}
     engine = HashEngine(tokenizer)
     assert run(make_recipe(source), tmp_path / "out", engine).already_done == len(QUESTIONS)
     assert engine.calls == []
     report = run(make_recipe(source), tmp_path / "out", engine, retry_failed=True)
     assert (report.retried, report.kept, report.answers) == (2, 2, 3)
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
-
-
-def test_seeds_differ_between_turns_and_conversations(source: Path, tmp_path: Path) -> None:
-    engine = HashEngine(tiny_tokenizer(templates.CHATML), concurrency=7)
-    seeds: list[int] = []
-    submit = engine.submit
-    engine.submit = lambda request: (seeds.append(request.seed), submit(request))[1]  # type: ignore[method-assign,func-returns-value]
-    run(make_recipe(source), tmp_path / "out", engine)
-    assert len(set(seeds)) == 11
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
 def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
@@ -291,6 +286,14 @@ def test_no_request_is_sent_if_a_started_training_needs_the_old_rows(source: Pat
     assert run(few, tmp_path / "run" / "data", engine).already_done == 3
 
 
+def test_answers_that_the_template_does_not_write_whole_fail(source: Path, tmp_path: Path) -> None:
+    """A server's text with two ends of thoughts, of which Qwen3's template writes the last part."""
+    engine = HashEngine(FAMILIES["Qwen3"].tokenizer())
+    engine.complete = lambda prompt: Completion(None, "stop", "a</think>b</think>c")  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"gave an answer to train on: 7 \(rewritten by the chat template\)"):
+        run(make_recipe(source), tmp_path / "out", engine)
+
+
 def test_space_written_by_the_template_is_not_doubled(source: Path, tmp_path: Path) -> None:
     """The target generates " Hello"; Llama 2's template writes that space before the text "Hello"."""
     engine = HashEngine(tiny_tokenizer(templates.LLAMA2))
@@ -308,7 +311,7 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [asked, answers[0], asked, answers[1]]}))
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), FAMILIES["Qwen3"].tokenizer()
-    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"), progress=False)
+    distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"))
     (made,) = read_distilled(tmp_path / "out")
     assert [turn.weight for turn in made.turns] == [1, 0, 1, 1]
     ((row,), _) = tokenize_rows(tokenizer, made, 1000, list(made.answer_ids))
@@ -322,21 +325,12 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
     recipe, tokenizer = make_recipe(tmp_path / "a.jsonl", engine="none"), tiny_tokenizer(templates.CHATML)
     folder = run_folder(recipe, tmp_path / "out")
     with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        distill(recipe, tokenizer, folder, progress=False)
+        distill(recipe, tokenizer, folder)
     assert not folder.data.exists()
     recipe.data.conversations.skip_invalid = True
-    assert distill(recipe, tokenizer, folder, progress=False).kept == 1
+    assert distill(recipe, tokenizer, folder).kept == 1
     with pytest.raises(UserError, match="does not write the thoughts that conversations have as `reasoning_content`"):
-        build_token_dataset(recipe, tokenizer, folder, progress=False)
-
-
-def test_engine_none_keeps_the_given_answers(tmp_path: Path) -> None:
-    messages = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user")]
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    recipe = make_recipe(tmp_path / "chats.jsonl", engine="none")
-    folder = run_folder(recipe, tmp_path / "out")
-    assert distill(recipe, tiny_tokenizer(templates.CHATML), folder, progress=False).kept == 1
-    assert next(read_distilled(tmp_path / "out")).messages == messages[:3]
+        build_token_dataset(recipe, tokenizer, folder)
 
 
 @pytest.mark.parametrize(
@@ -363,20 +357,15 @@ def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path:
     assert engine.calls == []
 
 
-class FailingEngine(HashEngine):
-    """Fails every request."""
-
-    def complete(self, prompt: str) -> Outcome:
-        return Failure("HTTP 400")
-
-
 def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: Path) -> None:
     """An engine that does not start or always fails fixes none; one answer does, also of an unfinished conversation."""
     out, file = tmp_path / "out", tmp_path / "out" / "distill_settings.json"
     first, second = make_recipe(source), make_recipe(source, temperature=0.5)
     tokenizer = tiny_tokenizer(templates.CHATML)
+    failing = HashEngine(tokenizer)
+    failing.complete = lambda prompt: Failure("HTTP 400")  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"none of the 7 conversations .* 7 \(HTTP 400\); change the recipe and run it"):
-        run(first, out, FailingEngine(tokenizer))
+        run(first, out, failing)
     with pytest.raises(KeyboardInterrupt):
         run(first, out, HashEngine(tokenizer, fail_at_call=0))
     assert not file.exists()
@@ -387,7 +376,7 @@ def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: P
         run(first, out, HashEngine(tokenizer))
     assert run(second, out, HashEngine(tokenizer)).failed == {}
     assert len(load_answered(out)) == 7
-    assert LedgerView(out).counts().keys() == {"done"}
+    assert records_and_failures(out)[1] == {}
 
 
 def test_settings_fixed_meanwhile_by_another_process_are_refused(source: Path, tmp_path: Path) -> None:
@@ -430,7 +419,7 @@ def test_token_ids_beyond_the_embedding(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": answered}))
     given = make_recipe(tmp_path / "a.jsonl", engine="none")
     with pytest.raises(UserError, match=sentence):
-        distill(given, tokenizer, run_folder(given, tmp_path / "none"), progress=False, limits=limits)
+        distill(given, tokenizer, run_folder(given, tmp_path / "none"), limits=limits)
     run(make_recipe(tmp_path / "a.jsonl"), tmp_path / "again", engine, limits=limits)  # the target's answers differ
     with pytest.raises(UserError, match=r"chat template writes <\|im_start\|> \(id \d+\), and the target's embedding"):
         run(recipe, tmp_path / "own", engine, limits=TargetLimits(1))
@@ -471,12 +460,10 @@ def test_resumed_run_may_add_more_conversations(source: Path, tmp_path: Path) ->
         run(recipe, tmp_path / "out", engine, weights="b")
 
 
-def test_invalid_inputs_are_reported(source: Path, tmp_path: Path) -> None:
+def test_missing_template_is_reported_before_anything_is_written(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         run(make_recipe(source), tmp_path / "out", HashEngine(tiny_tokenizer(None)))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match=r"shards does not exist: run `draftsmith distill`"):
-        next(read_distilled(tmp_path / "out"))
 
 
 def test_template_without_system_turns(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from support.half_right import TINY, greedy_reference
 from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from draftsmith.data.engines.engine import Completion, EngineSetting, Failure, GenerationSettings, Request, open_engine
+from draftsmith.data.engines.engine import Completion, Failure, GenerationSettings, Request
 from draftsmith.data.engines.transformers_engine import TransformersEngine
 from draftsmith.errors import UserError
-from draftsmith.recipes.schema import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +41,16 @@ def generate_answers(engine: TransformersEngine, settings: GenerationSettings, s
 
 
 def test_finished_row_is_refilled_before_the_next_forward(tiny_llama: LlamaForCausalLM) -> None:
-    """One row generates twelve tokens, the other four times three: the forwards are those of the longer one."""
+    """An answer ends with the first end token; the forwards are those of the rows that are then refilled."""
     forwards, settings = [], GenerationSettings(max_new_tokens=12)
     hook = tiny_llama.register_forward_hook(lambda *_, **__: forwards.append(1), with_kwargs=True)
     free = generate_answers(make_engine(tiny_llama, 1), settings)
     ends = {completion.token_ids[2] for completion in free[1:]}  # type: ignore[index]
     alone = generate_answers(make_engine(tiny_llama, 1, ends), settings)
+    for whole, ended in zip(free, alone, strict=True):
+        ids = whole.token_ids or []
+        length = next((place for place, token_id in enumerate(ids, start=1) if token_id in ends), None)
+        assert ended == Completion(ids[:length], "length" if length is None else "stop")
     forwards.clear()
     together = generate_answers(make_engine(tiny_llama, 2, ends), settings)
     hook.remove()
@@ -137,7 +140,7 @@ def test_greedy_is_the_argmax_despite_generation_defaults(name: str) -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_keep_their_recurrent_states(name: str) -> None:
     """Rows end, move and go on with a next turn; each answer is the one of its whole prompt alone."""
-    target, new_tokens = tiny_target(name), (3, 9, 5)
+    target, new_tokens = tiny_target(name), (2, 5, 3)
     engine, prompts = make_engine(target, 3, ()), [[5, 9, 30], [7], [3, 8, 12, 40, 50], [8, 8]]
     waiting = {str(key): (prompt, list(new_tokens)) for key, prompt in enumerate(prompts)}
     for key, (prompt, lengths) in waiting.items():
@@ -164,19 +167,6 @@ def test_rope_that_depends_on_other_rows_is_refused() -> None:
         UserError, match=r"RoPE \(longrope\) changes for the whole batch when one sequence exceeds 83 tokens"
     ):
         make_engine(target, 2)
-
-
-def test_answer_ends_with_the_first_end_token(tiny_llama: LlamaForCausalLM) -> None:
-    free = generate_answers(make_engine(tiny_llama, 4), GREEDY)
-    end_ids = sorted({free[0].token_ids[3], 1})  # type: ignore[index]  # the first row stops early, the others continue
-    stopped = generate_answers(make_engine(tiny_llama, 4, end_ids), GREEDY)
-    for before, after in zip(free, stopped, strict=True):
-        assert before.token_ids is not None
-        ends = [t for t, token_id in enumerate(before.token_ids) if token_id in end_ids]
-        length = ends[0] + 1 if ends else len(before.token_ids)
-        assert after.token_ids == before.token_ids[:length]
-        assert after.finish_reason == ("stop" if ends else "length")
-    assert stopped[0].finish_reason == "stop"
 
 
 def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> None:
@@ -225,14 +215,3 @@ def test_full_gpu_is_reported(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.
         UserError, match=r"is too small for 3 concurrent answers: lower data\.distill\.options\.batch_size"
     ):
         engine.collect()
-
-
-def test_options_open_the_transformers_engine() -> None:
-    for options, sentence in (
-        ({"batchsize": 4}, r"unknown key `data\.distill\.options\.batchsize`: did you mean `batch_size`\?"),
-        ({"batch_size": 0}, r"key `data\.distill\.options\.batch_size`: .* greater than or equal to 1"),
-    ):
-        recipe = Recipe.model_validate({"name": "test", "data": {"distill": {"options": options}}})
-        setting = EngineSetting(recipe, None, (1,))
-        with pytest.raises(UserError, match=sentence), open_engine(setting):
-            pass

@@ -67,13 +67,10 @@ def test_shared_runs_equal_a_brute_force_search(tmp_path: Path, shared_words: in
 
 
 def test_thoughts_are_searched(tmp_path: Path) -> None:
-    long = " ".join(f"word{n}" for n in range(20))
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps({"question_id": 1, "category": "x", "turns": [long]}))
-    answer = Turn("assistant", "hm", reasoning_content=f"They ask {long}, so")
-    match = Contamination([str(file)]).find(Conversation("id", (Turn("user", "hi"), answer)))
-    assert match is not None
-    assert match.reason == SHARED
+    contamination = Contamination([load_question_index(tmp_path, [LONG])])
+    answer = Turn("assistant", "hm", reasoning_content=f"They ask {LONG}, so")
+    found = contamination.find(Conversation("id", (Turn("user", "hi"), answer)))
+    assert found == Match(SHARED, "q.jsonl:0")
 
 
 def test_texts_are_split_into_words() -> None:

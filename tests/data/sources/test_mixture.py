@@ -1,13 +1,10 @@
-"""Sources: plain and compressed files, arrays and lines, the Hub, limits, duplicates, and every error."""
+"""Sources: mixtures, the Hub, limits, splits, duplicates, and every error."""
 
-import gzip
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from draftsmith.data.sources import distilled
 from draftsmith.data.sources.files import open_records
@@ -32,17 +29,6 @@ def questions(source: Path | str, counts: SourceCounts | None = None, **keys: An
 def make_recipe(source: Path | str, engine: str = "transformers", **keys: Any) -> Recipe:
     data = {"conversations": {"source": str(source), **keys}, "distill": {"engine": engine}}
     return Recipe.model_validate({"name": "test", "data": data})
-
-
-@pytest.mark.parametrize(
-    "text", [jsonl("a", "b"), "\n" + jsonl("a") + "\n" + jsonl("b"), json.dumps([record("a"), record("b")])]
-)
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
-def test_local_files(tmp_path: Path, text: str, suffix: str) -> None:
-    compress = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
-    file = tmp_path / f"chats.json{suffix}"
-    file.write_bytes(compress[suffix](text.encode()))
-    assert questions(file) == ["a", "b"]
 
 
 def test_limit_duplicates_and_skipped_records(tmp_path: Path) -> None:
@@ -170,18 +156,18 @@ def test_embedded_conversations() -> None:
 
 
 def test_splits_are_stable(tmp_path: Path) -> None:
-    """Of 2,000 conversations about a tenth is held out; they stay held out when others are added around them."""
+    """Of 500 conversations about a tenth is held out; they stay held out when others are added around them."""
     file = tmp_path / "a.jsonl"
-    old = [f"question {n}" for n in range(2000)]
+    old = [f"question {n}" for n in range(500)]
     file.write_text(jsonl(*old))
     counts = SourceCounts()
     heldout = questions(file, split="heldout", heldout_frac=0.1)
     train = questions(file, counts, heldout_frac=0.1)
     assert counts.by_source["a"].other_split == len(heldout)
     assert sorted(heldout + train) == sorted(questions(file, split="all", heldout_frac=0.1)) == sorted(old)
-    assert 160 < len(heldout) < 240  # 200 +- 3 standard deviations of 13.4
+    assert 30 < len(heldout) < 70  # 50 +- 3 standard deviations of 6.7
     assert set(heldout) < set(questions(file, split="heldout", heldout_frac=0.2))
-    file.write_text(jsonl(*(text for n in range(2000) for text in (f"new {n}", old[n])), *map(str, range(2000))))
+    file.write_text(jsonl(*(text for n in range(500) for text in (f"new {n}", old[n])), *map(str, range(500))))
     assert [text for text in questions(file, split="heldout", heldout_frac=0.1) if text in set(old)] == heldout
     assert set(train) < set(questions(file, heldout_frac=0.1))
 
@@ -192,35 +178,11 @@ def test_source_without_conversations_is_an_error(tmp_path: Path) -> None:
     keys = {"decontaminate": [str(tmp_path / "q.jsonl")], "filters": {"min_turn_chars": 5}}
     with pytest.raises(UserError, match=r"holds no valid conversation \(1 contaminated, 1 filtered out\); set"):
         questions(tmp_path / "a.jsonl", **keys)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("a.jsonl", jsonl("a").encode() + b"{broken\n", "a.jsonl line 2: not JSON: "),
-        ("a.jsonl", b"", "a.jsonl is empty: it must hold one JSON conversation per line"),
-        ("a.json", b"[]", "a.json holds no valid conversation"),
-        ("a.json", b'[{"messages": []}]', "a.json record 1: the conversation is empty"),
-        ("a.jsonl", b"\xff\xfe\x00", "a.jsonl line 1: not UTF-8 text (byte 0xff at position 1)"),
-        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be decompressed"),
-        ("a.jsonl.gz", gzip.compress(jsonl("a").encode(), mtime=0)[:-12], "a.jsonl.gz cannot be decompressed"),
-        ("a.jsonl.xz", b"not xz", "a.jsonl.xz cannot be decompressed"),
-        ("a.jsonl.zst", b"not zstd", "a.jsonl.zst cannot be decompressed"),
-    ],
-)
-def test_invalid_files_are_reported(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
-    file = tmp_path / name
-    file.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        questions(file)
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_error_counts_the_reasons_if_no_record_is_valid(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"messages": []}\n{"messages": []}\nnope\n')
+    (tmp_path / "b.jsonl").write_text('{"messages": []}\n{"messages": []}\nnope\n')
     with pytest.raises(UserError, match=r"no valid conversation: 3 \(2 no turns, 1 not JSON\) skipped as invalid"):
-        questions(tmp_path / "a.jsonl", skip_invalid=True)
+        questions(tmp_path / "b.jsonl", skip_invalid=True)
+    with pytest.raises(UserError, match=r"b\.jsonl line 1: the conversation is empty"):
+        questions(tmp_path / "b.jsonl")
 
 
 def test_error_about_a_missing_file_names_the_nearest(tmp_path: Path) -> None:

@@ -20,49 +20,26 @@ SPEC_BENCH = MATERIAL / "spec_bench" / "question.jsonl"
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 # Two rows of each format, with the columns of the published files.
 HUMANEVAL = [
-    {
-        "task_id": f"HumanEval/{n}",
-        "prompt": f"def f{n}():\n",
-        "entry_point": f"f{n}",
-        "canonical_solution": "",
-        "test": "",
-    }
+    {"task_id": f"HumanEval/{n}", "prompt": f"def f{n}():\n", "entry_point": f"f{n}", "canonical_solution": "",
+     "test": ""}
     for n in range(2)
-]
+]  # fmt: skip
 MBPP = [
-    {
-        "text": f"Write {n}.",
-        "code": "",
-        "task_id": n,
-        "test_setup_code": "",
-        "test_list": ["assert 1"],
-        "challenge_test_list": [],
-    }
+    {"text": f"Write {n}.", "code": "", "task_id": n, "test_setup_code": "", "test_list": ["assert 1"],
+     "challenge_test_list": []}
     for n in (11, 12)
-]
+]  # fmt: skip
 SANITIZED = [
-    {
-        "source_file": "a.ipynb",
-        "task_id": n,
-        "prompt": f"Write {n}.",
-        "code": "",
-        "test_imports": [],
-        "test_list": ["assert 1"],
-    }
+    {"source_file": "a.ipynb", "task_id": n, "prompt": f"Write {n}.", "code": "", "test_imports": [],
+     "test_list": ["assert 1"]}
     for n in (2, 3)
-]
+]  # fmt: skip
 GSM8K = [{"question": f"How many, {n}?", "answer": f"<<1+1=2>>2 sheep.\n#### {n}"} for n in range(2)]
 MATH_500 = [
-    {
-        "problem": f"Find ${n}$.",
-        "solution": "",
-        "answer": "1",
-        "subject": subject,
-        "level": 2,
-        "unique_id": f"test/{n}.json",
-    }
+    {"problem": f"Find ${n}$.", "solution": "", "answer": "1", "subject": subject, "level": 2,
+     "unique_id": f"test/{n}.json"}
     for n, subject in enumerate(("Algebra", "Precalculus"))
-]
+]  # fmt: skip
 SPEED_BENCH = [
     {"question_id": f"q{n}", "category": category, "sub_category": "s", "turns": [f"Ask {n}.", "More."][: n + 1],
      "source": "x", "src_id": "1", "difficulty": "easy", "multiturn": bool(n)}
@@ -148,71 +125,55 @@ def test_sets_that_cannot_stand_side_by_side(tmp_path: Path) -> None:
         load_questions([one, same])
 
 
+FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"
+FILL_IN = "in place of its text: fill it in with `python3 prepare_data.py --dataset speed` of examples/specdec_bench"
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("content", "message"),
     [
+        # Rows of a format.
         ([{"prompt": "a", "id": 3}], "line 1 has no `task_id`: rows of HumanEval's format have `task_id`, `prompt`"),
-        (
-            [HUMANEVAL[0] | SANITIZED[0]],
-            "line 1 has the columns of HumanEval and of sanitized MBPP: leave out those of",
-        ),
+        ([HUMANEVAL[0] | SANITIZED[0]], "line 1 has the columns of HumanEval and of sanitized MBPP: leave out those"),
         ([HUMANEVAL[0], GSM8K[0]], "line 2 has no `task_id`: rows of HumanEval's format"),
+        (
+            [{"question_id": 1, "turns": ["a"]}],
+            "line 1 has no `category`: rows of Spec-Bench's format have `question_id`, `category`, `turns` (other",
+        ),
         ([{"question": "a", "answer": "42"}], "line 1: `answer` has no `####`, which every row of GSM8K has: other"),
-        ([MATH_500[0] | {"subject": None}], "line 1: subject must be text other than `overall`, .* not null"),
+        ([MATH_500[0] | {"subject": None}], "line 1: subject must be text other than `overall`, of one line, not null"),
+        ([SPEED_BENCH[0] | {"category": "overall"}], "line 1: category must be text other than `overall`"),
         ([MBPP[0] | {"text": " "}], "line 1: text must be non-empty text"),
+        ([SPEED_BENCH[0] | {"turns": []}], "line 1: turns must be a list of one or more non-empty texts"),
         ([MBPP[0] | {"task_id": None}], "line 1: task_id must be a number or text of one line, not null"),
         (MBPP[:1] * 2, "line 2: task_id 11 is already used on line 1"),
         (
-            [
-                SPEED_BENCH[0],
-                SPEED_BENCH[1] | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]},
-            ],
-            "line 2: a turn holds the placeholder `FULL BENCHMARK DATA SHOULD BE FETCHED` in place of its text: fill "
-            "it in with `python3 prepare_data.py --dataset speed` of examples/specdec_bench in NVIDIA/Model-Optimizer",
+            [SPEED_BENCH[0], SPEED_BENCH[1] | {"turns": [FETCHED]}],
+            f"line 2: a turn holds the placeholder `{FETCHED[:37]}` {FILL_IN}",
         ),
+        (
+            [SPEED_BENCH[0] | {"turns": ["b", "Sum it up.\n\n{article}\n"]}],
+            f"line 1: a turn holds the placeholder `{{article}}` {FILL_IN}",
+        ),
+        # No rows.
+        (b"", "holds no question"),
+        (b"[]", "holds no question"),
+        (b"{", "line 1 is not JSON"),
+        (b"[1]", "record 1 is not a JSON object"),
+        (b'{"question_id": %s, "category": "a", "turns": ["a"]}' % (b"9" * 5000), "text of one line, not inf"),
+        (b"[" * 100_000, "line 1 is nested too deeply"),
+        (b"\xe4", "line 1 is not UTF-8 text (byte 0xe4 at position 1)"),
     ],
 )
-def test_wrong_formats(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_questions(written(tmp_path / "q.jsonl", rows))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no question"),
-        ("{", "line 1 is not JSON"),
-        ("[]", "holds no question"),
-        ("[1]", "record 1 is not a JSON object"),
-        (
-            '{"question_id": 1, "turns": ["a"]}',
-            "line 1 has no `category`: rows of Spec-Bench's format have `question_id`, `category`, `turns` \\(other",
-        ),
-        ('{"question_id": 1, "category": "overall", "turns": ["a"]}', "category must be text other than `overall`"),
-        (f'{{"question_id": {"9" * 5000}, "category": "a", "turns": ["a"]}}', "must be a number .* not inf"),
-        ("[" * 100_000, "line 1 is nested too deeply"),
-        ("\xe4".encode("latin-1"), r"line 1 is not UTF-8 text \(byte 0xe4 at position 1\)"),
-        (
-            '{"question_id": 1, "category": "a", "turns": ["b"]}\n{"question_id": 2, "category": "a", "turns": ["b", '
-            '"Sum it up.\\n\\n{article}\\n"]}',
-            "line 2: a turn holds the placeholder `{article}` in place of its text: fill it in with .*prepare_data.py",
-        ),
-        (
-            '{"question_id": 1, "category": "a", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]}',
-            "line 1: a turn holds the placeholder `FULL BENCHMARK DATA SHOULD BE FETCHED`",
-        ),
-        ('{"question_id": 1, "category": "a", "turns": []}', "turns must be a list of one or more non-empty texts"),
-        (
-            '{"question_id": 1, "category": "a", "turns": ["b"]}\n' * 2,
-            "line 2: question_id 1 is already used on line 1",
-        ),
-    ],
-)
-def test_bad_questions(tmp_path: Path, text: str | bytes, message: str) -> None:
-    file = tmp_path / "question.jsonl"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError, match=message):
+def test_bad_questions(tmp_path: Path, content: list[dict[str, Any]] | bytes, message: str) -> None:
+    file = tmp_path / "q.jsonl"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        written(file, content)
+    with pytest.raises(UserError) as caught:
         load_questions(str(file))
+    assert message in str(caught.value)
 
 
 def test_questions(tmp_path: Path) -> None:

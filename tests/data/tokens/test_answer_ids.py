@@ -85,23 +85,6 @@ def test_empty_think_block_is_kept_only_if_generated() -> None:
         assert tokenized.loss_mask == [0] * len(prompt) + [1] * len(ids)
 
 
-def test_answer_shortened_in_the_history_carries_no_loss() -> None:
-    """The target generated thoughts but later reads the answer without them: only the last answer has loss here."""
-    tokenizer = FAMILIES["Qwen3"].tokenizer()
-    thoughts = [f"<think>\n{n}\n</think>\n\n{turn.content}" for n, turn in enumerate(TALK.turns[1::2])]
-    turns = [Turn("assistant", thoughts[n // 2]) if n % 2 else turn for n, turn in enumerate(TALK.turns)]
-    thinking = Conversation("thinking", tuple(turns))
-    ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in thoughts]
-    tokenized = tokenize_conversation(tokenizer, thinking, list(ids))
-    assert tokenized.input_ids == prompt_token_ids(tokenizer, thinking.turns[:-1]) + ids[-1]
-    assert tokenized.answers() == ids[-1:]
-    assert tokenized.rewritten_turns == (1, 3)
-    # An answer without thoughts stays unchanged in the history.
-    mixed = Conversation("mixed", (*TALK.turns[:2], *thinking.turns[2:]))
-    plain = [*spell_ids(tokenizer, "Hello there"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    assert tokenize_conversation(tokenizer, mixed, [plain, *ids[1:]]).answers() == [plain, ids[2]]
-
-
 def test_known_ids_keep_thoughts_that_the_template_drops() -> None:
     """R1's template drops even the last answer's thoughts; prompt and ids need no template."""
     tokenizer = FAMILIES["R1"].tokenizer()

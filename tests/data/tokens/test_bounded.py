@@ -1,7 +1,6 @@
 """A chat template that does not end or fills the memory is one sentence; others are unaffected."""
 
 import multiprocessing
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,11 +21,10 @@ DOUBLING = (
     "{% set n = namespace(x='" + "x" * 1000 + "') %}{% for a in range(17) %}{% set n.x = n.x + n.x %}{% endfor %}"
 )
 HOLDING = DOUBLING + ENDLESS  # 131 MB
-LARGE = "{{ 'x' * 70000000 }}"
 HELLO = [Turn("user", "Hello")]
 
 
-@pytest.mark.parametrize("template", [ENDLESS, WRITING, "{% macro m(n) %}{{ m(n) }}{% endmacro %}" + ENDLESS])
+@pytest.mark.parametrize("template", [ENDLESS, WRITING])
 def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(bounded, "WITHIN_S", 0.2)
     began = time.monotonic()
@@ -49,8 +47,9 @@ def test_template_that_fills_the_memory_is_stopped(monkeypatch: pytest.MonkeyPat
 
 def test_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is refused before it is tokenised: Rust would abort the process."""
-    with pytest.raises(EndlessTemplate, match="32 million characters"):
-        prompt_token_ids(tiny_tokenizer(LARGE), HELLO)
+    monkeypatch.setattr(bounded, "MOST_CHARACTERS", 1 << 20)
+    with pytest.raises(EndlessTemplate, match="1 million characters"):
+        prompt_token_ids(tiny_tokenizer("{{ 'x' * 1048577 }}"), HELLO)
 
 
 def test_limit_works_in_threads_and_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +72,3 @@ def test_limit_works_in_threads_and_after_a_fork(monkeypatch: pytest.MonkeyPatch
 def _raises(tokenizer: object) -> None:
     with pytest.raises(EndlessTemplate):
         prompt_token_ids(tokenizer, HELLO)
-
-
-def test_watcher_sleeps_while_no_template_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "WATCHES_ON_S", 0.1)
-    prompt_token_ids(tiny_tokenizer(templates.CHATML), HELLO)
-    for _ in range(100):
-        if not [thread for thread in threading.enumerate() if thread.name == "templates"]:
-            return
-        time.sleep(0.05)
-    pytest.fail("the thread stays")

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids, tokenize_conversation
-from draftsmith.data.tokens.templates import TemplateProblem, TemplateRefusal
+from draftsmith.data.tokens.templates import TemplateRefusal
 from draftsmith.errors import UserError
 
 TALK = (
@@ -125,39 +125,6 @@ def test_last_answer_follows_the_generation_prompt(family: str) -> None:
         prompt = prompt[: -len(tokenizer.encode("<think>\n", add_special_tokens=False))]
     assert tokenized.input_ids[: len(prompt)] == prompt
     assert tokenized.loss_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
-
-
-def test_qwen3_keeps_thoughts_of_the_last_answer_only() -> None:
-    """They are removed from the history; given thoughts replace the empty block."""
-    turns = (
-        Turn("user", "a"),
-        Turn("assistant", "<think>\nfirst\n</think>\n\nOne"),
-        Turn("user", "b"),
-        Turn("assistant", "<think>\nsecond\n</think>\n\nTwo"),
-    )
-    assert mark_loss("Qwen3", turns) == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nOne<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
-        "<|im_start|>assistant\n«<think>\nsecond\n</think>\n\nTwo<|im_end|>»\n"
-    )
-    assert mark_loss("Qwen3", turns[:2]) == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«<think>\nfirst\n</think>\n\nOne<|im_end|>»\n"
-    )
-
-
-def test_thoughts_that_a_template_drops_are_refused() -> None:
-    turns = (Turn("user", "a"), Turn("assistant", "because\n</think>\n\nOne"))
-    with pytest.raises(TemplateProblem, match="leaves out part of the last answer"):
-        mark_loss("R1", turns)
-
-
-def test_system_prompt_is_kept_for_later_turns() -> None:
-    """Mistral v0.3 writes no system prompt if the conversation ends with an answer, yet the target's prompt has it."""
-    tokenizer = FAMILIES["Mistral v0.3"].tokenizer()
-    messages = [{"role": turn.role, "content": turn.content} for turn in (SYSTEM, *TALK)]
-    assert "You are a helper." not in tokenizer.apply_chat_template(messages, tokenize=False)
-    assert mark_loss("Mistral v0.3", (SYSTEM, *TALK[:2])) == (
-        "<s>[INST] You are a helper.\n\nSay hi[/INST]« Hello there.\nünï 👋</s>»"
-    )
 
 
 def test_end_ids_of_model_and_template() -> None:

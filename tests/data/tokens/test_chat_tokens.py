@@ -70,13 +70,6 @@ def test_opening_tag_in_the_prompt_carries_no_loss() -> None:
     assert joined_thoughts(Family(opened, "<|im_end|>").tokenizer(), "hm", "Hello") == "hm\n</think>\n\nHello"
 
 
-def test_bos_is_not_doubled() -> None:
-    tokenizer = tiny_tokenizer(templates.LLAMA3)
-    bos = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
-    assert prompt_token_ids(tokenizer, TWO_ROUNDS.turns[:1]).count(bos) == 1
-    assert tokenize_conversation(tokenizer, TWO_ROUNDS).input_ids.count(bos) == 1
-
-
 def test_end_token_that_is_also_the_pad_token_carries_loss() -> None:
     tokenizer = tiny_tokenizer(templates.ZEPHYR)
     tokenizer.pad_token = "</s>"

@@ -1,6 +1,5 @@
 """Tools: the calls of an answer as each template writes them, and the masks of conversations with tools."""
 
-import json
 from typing import Any
 
 import pytest
@@ -133,12 +132,3 @@ def test_template_without_tools_is_refused() -> None:
     assert template_calls(tokenizer) is None
     with pytest.raises(TemplateRefusal, match="does not write tools, their calls or their results"):
         tokenize_conversation(tokenizer, TALK)
-
-
-def test_arguments_are_passed_to_the_template_as_an_object() -> None:
-    """As text, the template would escape their quotes."""
-    tokenizer = TOOL_FAMILIES["Llama 3.1"].tokenizer()
-    assert json.loads(decode_answers(tokenizer, TALK)[0].removesuffix("<|eot_id|>"))["parameters"] == {
-        "city": "Zürich",
-        "days": 2,
-    }

@@ -18,9 +18,10 @@ from support.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from draftsmith.data.distill.ledger import DONE, FAILED, SHORTENED, FinishedConversation, Ledger
+from draftsmith.data.distill.ledger import Ledger
 from draftsmith.data.distill.token_dataset import REPORT_NAME, TokenReport
 from draftsmith.data.engines import vllm_engine
+from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.record_reader import parse_conversation
 from draftsmith.data.tokens.chat_tokens import tokenize_conversation
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
@@ -359,15 +360,8 @@ def test_losses_of_distillation_are_reported(tmp_path: Path) -> None:
     cut_short = "answer cut short by max_new_tokens"
     with Ledger(data) as ledger:
         ledger.claim(["0", "1", "2", "3", "4", "5"])
-        record: dict[str, Any] = {"messages": []}
-        kept = [
-            FinishedConversation("0", SHORTENED, cut_short, record),
-            *(FinishedConversation(key, DONE, None, record) for key in "12"),
-        ]
-        ledger.commit(
-            [],
-            [*kept, FinishedConversation("3", FAILED, cut_short), FinishedConversation("4", FAILED, "prompt too long")],
-        )
+        kept = [Conversation("0", (), shortened=cut_short), Conversation("1", ()), Conversation("2", ())]
+        ledger.commit([], kept, {"3": cut_short, "4": "prompt too long"})
     code, findings, printed = case.examine()
     assert code == 0
     assert findings["tokens/answers cut short"]["severity"] == "warning"

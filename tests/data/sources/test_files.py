@@ -1,0 +1,185 @@
+"""Files in every format: their records with their places, one sentence for each damage, and bounded memory."""
+
+import gzip
+import json
+import lzma
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from draftsmith.data.sources import files
+from draftsmith.data.sources.files import InvalidConversation, read_records
+from draftsmith.data.sources.record_reader import parse_conversation
+from draftsmith.errors import UserError
+from draftsmith.recipes.schema import SourceRecipe
+
+VALUES: list[Any] = [{"a": "ä" * 9, "b": [1, {}]}, 1234567, -1.5e3, "]", None, [[], '\\"'], {}, "€", 12]
+ONE = {"messages": [{"role": "user", "content": "a"}]}
+TWO = {"messages": [{"role": "user", "content": "b"}], "n": 3}
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": 'a, "b"\nc'}]
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+def test_array_in_any_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("\n \n" + json.dumps(VALUES, **layout) + " \n\n", encoding="utf-8")
+    assert list(read_records(file)) == [(f"{file} record {n}", v) for n, v in enumerate(VALUES, start=1)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ONE, indent=2) + "\n" + json.dumps(TWO, indent=4),
+        json.dumps({"data": [ONE, TWO]}),
+        json.dumps({"data": [ONE, TWO], "version": 1}, indent=2),
+        json.dumps([ONE, TWO], indent=2),
+    ],
+)
+def test_records_over_several_lines(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.json"
+    for before in ("", "\n\n", "\ufeff"):
+        file.write_text(before + text, encoding="utf-8")
+        assert list(read_records(file)) == [(f"{file} record 1", ONE), (f"{file} record 2", TWO)]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_compressed_files(tmp_path: Path, suffix: str) -> None:
+    compress = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
+    file = tmp_path / f"a.json{suffix}"
+    for text, unit in ((f"\n{json.dumps(ONE)}\n\n{json.dumps(TWO)}\n", "line"), (json.dumps([ONE, TWO]), "record")):
+        file.write_bytes(compress(text.encode()))
+        assert [record for _, record in read_records(file)] == [ONE, TWO]
+        assert next(read_records(file))[0].startswith(f"{file} {unit} ")
+
+
+@pytest.mark.parametrize("name", ["chats.parquet", "chats.jsonl", "chats"])
+def test_parquet_is_read(tmp_path: Path, name: str) -> None:
+    """It is recognized by its first bytes, not its name. A column that a row lacks is null."""
+    file = tmp_path / name
+    rows = [{"conversations": TURNS, "system": None}, {"conversations": TURNS[:1], "system": "s"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=1)
+    found = list(read_records(file))
+    assert [where for where, _ in found] == [f"{file} row 1", f"{file} row 2"]
+    turns = [[(t.role, t.content) for t in parse_conversation(record, where).turns] for where, record in found]
+    assert turns == [[("user", "q"), ("assistant", TURNS[1]["value"])], [("system", "s"), ("user", "q")]]
+
+
+def test_null_keys_of_other_rows_are_left_out(tmp_path: Path) -> None:
+    """A table's objects have the keys of all rows: null ones are neither parameters nor arguments of a tool."""
+    file = tmp_path / "tools.parquet"
+    asked = {"role": "user", "content": "q"}
+
+    def row(name: str, argument: str) -> dict[str, Any]:
+        function = {"name": name, "parameters": {"type": "object", "properties": {argument: {"type": "string"}}}}
+        call = {"function": {"name": name, "arguments": {argument: "x"}}}
+        turns = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return {"messages": turns, "tools": [{"type": "function", "function": function}]}
+
+    rows = [row("sky", "city"), row("sum", "numbers")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    found = [parse_conversation(record, where) for where, record in read_records(file)]
+    assert found == [parse_conversation(each, "") for each in rows]
+
+
+def test_csv_is_read(tmp_path: Path) -> None:
+    """With cells over several lines, quotation marks, BOM, CRLF and gzip; turns are JSON text, no value is null."""
+    quoted = json.dumps(TURNS).replace('"', '""')
+    text = f'\ufeffprompt,completion,conversations\r\n"a, b\nc",,\r\n,,"{quoted}"\r\n"x","y"\r\n'
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "a.tsv").write_text("prompt\tcompletion\nx\ty\n")
+    for name in ("a.csv", "a.csv.gz"):
+        first, second, third = (record for _, record in read_records(tmp_path / name))
+        assert first == {"prompt": "a, b\nc", "completion": None, "conversations": None}
+        assert [turn.content for turn in parse_conversation(second, "").turns] == ["q", TURNS[1]["value"]]
+        assert third == {"prompt": "x", "completion": "y", "conversations": None}
+    assert [record for _, record in read_records(tmp_path / "a.tsv")] == [{"prompt": "x", "completion": "y"}]
+    assert SourceRecipe(source="folder/a.csv.gz").label == SourceRecipe(source="a.parquet").label == "a"
+
+
+def test_row_with_too_many_cells_is_one_invalid_record(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\na,b,c\nd,e\n")
+    first, second = (record for _, record in read_records(tmp_path / "a.csv"))
+    assert isinstance(first, InvalidConversation)
+    assert "a.csv row 1: the row has more cells than the header's 2" in str(first)
+    assert second == {"prompt": "d", "answer": "e"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.json", "[1,\n2\n3]", "line 3 is not JSON: Expecting ',' delimiter"),
+        ("a.json", "\n[1,\n{]", "line 3 is not JSON: Expecting property name"),
+        ("a.json", "[1,\n2]\nx", "line 3 is not JSON: Expecting value"),
+        ("a.json", "[1,]", "line 1 is not JSON: Expecting value"),
+        ("a.json", '{"data": [{}, {}]', "line 1 is not JSON: Expecting ',' delimiter"),
+        ("a.json", '{\n"a": 1\n}\n{', "line 4 is not JSON: Expecting property name"),
+        ("a.json", "[" * 100_000, "line 1 is nested too deeply"),
+        ("a.json", b"[\xff]", "is not UTF-8 text: convert it"),
+        ("a.jsonl", "", "is empty: it must hold one JSON conversation per line"),
+        ("a.jsonl.gz", "not gzip", "cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-12], "cannot be decompressed"),
+        ("a.jsonl.xz", "not xz", "cannot be decompressed"),
+        ("a.jsonl.zst", "not zstd", "cannot be decompressed"),
+        ("a.parquet", "PAR1 and no more", "cannot be read as Parquet"),
+        ("a.parquet", '{"messages": []}', "cannot be read as Parquet"),
+        ("a.csv", "", "is empty: it must hold a header line"),
+        ("a.csv", "prompt,completion\n", "is empty: it must hold a header line"),
+        ("a.csv", b"prompt\n\xe4\n", "is not UTF-8 text"),
+        ("a.csv", 'prompt\n"x"y\n', "line 2 is no CSV"),
+        ("a.csv.gz", "prompt\nx\n", "cannot be decompressed"),
+    ],
+)
+def test_damaged_files_are_reported(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        list(read_records(tmp_path / name))
+    assert f"{name} {sentence}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_invalid_lines_are_reported_in_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\n{"a": 1}\r\n\xff\n{\n"\xe2\x80\xa8"')  # U+2028 does not end a line of JSON lines
+    found = list(read_records(file))
+    assert [where for where, _ in found] == [f"{file} line {n}" for n in (2, 3, 4, 5)]
+    first, second, third, last = (record for _, record in found)
+    assert (first, last) == ({"a": 1}, "\u2028")
+    assert (second.reason, third.reason) == ("not UTF-8", "not JSON")
+    assert str(second).startswith(f"{file} line 3: not UTF-8 text (byte 0xff at position 1)")
+
+
+@pytest.mark.parametrize("first", ['{"a": 1}x', '{"a": [1,', '{"a": ', "{", '{"a": "b', "{]", '{"a": \udcff}'])
+def test_broken_first_line_loses_only_that_line(tmp_path: Path, first: str) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = "\n".join([first, json.dumps(ONE), json.dumps(TWO)])
+    file.write_bytes(lines.encode("utf-8", errors="surrogateescape"))
+    (_, broken), *others = read_records(file)
+    assert isinstance(broken, InvalidConversation)
+    assert others == [(f"{file} line 2", ONE), (f"{file} line 3", TWO)]
+
+
+def test_lines_that_cannot_be_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too deep or too large ones are counted, and later lines are read. A number of 5,000 digits is accepted."""
+    monkeypatch.setattr(files, "MOST_RECORD_BYTES", 1 << 20)
+    file = tmp_path / "a.jsonl"
+    deep = '{"a": ' + "[" * 100_000
+    digits = '{"n": %s, "prompt": "a"}' % ("9" * 5000)
+    large = json.dumps({"prompt": "x" * (16 << 20)})
+    file.write_text("\n".join([deep, digits, large, json.dumps(ONE), large]))
+    tracemalloc.start()
+    try:
+        found = [record for _, record in read_records(file)]
+        assert tracemalloc.get_traced_memory()[1] < 6e6
+    finally:
+        tracemalloc.stop()
+    assert [getattr(record, "reason", None) for record in found] == [
+        "nested too deeply", None, "larger than 16 MiB", None, "larger than 16 MiB",
+    ]  # fmt: skip
+    assert found[1]["prompt"] == "a"
+    assert found[3] == ONE

@@ -1,0 +1,350 @@
+"""Records in every form give the same conversation; what a record says otherwise is applied, refused or counted."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.sources.files import InvalidConversation
+from draftsmith.data.sources.record_reader import parse_conversation
+from draftsmith.recipes.schema import ColumnsRecipe
+
+ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+TURNS = (Turn("user", "q"), Turn("assistant", "a"))
+SYSTEM = Turn("system", "s")
+
+
+def parse(record: Any, keeps_answers: bool = True, **columns: str) -> Conversation:
+    return parse_conversation(record, "f line 3", ColumnsRecipe(**columns), keeps_answers)
+
+
+def messages(**of_answer: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, ANSWERED | of_answer]}
+
+
+def sharegpt(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": name, "value": text} for name, text in turns]}
+
+
+def one_turn(**turn: Any) -> dict[str, Any]:
+    return {"messages": [turn]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        messages(),  # OpenAI
+        sharegpt(("human", "q"), ("gpt", "a")),
+        {"conversations": [ASKED, ANSWERED], "id": "a"},  # SpecForge
+        {"conversation": [ASKED, ANSWERED], "model": "m", "language": "English"},  # LMSYS, WildChat
+        {"conversations": [{"role": "human", "value": "q"}, {"role": "gpt", "value": "a"}]},  # Pygmalion
+        {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"conversations": json.dumps([ASKED, ANSWERED])},
+        {"messages": [ASKED, ANSWERED], "conversations": [ASKED, {"from": "gpt", "value": "a"}]},
+        {"prompt": [ASKED], "completion": [ANSWERED]},  # TRL
+        [ASKED, ANSWERED],
+        {"messages": [ASKED | {"from": None, "value": None}, ANSWERED | {"weight": None}]},  # a table
+        {"messages": [ASKED, {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
+        {"messages": None, "conversations": None, "turns": '["q"]', "answer": "a"},
+        {"prompt": "q", "question": "q", "instruction": "", "answer": "a"},
+    ],
+)  # fmt: skip
+def test_turns_are_read_in_every_form(record: Any) -> None:
+    assert parse(record).turns == TURNS
+    assert parse(record).messages == [ASKED, ANSWERED]
+
+
+def test_text_parts_and_a_trailing_question() -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    record = {"messages": [{"role": "system", "content": "s"}, ASKED | {"content": parts}, ANSWERED, ASKED]}
+    assert parse(record).turns == (SYSTEM, Turn("user", "Hi"), TURNS[1], TURNS[0])
+
+
+def test_id_depends_on_the_prompts_only() -> None:
+    ids = [parse(sharegpt(("human", asked), ("gpt", said))).id for asked, said in (("q", "a"), ("q", "b"), ("q!", "a"))]
+    assert ids[0] == ids[1] != ids[2]
+    assert len(ids[0]) == 16
+    assert parse({"turns": ["a", "c"]}).id == parse(sharegpt(("human", "a"), ("gpt", "b"), ("human", "c"))).id
+
+
+def test_list_of_turns_with_another_name() -> None:
+    record = {"dialogue": [ASKED, ANSWERED], "messages": [ASKED]}
+    assert parse(record, messages="dialogue").turns == TURNS
+    del record["messages"]
+    with pytest.raises(InvalidConversation, match=r"if `dialogue` holds the turns, set data.*columns.messages to"):
+        parse(record)
+    with pytest.raises(InvalidConversation, match=r"no column `chat`, which .*columns.messages names, only `dialogue`"):
+        parse(record, messages="chat")
+
+
+@pytest.mark.parametrize(
+    ("record", "columns"),
+    [
+        ({"system": "s", "messages": [ASKED, ANSWERED]}, {}),
+        ({"system_prompt": "s", "conversations": [ASKED, ANSWERED]}, {}),
+        ({"rules": "s", "conversation": [ASKED, ANSWERED]}, {"system": "rules"}),
+        ({"system": "s ", "messages": [{"role": "developer", "content": "s"}, ASKED, ANSWERED]}, {}),
+        ({"system": "s", "system_prompt": "s", "question": "q", "answer": "a"}, {}),
+    ],
+)
+def test_system_prompt_in_a_separate_key(record: dict[str, Any], columns: dict[str, str]) -> None:
+    assert parse(record, **columns).turns == (SYSTEM, *TURNS)
+    assert parse(record, **columns).id != parse(messages()).id
+    assert parse({"system": " ", **messages()}).turns == TURNS
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"prompt": "a"}, "u:a"),
+        ({"instruction": "a", "input": "b", "output": "c"}, "u:a\n\nb a:c"),
+        ({"instruction": "a", "input": "", "output": "c"}, "u:a a:c"),
+        ({"instruction": "a", "context": "b", "response": "c", "category": "qa"}, "u:a\n\nb a:c"),
+        ({"question": "a", "answer": "b"}, "u:a a:b"),
+        ({"system_prompt": "s", "question": "a", "response": "b"}, "s:s u:a a:b"),
+        ({"system_prompt": " ", "question": "a"}, "u:a"),
+        ({"prompt": "a", "completion": ""}, "u:a"),
+        ({"prompt": "a", "answer": None}, "u:a"),
+        ({"question": "a", "answer": 3}, "u:a"),
+        ({"question_id": 81, "category": "writing", "turns": ["a", "b", "c"], "reference": ["x"]}, "u:a a: u:b a: u:c"),
+        ({"turns": ["a", "b"], "answer": ["x", "y"]}, "u:a a:x u:b a:y"),
+        ({"turns": ["a", "b"], "answer": ["", "y"]}, "u:a a: u:b a:y"),
+        ({"messages": None, "prompt": "a"}, "u:a"),
+        ({"messages": [{"role": "user", "content": "m"}], "prompt": "a"}, "u:m"),
+        ({"prompt": "Say yes or no.\nyes", "answer": "yes"}, "u:Say yes or no.\nyes a:yes"),
+        (
+            {"instruction": "q", "output": "a", "system": "s", "history": [["q0", "a0"]]},  # LlamaFactory
+            "s:s u:q0 a:a0 u:q a:a",
+        ),
+        ({"instruction": "q", "output": "a", "history": []}, "u:q a:a"),
+    ],
+)
+def test_common_column_names_are_recognized(record: dict[str, Any], turns: str) -> None:
+    assert " ".join(f"{turn.role[0]}:{turn.content}" for turn in parse(record).turns) == turns
+
+
+def test_column_names_of_the_recipe_take_precedence() -> None:
+    record = {"prompt": "no", "messages": [], "query": "a", "more": "b", "reply": "c", "rules": "s", "response": "no"}
+    named = parse(record, prompt="query", input="more", answer="reply", system="rules")
+    assert named.turns == (SYSTEM, Turn("user", "a\n\nb"), Turn("assistant", "c"))
+
+
+def test_tools_are_read_in_every_form() -> None:
+    function = {"name": "sky", "parameters": {}}
+    call = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Bern"}'}}
+    turns = [
+        {"role": "user", "content": "Blue?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    wrapped = parse({"messages": turns, "tools": [{"type": "function", "function": function}]})
+    told = json.dumps({"name": "sky", "arguments": {"city": "Bern"}})
+    bare_turns = [("human", "Blue?"), ("function_call", told), ("observation", ""), ("gpt", "Yes.")]
+    bare = parse({**sharegpt(*bare_turns), "tools": json.dumps([function])})
+    assert bare.tools == wrapped.tools
+    assert bare.id == wrapped.id
+    assert [turn.called for turn in wrapped.turns] == [[], ["sky"], [], []]
+    assert wrapped.turns[1].tool_calls[0]["function"]["arguments"] == {"city": "Bern"}
+    assert wrapped.turns[2].message == {"role": "tool", "content": "", "tool_call_id": "1"}
+    assert wrapped.id != parse({"messages": turns}).id
+    assert wrapped.is_answered
+
+
+def test_function_calls_of_the_older_api() -> None:
+    call = {"name": "sky", "arguments": '{"city": "Bern"}'}
+    turns = [
+        ASKED,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "sky", "content": "blue"},
+    ]
+    found = parse({"messages": [*turns, ANSWERED], "functions": [{"name": "sky", "parameters": {}}]})
+    newer = [ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "name": "sky", "content": "blue"}]
+    assert found == parse({"messages": [*newer, ANSWERED], "tools": [{"name": "sky", "parameters": {}}]})
+    assert found.tools
+
+
+def record_with_calls(*results: str) -> dict[str, Any]:
+    calls = [{"id": name, "function": {"name": "f", "arguments": {}}} for name in ("a1", "a2")]
+    told = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in results]
+    return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, *told, ANSWERED]}
+
+
+def test_tool_results_follow_their_calls() -> None:
+    """Templates without call ids identify results by their order."""
+    assert [turn.content for turn in parse(record_with_calls("a2", "a1")).turns[2:4]] == ["A1", "A2"]
+    unnamed = record_with_calls("a2", "a1")
+    del unnamed["messages"][2]["tool_call_id"]
+    assert [turn.content for turn in parse(unnamed).turns[2:4]] == ["A2", "A1"]
+    with pytest.raises(InvalidConversation, match='turn 4: the result\'s tool_call_id "b" is none of the calls before'):
+        parse(record_with_calls("a1", "b"))
+
+
+def test_lone_surrogates_are_replaced() -> None:
+    assert parse(json.loads('{"conversations": [{"from": "human", "value": "a\\ud800"}]}')).turns[0].content == "a?"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "weight"),
+    [
+        ("weight", 0, 0),
+        ("weight", 1, 1),
+        ("weight", 0.0, 0),
+        ("train", False, 0),
+        ("training", True, 1),
+        ("loss", 0, 0),
+    ],
+)
+def test_weights_of_answers_are_read(key: str, value: Any, weight: int) -> None:
+    found = parse(messages(**{key: value}))
+    assert [turn.weight for turn in found.turns] == [1, weight]
+    assert found.is_learned == bool(weight)
+    assert found.messages[1] == ANSWERED | ({} if weight else {"weight": 0})
+    assert parse(messages(**{key: value}), keeps_answers=False).turns == TURNS
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_answers_are_read(key: str) -> None:
+    found = parse(messages(**{key: "hm"}))
+    assert found.turns[1] == Turn("assistant", "a", reasoning_content="hm")
+    assert found.messages[1] == ANSWERED | {"reasoning_content": "hm"}
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "a"}]
+    assert parse(messages(content=parts)).turns == found.turns
+    assert parse({"prompt": "q", "answer": "a", "reasoning_content": "hm"}).turns == found.turns
+
+
+def test_keys_about_answers_are_ignored_in_self_distillation() -> None:
+    turns = messages(weight=0.5, train_detail=[{"begin_offset": 0}])
+    assert parse(turns | {"kto_tag": False}, keeps_answers=False).turns == TURNS
+    assert parse({"prompt": "q", "response": "a", "answer": "b"}, keeps_answers=False).turns == TURNS
+
+
+def test_unused_keys_are_counted() -> None:
+    unread: Counter[str] = Counter()
+    more = {"system": "s", "tools": "", "model": "m", "tags": [], "turn": 1}
+    for _ in range(2):
+        parse_conversation(messages(weight=1, redacted=True, name="x") | more, "", None, True, unread)
+    assert unread == {"model": 2, "turn": 2, "turns.redacted": 2, "turns.name": 2}
+    parse_conversation({"prompt": "q", "answer": 3, "input": "", "source": "s"}, "", None, True, unread)
+    assert (unread["answer"], unread["source"], unread["prompt"]) == (1, 1, 0)
+    hostile: Counter[str] = Counter()
+    parse_conversation(messages(**{f"k{n}": 1 for n in range(10**4)}) | {"x" * 10**5: 1}, "", None, True, hostile)
+    assert len(hostile) <= 65 + 1
+    assert max(map(len, hostile)) <= 46
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ALPACA = "### Instruction:\nAdd.\n\n### Output:\nreturn a + b"
+BAD_CALL, NO_KEY, NOT_TEXT = "malformed tool call", "no conversation key", "turn is not text"
+ASSISTANT_FIRST, TOO_LONG = "first turn from the assistant", "longer than any model reads"
+INVALID = [
+    ([1], "not a mapping", "f line 3: a conversation must be a JSON object, not a list"),
+    ({"id": 1, "text": ""}, NO_KEY, "this one has `id`, `text`"),
+    ({"text": "a"}, NO_KEY, "or a prompt column (data.conversations.columns.prompt names it)"),
+    (ASKED, NO_KEY, "this is one turn: a line must hold a whole conversation"),
+    ({"messages": "Hi"}, "not a list of turns", "`messages` must be a list of turns, not a string"),
+    ({"conversations": "[{'from': 'human'}]"}, "not a list of turns", "`conversations` must be JSON"),
+    ({"messages": []}, "no turns", "f line 3: the conversation is empty"),
+    ({"turns": []}, "no turns", "the conversation is empty"),
+    (one_turn(role="user"), "malformed turn", "turn 1: a turn must be an object with `role` and `content`"),
+    (one_turn(speaker="me", text="q"), "malformed turn", "this one has `speaker`, `text`"),
+    (messages(value="b"), "malformed turn", "`role`, `content`, `value` of a turn contradict each other"),
+    (messages(**{"from": "human"}), "malformed turn", "`role`, `from`, `content` of a turn contradict"),
+    ({"messages": [ASKED], "conversation": [ASKED, ANSWERED]}, "two lists of turns", "hold different turns"),
+    ({"system": "x", "messages": [{"role": "system", "content": "y"}, ASKED]}, "two system prompts", "remove"),
+    ({"system": "x", "system_prompt": "y", "prompt": "q"}, "several system columns", "columns.system"),
+    (sharegpt(("human", "a"), ("bing", "b")), "unknown role", 'turn 2: unknown role "bing", known ones are human,'),
+    (sharegpt(("gpt", "a"), ("human", "b")), ASSISTANT_FIRST, "turn 1: the conversation begins with"),
+    (sharegpt(("system", "s"), ("gpt", "a")), ASSISTANT_FIRST, "turn 2: the conversation begins with"),
+    (sharegpt(("human", "a"), ("human", "b")), "two user turns in a row", "turn 2: two user turns in a row"),
+    (sharegpt(("human", "a"), ("gpt", "b"), ("gpt", "c")), "two assistant turns in a row", "turn 3: two assistant"),
+    (sharegpt(("human", "a"), ("tool", "b")), "result without a call", "turn 2: a tool's result must come after"),
+    (
+        sharegpt(("human", "a"), ("gpt", "b"), ("tool", "c"), ("human", "d")),
+        "a tool's exchange without an answer",
+        "turn 4: after a call its",
+    ),
+    (sharegpt(("human", "a"), ("system", "b")), "system turn not first", "turn 2: a system turn may only be the"),
+    (sharegpt(("system", "a")), "no user turn", "f line 3: the conversation has no user turn"),
+    (sharegpt(("human", "a"), ("gpt", " \n")), "empty assistant turn", "turn 2: the gpt turn is empty"),
+    (sharegpt(("human", ""), ("gpt", "b")), "empty user turn", "turn 1: the human turn is empty"),
+    (sharegpt(("human", None), ("gpt", "b")), NOT_TEXT, "turn 1: the turn must be text, not null"),
+    (one_turn(role="user", content=[{"type": "image_url"}]), NOT_TEXT, "the turn must be text, not a list"),
+    (sharegpt(("human", "a"), ("function_call", "{}")), BAD_CALL, "turn 2: a tool call must be an"),
+    (sharegpt(("human", "a"), ("function_call", "f()")), BAD_CALL, "the function_call must be JSON"),
+    (one_turn(role="user", content="a", tool_calls=[{}]), BAD_CALL, "a user turn calls tools"),
+    (one_turn(role="assistant", tool_calls={"name": "f"}), BAD_CALL, "must be a list, not an object"),
+    (one_turn(role="assistant", tool_calls=[{"name": "f", "arguments": "["}]), BAD_CALL, "must be JSON"),
+    (one_turn(role="assistant", tool_calls=[{"name": "f", "arguments": 1}]), BAD_CALL, "not a number"),
+    ({"prompt": "a", "tools": {"name": "f"}}, "malformed tools", "`tools` must be a list of functions"),
+    ({"prompt": "a", "tools": [{"f": 1}]}, "malformed tools", "each an object with a `name`"),
+    # Keys that cannot be followed.
+    ({"messages": [ASKED, ANSWERED], "images": ["cat.png"]}, "comes with media", "`images` belongs to the turns"),
+    (messages(image="x.png"), NOT_TEXT, "turn 2: the turn has `image`"),
+    (messages(refusal="no"), NOT_TEXT, "the turn has `refusal`"),
+    ({"prompt": "q", "documents": [{}]}, "comes with documents", "write them into a turn"),
+    ({"prompt": "q", "chat_template_kwargs": {"a": 1}}, "sets variables of the template", "set target."),
+    ({"prompt": "q", "completion": "a", "label": False}, "answer marked as bad", "`label` is false"),
+    ({"instruction": "q", "output": "a", "kto_tag": False}, "answer marked as bad", "`kto_tag` is false"),
+    (messages(weight=0.5), "weight other than 0 or 1", "turn 2: `weight` of a turn must be 0"),
+    (messages(train="no"), "weight other than 0 or 1", 'true or false, not "no"'),
+    (messages(train=True, weight=0), "malformed turn", "`weight`, `train` of a turn contradict each other"),
+    (messages(train_detail=[{"begin_offset": 0}]), "parts of a turn are learned", "`train_detail` says which"),
+    ({"messages": [ASKED | {"train": True}, ANSWERED]}, "learns a user turn", "turn 1: `train` asks to"),
+    (messages(thinking="x", reasoning="y"), "malformed thoughts", "two fields hold different thoughts"),
+    ({"messages": [ASKED | {"thinking": "x"}]}, "malformed thoughts", "a user turn has thoughts"),
+    # Prompts in columns.
+    ({"prompt": " "}, "empty user turn", "`prompt` is empty"),
+    ({"turns": ["a", ""]}, "empty user turn", "`turns` is empty"),
+    ({"prompt": 3}, NOT_TEXT, "f line 3, `prompt`: the turn must be text, not a number"),
+    ({"prompt": ALPACA, "instruction": "Add."}, "several prompt columns", "`prompt`, `instruction` could"),
+    ({"prompt": ALPACA, "output": "return a + b"}, "the prompt holds the answer", "`prompt` ends with the"),
+    ({"prompt": "[INST] q [/INST] a", "completion": "a"}, "the prompt holds the answer", "ends with the"),
+    ({"prompt": "q", "response": "a", "answer": "b"}, "several answer columns", "columns.answer"),
+    ({"prompt": "q", "history": ["a"]}, "malformed history", "must be a list of pairs"),
+    # The sentence is short however long the value.
+    ({"version": 1, "rows": [messages()]}, NO_KEY, "`rows`: if `rows` holds the conversations, write"),
+    ({f"key{n}": 1 for n in range(10**5)}, NO_KEY, "`key11`, ...;"),
+    ({"x" * 10**6: 1}, NO_KEY, "this one has `xxx"),
+    (sharegpt((nested(900), "a")), "unknown role", "turn 1: unknown role a list, known ones are human,"),
+    (sharegpt(("x" * 10**6, "a")), "unknown role", 'xxx", known ones are human,'),
+    (sharegpt(("human", [{"type": "text", "text": nested(900)}])), NOT_TEXT, "must be text, not a list"),
+    (sharegpt(*[("human", "a"), ("gpt", "b")] * 5001), TOO_LONG, "has 10,002 turns and 10,002"),
+    (sharegpt(("human", "a" * 8_000_001)), TOO_LONG, "has 1 turns and 8,000,001 characters"),
+]
+OF_NAMED_COLUMNS = [
+    ({"text": "a"}, "no prompt column", "columns.prompt names, only `text`", {"prompt": "query"}),
+    ({"prompt": "a"}, "no input column", "there is no column `more`", {"input": "more"}),
+    ({"prompt": "a"}, "no answer column", "there is no column `reply`", {"answer": "reply"}),
+    ({"query": None}, NOT_TEXT, "must be text, not null", {"prompt": "query"}),
+    ({"prompt": "a", "y": 3}, "answers do not fit the prompts", "text for each of the 1 prompt", {"answer": "y"}),
+    (
+        {"turns": ["a", "b"], "y": ["x"]},
+        "answers do not fit the prompts",
+        "text for each of the 2 prompts",
+        {"answer": "y"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "sentence", "columns"), [*((*case, {}) for case in INVALID), *OF_NAMED_COLUMNS]
+)
+def test_invalid_records_are_reported(record: Any, reason: str, sentence: str, columns: dict[str, str]) -> None:
+    with pytest.raises(InvalidConversation) as caught:
+        parse(record, **columns)
+    assert caught.value.reason == reason
+    message = str(caught.value)
+    assert sentence in message
+    assert message.startswith("f line 3")
+    assert "skip_invalid=true" in message
+    assert "\n" not in message
+    assert len(message) < 800
