@@ -236,7 +236,7 @@ struct Forward {
 
   void run(int64_t thread, int64_t threads) {
     std::vector<Element> normed(rows * padded(std::max(hidden_size, input_width)));
-    typename Attention<Dtype>::Scratch scratch(attention(0));
+    typename Attention<Dtype>::Scratch scratch(attention(0, 0));
     std::vector<float> gates(rows * BLOCK);
     std::vector<int64_t> common;
     const auto [first_row, end_row] = part_of(rows, thread, threads);
@@ -250,19 +250,20 @@ struct Forward {
       copy_tap(static_cast<int64_t>(index), stream, first_row, end_row);
       const int64_t product = static_cast<int64_t>(index) * PRODUCTS_OF_LAYER;
       const bool given = index == 0 && first_input;
-      if (!given) norm_all(layer.norms[INPUT_NORM], normed.data());
-      project_heads(layer, index, given ? first_input : normed.data(), given ? input_width : width, product, thread, threads);
+      const int64_t first = first_wanted(index);
+      if (!given) norm_from(0, layer.norms[INPUT_NORM], normed.data());
+      project_heads(layer, index, first, given ? first_input : normed.data(), given ? input_width : width, product, thread, threads);
       wait_for_all();
-      if (index == 0) common = attention(0).count_common();
-      const auto [first_reader, end_reader] = part_of(rows * heads, thread, threads);
-      attention(index).run(first_reader, end_reader, common.data(), scratch);
+      if (index == 0) common = attention(0, 0).count_common();
+      const auto [first_reader, end_reader] = part_of((rows - first) * heads, thread, threads);
+      attention(index, first).run(first_reader, end_reader, common.data() + first, scratch);
       wait_for_all();
-      add_product(layer.projections[OUTPUT], attended, padded(heads * head_size), product + 1, thread, threads);
+      add_product(layer.projections[OUTPUT], first, attended, padded(heads * head_size), product + 1, thread, threads);
       wait_for_all();
-      norm_all(layer.norms[MLP_NORM], normed.data());
-      activate(layer, normed.data(), gates.data(), product + 2, thread, threads);
+      norm_from(first, layer.norms[MLP_NORM], normed.data());
+      activate(layer, first, normed.data(), gates.data(), product + 2, thread, threads);
       wait_for_all();
-      add_product(layer.projections[DOWN], activated, padded(mlp_size), product + 3, thread, threads);
+      add_product(layer.projections[DOWN], first, activated, padded(mlp_size), product + 3, thread, threads);
       wait_for_all();
     }
     copy_tap(static_cast<int64_t>(layers.size()), stream, first_row, end_row);
@@ -319,15 +320,23 @@ struct Forward {
 
   const Element* weights_of(const at::Tensor& norm) const { return static_cast<const Element*>(norm.const_data_ptr()); }
 
-  // Of all rows, by every thread for itself: less than waiting once more.
-  void norm_all(const at::Tensor& norm, Element* to) const {
-    for (int64_t row = 0; row < rows; ++row)
+  // The first row of which a layer's output is read: of the last layer's, where no features are, by the head alone. Of the
+  // rows before it, a prompt's in a drafter of one layer, keys and values are all that is needed.
+  int64_t first_wanted(size_t index) const {
+    const int64_t last = static_cast<int64_t>(layers.size());
+    const bool by_features = std::any_of(taps.begin(), taps.end(), [&](int64_t tap) { return tap < 0 || tap == last; });
+    return static_cast<int64_t>(index) + 1 == last && head.packed && !by_features ? first_kept : 0;
+  }
+
+  // Of the rows from `first` on, by every thread for itself: less than waiting once more.
+  void norm_from(int64_t first, const at::Tensor& norm, Element* to) const {
+    for (int64_t row = first; row < rows; ++row)
       rms_norm<Dtype>(stream + row * width, weights_of(norm), hidden_size, eps, to + row * width);
   }
 
-  // Queries, keys and values of whole heads; keys and values go into the cache.
+  // Queries, from row `first` on, keys and values of whole heads; keys and values go into the cache.
   void project_heads(
-      const Layer& layer, size_t index, const Element* input, int64_t stride, int64_t product, int64_t thread,
+      const Layer& layer, size_t index, int64_t first, const Element* input, int64_t stride, int64_t product, int64_t thread,
       int64_t threads) {
     // As many heads as end where a block does.
     const int64_t unit = std::lcm(head_size, BLOCK);
@@ -340,9 +349,10 @@ struct Forward {
     const int64_t parts = bytes < MANY_BYTES ? std::min<int64_t>(rows, 2) : 1;
     share(product, total * parts, bytes, thread, threads, [&](int64_t item) {
       int64_t number = item / parts;
-      const auto [from, last] = part_of(rows, item % parts, parts);
       int kind = QUERY;
       for (; number >= units[kind]; ++kind) number -= units[kind];
+      auto [from, last] = part_of(rows, item % parts, parts);
+      if (kind == QUERY) from = std::min(std::max(from, first), last);
       const Weight<Dtype> weight = layer.projections[kind].template weight<Dtype>();
       const int64_t padded_outputs = padded(weight.outputs), first_block = number * unit / BLOCK, first_row = from;
       Element* to = kind == QUERY ? queries : fresh + (kind == VALUE ? rows * padded_outputs : 0);
@@ -370,34 +380,36 @@ struct Forward {
     std::copy(from, from + head_size, to);
   }
 
-  Attention<Dtype> attention(size_t index) const {
+  Attention<Dtype> attention(size_t index, int64_t first) const {
     const int64_t of_heads = padded(heads * head_size);
     return {
-        queries, keys + index * key_layer, values + index * value_layer, attended, rows, heads, kv_heads, head_size,
-        columns, of_heads, head_size, of_heads, key_head, value_head, key_stride, value_stride, seen, counts, scale};
+        queries + first * of_heads, keys + index * key_layer, values + index * value_layer, attended + first * of_heads,
+        rows - first, heads, kv_heads, head_size, columns, of_heads, head_size, of_heads, key_head, value_head, key_stride,
+        value_stride, seen + first * columns, counts + first, scale};
   }
 
   void add_product(
-      const Projection& projection, const Element* input, int64_t stride, int64_t product, int64_t thread, int64_t threads) {
+      const Projection& projection, int64_t first, const Element* input, int64_t stride, int64_t product, int64_t thread, int64_t threads) {
     const Weight<Dtype> weight = projection.weight<Dtype>();
     share(product, weight.blocks(), weight.bytes(), thread, threads, [&](int64_t block) {
-      multiply_block(input, rows, stride, weight, block, [&](int64_t row, int v, Floats values) {
-        Element* to = stream + row * width + block * BLOCK + v * LANES;
+      multiply_block(input + first * stride, rows - first, stride, weight, block, [&](int64_t row, int v, Floats values) {
+        Element* to = stream + (first + row) * width + block * BLOCK + v * LANES;
         Dtype::store(to, Dtype::load(to) + values);
       });
     });
   }
 
   void activate(
-      const Layer& layer, const Element* input, float* gates, int64_t product, int64_t thread, int64_t threads) {
+      const Layer& layer, int64_t first, const Element* input, float* gates, int64_t product, int64_t thread,
+      int64_t threads) {
     const Weight<Dtype> gate = layer.projections[GATE].weight<Dtype>(), up = layer.projections[UP].weight<Dtype>();
     share(product, gate.blocks(), gate.bytes() + up.bytes(), thread, threads, [&](int64_t block) {
-      multiply_block(input, rows, width, gate, block, [&](int64_t row, int v, Floats values) {
+      multiply_block(input + first * width, rows - first, width, gate, block, [&](int64_t row, int v, Floats values) {
         Float32::store(gates + row * BLOCK + v * LANES, silu(values));
       });
-      multiply_block(input, rows, width, up, block, [&](int64_t row, int v, Floats values) {
+      multiply_block(input + first * width, rows - first, width, up, block, [&](int64_t row, int v, Floats values) {
         const Floats gated = Float32::load(gates + row * BLOCK + v * LANES) * values;
-        Dtype::store(activated + row * padded(mlp_size) + block * BLOCK + v * LANES, gated);
+        Dtype::store(activated + (first + row) * padded(mlp_size) + block * BLOCK + v * LANES, gated);
       });
     });
   }
