@@ -35,6 +35,8 @@ constexpr int64_t LANES = 8, MOST_ROWS = 5;
 constexpr int64_t LANES = 4, MOST_ROWS = 5;
 #endif
 constexpr int64_t LINE = 64, AHEAD = 8192;  // bytes: of a cache line, and how far ahead weights are asked for
+// Rows up to which the processor itself asks the memory for enough, and for more than if it is told to.
+constexpr int FEW_ROWS = LANES == 16 ? 5 : 1;
 constexpr int SECOND_LEVEL = 2;  // of the caches, which waits for more lines at a time than the first
 constexpr int64_t VECTORS = 2, BLOCK = VECTORS * LANES;
 constexpr int MOST_PARTS = 16, MOST_READERS = 24;  // vectors of a head; (row, head) pairs that read keys and values together
@@ -196,8 +198,7 @@ __attribute__((noinline)) void sum_products(
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; ++v) sums[row][v] = Floats{};
   const auto add = [&](int64_t k, bool last_alone) __attribute__((always_inline)) {
-    // While several rows are multiplied, the processor itself does not ask the memory for enough.
-    if constexpr (ROWS > 1)
+    if constexpr (ROWS > FEW_ROWS)
       for (int64_t line = 0; line < BLOCK_BYTES<Dtype>; line += LINE)
         __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + line, 0, SECOND_LEVEL);
 #pragma GCC unroll 16
