@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
-from draftsmith.models.base.options import Credit
+from draftsmith.models.base.options import GroupWeighting
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
@@ -160,6 +160,11 @@ class Drafter(WithoutEmbeddings):
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
 
+    @property
+    def kept_shares(self) -> list[float] | None:
+        """Return the share of each depth's rows that is computed, if training drops some at random."""
+        return self.config.options.kept_shares if self.training else None
+
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
 
@@ -170,7 +175,7 @@ class Drafter(WithoutEmbeddings):
         if self.vocab.is_reduced and not has_teacher(self.config.loss):
             is_read_bgs = has_label_bgs & self.t2d[groups.labels_bgs.clamp(min=0)]
         counts_2g = torch.stack([has_label_bgs, is_read_bgs]).sum((1, 3)).float()
-        shares = self.config.options.kept_shares if self.training else None
+        shares = self.kept_shares
         return counts_2g if shares is None else counts_2g * as_tensor_like(shares, counts_2g)
 
     def forward(
@@ -210,7 +215,7 @@ class Drafter(WithoutEmbeddings):
         mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
         options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, Auxiliary | None]]()
-        shares_g = as_tensor_like(options.depth_shares, hidden_nd)
+        shares_g, weighting = as_tensor_like(options.depth_shares, hidden_nd), options.group_weighting
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
             tokens_m, rows_m = groups.input_ids.flatten()[before_m], vocab.rows_of(label_m)
@@ -221,7 +226,7 @@ class Drafter(WithoutEmbeddings):
                 normed_md,
                 linear,
                 rows_m,
-                weights_m if options.credit is None else None,
+                weights_m if weighting is None else None,
                 options.loss,
                 vocab.teacher(features_pd, before_m, mass_p),
                 None if self.markov_head is None else self.markov_head.factors(tokens_m),
@@ -231,7 +236,7 @@ class Drafter(WithoutEmbeddings):
             )
             rows = HeadRows(place_m, depth_m, before_m, tokens_m, rows_m, mask_m, weights_m, linear, normed_md, result)
             heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
-        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, options.credit)
+        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, weighting, self.kept_shares)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
@@ -333,7 +338,8 @@ def sum_losses(
     weight: float,
     shares_g: Tensor,
     counts_2g: Tensor | None,
-    credit: Credit | None,
+    weighting: GroupWeighting | None,
+    kept_shares: Sequence[float] | None,
 ) -> DrafterOutput:
     """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
 
@@ -359,9 +365,11 @@ def sum_losses(
             terms.append((slots[-1], losses_m, weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)))
             losses.append((losses_m * terms[-1][2]).sum())
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
-    if credit is not None:
+    if weighting is not None:
         num_groups = None if counts_2g is None else counts_2g[0, 0]
-        dpace_q, reached_q = weigh_by_groups(credit, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups)
+        dpace_q, reached_q = weigh_by_groups(
+            weighting, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups, kept_shares
+        )
         losses = []
         for slot, losses_m, weights_m in terms:
             weights_m = weights_m if dpace_q is None else dpace_q[slot]
@@ -384,13 +392,14 @@ def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: 
 
 
 def weigh_by_groups(
-    credit: Credit,
+    weighting: GroupWeighting,
     slot_m: Tensor,
     nats_m: Tensor,
     correct_m: Tensor,
     num_groups: int,
     num_depths: int,
     counted_groups: Tensor | None,
+    kept_shares: Sequence[float] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the row weights that depend on a group's earlier rows, [P * G] each; None for a rule that is switched off.
 
@@ -401,25 +410,32 @@ def weigh_by_groups(
         slot_m: For each labelled row the number of its group times G, plus its depth.
         nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
         counted_groups: [] groups with a label in the whole batch; by default these are all.
+        kept_shares: As in `group_lengths`.
 
     Returns:
         D-PACE's weights, in place of those by depth; and 1 up to the first error of a group, 0 after it.
     """
-    dpace_alpha, until_first_error = credit
     dpace_q = reached_q = None
-    if dpace_alpha is not None:
+    if weighting.dpace_alpha is not None:
         if counted_groups is None:
             counted_groups = (slot_m % num_depths == 0).sum()
-        lengths_pg = group_lengths(dpace_alpha, nats_m, slot_m, num_groups, num_depths)
+        lengths_pg = group_lengths(weighting.dpace_alpha, nats_m, slot_m, num_groups, num_depths, kept_shares)
         dpace_q = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
-    if until_first_error:
+    if weighting.until_first_error:
         correct_q = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
         correct_pg = correct_q.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
         reached_q = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1).cumprod(1).flatten()
     return dpace_q, reached_q
 
 
-def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_groups: int, num_depths: int) -> Tensor:
+def group_lengths(
+    alpha: float,
+    cross_entropy_n: Tensor,
+    slot_n: Tensor,
+    num_groups: int,
+    num_depths: int,
+    kept_shares: Sequence[float] | None = None,
+) -> Tensor:
     """Return D-PACE's w [P, G] of the rows of whole groups, 0 without a row.
 
     D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810) weighs every row by what it is worth to the drafted
@@ -432,16 +448,19 @@ def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_gro
     take the expected length out of it again; over groups we take a mean, as the paper's author proposes
     (sgl-project/SpecForge, issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). Where we
     decide: w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull request 848; also EAGLE's
-    regression), q being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row
-    that a conditional drop leaves out ends its group.
+    regression), q being the label's probability all the same; a token outside the draft vocabulary has q = 0; where
+    rows are dropped at random, the products of those that are kept are divided by their share, as labels are.
 
     Args:
         alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
         cross_entropy_n, slot_n: As `nats_m` and `slot_m` of `weigh_by_groups`. A group's depths have no gaps.
+        kept_shares: `Drafter.kept_shares`; a row is kept only where the rows before it are.
     """
     size = num_groups * num_depths
     confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha
     factors_pg = confidence_n.new_ones(size).index_copy(0, slot_n, confidence_n).view(num_groups, num_depths)
     has_row_pg = confidence_n.new_zeros(size).index_fill(0, slot_n, 1.0).view(num_groups, num_depths)
     reached_pg = factors_pg.cumprod(1) * has_row_pg
+    if kept_shares is not None:  # in groups whose first row is kept
+        reached_pg = reached_pg * as_tensor_like([kept_shares[0] / share for share in kept_shares], reached_pg)
     return reached_pg.flip(1).cumsum(1).flip(1) * has_row_pg

@@ -318,7 +318,7 @@ def lattice_losses(
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss label by label from the logits of all groups: no chunks, no active rows, weights as defined."""
     config, ids, features = drafter.config, batch["input_ids"], batch["features"]
-    logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, config.options.depth_shares
+    logits, shares = logits_of_head(drafter, ids, features), config.options.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
     kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
@@ -328,7 +328,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
     normed = drafter.norm(group_hidden(drafter, ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
-    alpha, until_first_error = credit or (None, False)
+    alpha, until_first_error = config.options.group_weighting or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression and the selector's loss
     total, groups = logits.new_zeros(()), 0
