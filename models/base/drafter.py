@@ -347,7 +347,7 @@ def sum_losses(
     batch's `Drafter.label_counts`, by default those of these rows.
     """
     batch, num_depths, length = groups.labels_bgs.shape
-    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
+    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor, Tensor]]()
     depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, auxiliary in heads:
         result = rows.result
@@ -356,14 +356,15 @@ def sum_losses(
         nats.append(result.cross_entropy_n.masked_fill(rows.rows_m < 0, float("inf")))
         correct.append(result.correct_n)
         losses.append(weight * result.loss)
-        terms.append((slots[-1], weight * result.losses_n, rows.weights_m))
+        terms.append((slots[-1], weight * result.losses_n, rows.weights_m, rows.mask_m))
         if auxiliary is not None:
             losses_m, mask_m, drafted_m = auxiliary
             correct[-1] = result.correct_n if drafted_m is None else drafted_m
             counts_g = None if counts_2g is None else counts_2g[int(mask_m is not None)]
             mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
-            terms.append((slots[-1], losses_m, weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)))
-            losses.append((losses_m * terms[-1][2]).sum())
+            weights_m = weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)
+            losses.append((losses_m * weights_m).sum())
+            terms.append((slots[-1], losses_m, weights_m, mask_m))
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
     if weighting is not None:
         num_groups = None if counts_2g is None else counts_2g[0, 0]
@@ -371,8 +372,8 @@ def sum_losses(
             weighting, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups, kept_shares
         )
         losses = []
-        for slot, losses_m, weights_m in terms:
-            weights_m = weights_m if dpace_q is None else dpace_q[slot]
+        for slot, losses_m, weights_m, mask_m in terms:
+            weights_m = weights_m if dpace_q is None else dpace_q[slot] * mask_m
             losses.append((losses_m * (weights_m if reached_q is None else weights_m * reached_q[slot])).sum())
     zeros_g = torch.zeros_like(shares_g)
     correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
