@@ -207,7 +207,7 @@ class Drafter(WithoutEmbeddings):
             groups: Result of `groups(input_ids, loss_mask, position_ids)`, if it was computed before.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
-        if teacher_features is None and has_teacher(self.config.loss):
+        if teacher_features is None and self.needs_teacher:
             if self.feature_layers != (FINAL_FEATURES,):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
             teacher_features = features
