@@ -71,10 +71,17 @@ class DrafterOutput(ModelOutput):
     """The loss that is trained on, and sums per depth that add up over batches and processes."""
 
     loss: Tensor | None = None
-    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over labels
+    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over the labels that the head has
     depth_correct: Tensor | None = None  # [G] labels that are the argmax
     depth_count: Tensor | None = None  # [G] labels
+    depth_count_in_head: Tensor | None = None  # [G] labels that the head has
     correct_bgs: Tensor | None = None  # [B, G, S] bool: the argmax is the label of this group and depth
+
+    @property
+    def depth_sums(self) -> Tensor:
+        """Return the losses, correct labels, labels, and labels that the head has, [4, G] float64 without gradient."""
+        sums = (self.depth_loss_sum, self.depth_correct, self.depth_count, self.depth_count_in_head)
+        return torch.stack([part.detach().double() for part in sums if part is not None])
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----

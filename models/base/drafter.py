@@ -375,13 +375,14 @@ def sum_losses(
         for slot, losses_m, weights_m, mask_m in terms:
             weights_m = weights_m if dpace_q is None else dpace_q[slot] * mask_m
             losses.append((losses_m * (weights_m if reached_q is None else weights_m * reached_q[slot])).sum())
-    zeros_g = torch.zeros_like(shares_g)
+    zeros_g, counts_g = torch.zeros_like(shares_g), torch.zeros_like(shares_g, dtype=depth_m.dtype)
     correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
     return DrafterOutput(
         torch.stack(losses).sum(),
         zeros_g.index_add(0, depth_m, nats_m.masked_fill(nats_m.isinf(), 0.0)),
         zeros_g.index_add(0, depth_m, correct_m.to(zeros_g.dtype)),
-        torch.zeros_like(zeros_g, dtype=depth_m.dtype).index_add(0, depth_m, torch.ones_like(depth_m)),
+        counts_g.index_add(0, depth_m, torch.ones_like(depth_m)),
+        counts_g.index_add(0, depth_m, nats_m.isfinite().to(depth_m.dtype)),
         correct_bsg.index_copy(0, slot_m, correct_m).view(batch, length, num_depths).transpose(1, 2),
     )
 

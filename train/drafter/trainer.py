@@ -162,13 +162,13 @@ def even_out(loader: DataLoader) -> DataLoader:
 class Progress(TrainerCallback, ExportableState):
     """Totals of a training, over all resumed runs; saved with every checkpoint.
 
-    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_3g: sums
-    since the last log, by depth: losses, correct labels, labels. logged_tokens, logged_s: totals at the last log.
+    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_4g: the
+    `DrafterOutput.depth_sums` since the last log. logged_tokens, logged_s: totals at the last log.
     """
 
     def __init__(self) -> None:
         self.tokens, self.elapsed_s = 0, 0.0
-        self.unlogged_3g: list[list[float]] = []
+        self.unlogged_4g: list[list[float]] = []
         self.logged_tokens, self.logged_s = 0, 0.0
         self._last_s: float | None = None
 
@@ -176,22 +176,23 @@ class Progress(TrainerCallback, ExportableState):
         attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"args": {}, "attributes": attributes}
 
-    def add(self, tokens: int, sums_3g: Tensor) -> None:
+    def add(self, tokens: int, sums_4g: Tensor) -> None:
         """Add the tokens and the sums over labels since the last call."""
         self.tokens += tokens
-        earlier = torch.tensor(self.unlogged_3g).to(sums_3g) if self.unlogged_3g else 0.0
-        self.unlogged_3g = (earlier + sums_3g).tolist()
+        earlier = torch.tensor(self.unlogged_4g).to(sums_4g) if self.unlogged_4g else 0.0
+        self.unlogged_4g = (earlier + sums_4g).tolist()
 
     def take_log(self) -> dict[str, float]:
         """Return the means over the labels of each depth since the last log, and tokens per second."""
         logs: dict[str, float] = {}
-        for depth, (loss, correct, count) in enumerate(zip(*self.unlogged_3g, strict=True), start=1):
+        for depth, (loss, correct, count, in_head) in enumerate(zip(*self.unlogged_4g, strict=True), start=1):
+            if in_head:
+                logs[f"loss_depth{depth}"] = round(loss / in_head, 4)
             if count:
-                logs[f"loss_depth{depth}"] = round(loss / count, 4)
                 logs[f"accuracy_depth{depth}"] = round(correct / count, 4)
         seconds = max(self.elapsed_s - self.logged_s, 1e-9)
         logs["tokens_per_s"] = round((self.tokens - self.logged_tokens) / seconds, 1)
-        self.unlogged_3g, self.logged_tokens, self.logged_s = [], self.tokens, self.elapsed_s
+        self.unlogged_4g, self.logged_tokens, self.logged_s = [], self.tokens, self.elapsed_s
         return logs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -236,8 +237,8 @@ class DrafterTrainer(Trainer):
         self._launch = detect_launch(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
-        # Rows: loss sum, correct, labels of each depth; of this process, since processes last added them up.
-        self._depth_sums_3g: Tensor | None = None
+        # `DrafterOutput.depth_sums` of this process, since processes last added them up.
+        self._depth_sums_4g: Tensor | None = None
         self._tokens: Tensor | None = None
         self._groups: list[tuple[Groups, torch.Generator]] = []  # of the step's next micro-batches, in this process
         self.progress = Progress()
@@ -412,10 +413,8 @@ class DrafterTrainer(Trainer):
         return optimizer
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
-        sums = [output.depth_loss_sum, output.depth_correct, output.depth_count]
-        step_3g = torch.stack([part.detach().double() for part in sums if part is not None])
-        tokens = attention_mask_bs.sum()
-        self._depth_sums_3g = step_3g if self._depth_sums_3g is None else self._depth_sums_3g + step_3g
+        step_4g, tokens = output.depth_sums, attention_mask_bs.sum()
+        self._depth_sums_4g = step_4g if self._depth_sums_4g is None else self._depth_sums_4g + step_4g
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -492,10 +491,10 @@ class DrafterTrainer(Trainer):
 
     def _sync_counts(self) -> None:
         """Sum the counts over all processes, for a log or a checkpoint; all processes must call it at the same step."""
-        if self._depth_sums_3g is not None and self._tokens is not None:
-            sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").cpu()
-            self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_3g)
-            self._depth_sums_3g = self._tokens = None
+        if self._depth_sums_4g is not None and self._tokens is not None:
+            sums_4g = self.accelerator.reduce(self._depth_sums_4g, reduction="sum").cpu()
+            self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_4g)
+            self._depth_sums_4g = self._tokens = None
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:
