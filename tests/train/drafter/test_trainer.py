@@ -106,10 +106,21 @@ class OutOfMemory(DrafterTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def test_out_of_memory_is_one_sentence(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "DrafterTrainer", OutOfMemory)
-    with pytest.raises(UserError, match=r"^out of memory \(.+\): halve train\.per_device_train_batch_size "):
-        train_drafter(make_recipe(target_folder, "large"))
+def test_out_of_memory_is_one_sentence(target_folder: Path) -> None:
+    """Its advice is accepted, and trains steps of as many rows."""
+    recipe = make_recipe(target_folder, "large", global_batch_size=4, per_device_train_batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", OutOfMemory)
+        with pytest.raises(
+            UserError,
+            match=r"^out of memory \(.+\): lower train\.per_device_train_batch_size \(train\.global_batch_size keeps "
+            r"the rows of a step\), and delete the run's folder `drafter` or use another `name`; ",
+        ):
+            train_drafter(recipe)
+    recipe.train["per_device_train_batch_size"] = 2
+    shutil.rmtree(RunFolder(recipe).drafter)
+    assert train_drafter(recipe).steps == 6
+    assert json.loads((RunFolder(recipe).drafter / "training.json").read_text())["batch_size"] == 4
     for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()):
         with pytest.raises(UserError, match="out of memory"), errors_in_sentences():
             raise error
