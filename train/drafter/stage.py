@@ -23,7 +23,7 @@ from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.cuda_attention import without_cudnn_attention
-from draftsmith.models.target.loading import load_target_config
+from draftsmith.models.target.loading import load_target_config, weights_hash
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, check_settings, target_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
@@ -44,7 +44,7 @@ from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
-SETTINGS = "settings.json"
+SETTINGS, TARGET_WEIGHTS = "settings.json", "the target's weights (hash)"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
 HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
@@ -83,8 +83,10 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             "training with data.eval_rows_frac=0.02"
         )
     begun_from = start_folder(recipe)
-    settings = _settings(recipe, tokens) | start_settings(begun_from)
-    check_settings(run.drafter / SETTINGS, settings, "train from scratch")
+    settings, started = _settings(recipe, tokens) | start_settings(begun_from), run.drafter / SETTINGS
+    if started.is_file() and TARGET_WEIGHTS.encode() not in started.read_bytes():
+        settings.pop(TARGET_WEIGHTS, None)  # by a version that did not write them
+    check_settings(started, settings, "train from scratch")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
@@ -104,7 +106,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if recipe.validation.decides:
         args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
     if trainer.is_world_process_zero():
-        write_settings(run.drafter / SETTINGS, settings)
+        write_settings(started, settings)
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
         _check_free_space(run.drafter, drafter)
         if start is not None:
@@ -220,6 +222,7 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
+        TARGET_WEIGHTS: weights_hash(recipe.target),
         "drafter.kind": recipe.drafter.kind,
         **{f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()},
         **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},

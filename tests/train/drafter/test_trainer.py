@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.processes import run_in_processes
 from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
@@ -53,6 +53,23 @@ def test_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
     changed = recipe.model_copy(update={"train": {**recipe.train, "learning_rate": 2e-2}})
     with pytest.raises(UserError, match=r"started with train.learning_rate = 0.01, now it is 0.02: restore the key"):
         train_drafter(changed)
+
+
+def test_changed_target_is_refused(target_folder: Path) -> None:
+    """Settings of an earlier version do not have its weights' hash, and are as good as equal."""
+    recipe = make_recipe(target_folder, "target")
+    train_drafter(recipe)
+    weights = {name: 2 * value for name, value in load_file(target_folder / "model.safetensors").items()}
+    save_file(weights, target_folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"started with the target's weights \(hash\) = '\w+', now it is '\w+': restore"
+    ):
+        train_drafter(recipe)
+    file = RunFolder(recipe).drafter / "settings.json"
+    settings = json.loads(file.read_text())
+    del settings["the target's weights (hash)"]
+    file.write_text(json.dumps(settings))
+    assert train_drafter(recipe).was_finished
 
 
 def with_packing(recipe: Recipe) -> Recipe:
