@@ -30,6 +30,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
     check_same_launch,
+    device_note,
     is_last_checkpoint,
     newest_checkpoint,
     set_damaged_aside,
@@ -47,7 +48,7 @@ from draftsmith.train.processes.launch import Launch, check_launch, detect_launc
 SETTINGS, TARGET_WEIGHTS = "settings.json", "the target's weights (hash)"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
 HARMLESS_TRAIN_KEYS = (
-    "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
+    "logging_steps", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
     "disable_tqdm", "dataloader_num_workers", "run_name", "log_level", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size",
 )  # fmt: skip
@@ -95,7 +96,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
     rows: Dataset | PackedRows = to_train
     if recipe.data.packing:
-        check_packing(target)
+        if not offline:  # where no document is computed
+            check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
     cache = open_features(recipe, settings["data (its tokens)"], drafter) if offline else None
     stop = StopOnInterrupt()
@@ -211,6 +213,8 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     check_same_launch(checkpoint, launch)
     if trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}")
+        if (sentence := device_note(checkpoint, trainer.args.device)) is not None:
+            print(sentence)
     return checkpoint
 
 

@@ -441,7 +441,8 @@ class DrafterTrainer(Trainer):
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            write_manifest(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self._launch)
+            checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            write_manifest(checkpoint, self._launch, self.args.device)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 

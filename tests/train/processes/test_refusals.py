@@ -90,7 +90,7 @@ def test_impossible_combinations_are_reported(
 
 
 def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
-    write_manifest(tmp_path, FSDP2)
+    write_manifest(tmp_path, FSDP2, torch.device("cpu"))
     check_same_launch(tmp_path, FSDP2)
     with pytest.raises(UserError, match="was written under FSDP2, which DDP cannot read: launch it as before"):
         check_same_launch(tmp_path, DDP)
