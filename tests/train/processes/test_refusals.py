@@ -113,6 +113,17 @@ def test_unsupported_ways_to_split_are_refused(
         check_launch(recipe_in(tmp_path), make_arguments(tmp_path), FSDP2)
 
 
+def test_tensor_parallel_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
+    args, file = make_arguments(tmp_path), tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    with pytest.raises(
+        UserError, match=r"tensor_parallel\.autotp_size above 1: drafters are trained data-parallel only"
+    ):
+        check_launch(recipe_in(tmp_path), args, ZERO2)
+
+
 def test_missing_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error precedes any loading: this folder has neither a target nor tokens."""
     for module in (launches, quantized):
