@@ -213,8 +213,8 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     check_same_launch(checkpoint, launch)
     if trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}")
-        if (sentence := device_note(checkpoint, trainer.args.device)) is not None:
-            print(sentence)
+        if (note := device_note(checkpoint, trainer.args.device)) is not None:
+            print(note)
     return checkpoint
 
 

@@ -42,7 +42,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from draftsmith.errors import Terminated, UserError
 from draftsmith.files import share_as_usual
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import split_features
 from draftsmith.progress import is_quiet
@@ -240,7 +239,6 @@ class DrafterTrainer(Trainer):
         # `DrafterOutput.depth_sums` of this process, since processes last added them up.
         self._depth_sums_4g: Tensor | None = None
         self._tokens: Tensor | None = None
-        self._groups: list[tuple[Groups, torch.Generator]] = []  # of the step's next micro-batches, in this process
         self.progress = Progress()
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
@@ -259,54 +257,48 @@ class DrafterTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """Return the micro-batch's part of the loss of the global batch, whose labels are counted in [2, G]."""
-        groups, self._drafter.generator = self._groups.pop(0)
-        features, teacher_features = self._target_features(inputs)
-        output = self._forward(model, inputs, features, teacher_features, num_items_in_batch, groups)
+        self._drafter.generator = inputs["generator"]
+        output = self._forward(model, inputs, *self._target_features(inputs), num_items_in_batch)
         self._count(output, inputs["attention_mask"])
-        loss = cast(Tensor, output.loss)
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # Gradients are averaged over processes, whose parts are to be added up.
-            loss = loss * (self.args.world_size // self.get_tp_size())
+        # Gradients are averaged over processes, whose parts are to be added up.
+        loss = cast(Tensor, output.loss) * self.args.world_size
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Tensor]], Any]:
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
         """Return a step's micro-batches, and the labels [2, G] of all of them, on all processes, for each depth's mean.
 
-        The groups of each are made here, once, as the labels must be counted before the first forward. (transformers
-        would count the labels of a single depth, from a column that the batches do not have.)
+        Each gets its groups, as the labels must be counted before the first forward, and the generator that has drawn
+        their rows, for the draws of its forward. (transformers would count the labels of a single depth, from a column
+        that the batches do not have.)
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._groups, counts = [], list[Tensor]()
-        processes, rank = (n // self.get_tp_size() for n in (self.args.world_size, self.args.process_index))
+        counts = list[Tensor]()
         self._drafter.train()  # as in the forward
         for number, batch in enumerate(batches):
-            place = number * processes + rank
+            place = number * self.args.world_size + self.args.process_index
             generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
             self._drafter.generator = generator
             positions = batch.get("position_ids")
             positions = None if positions is None else positions.to(device)
             groups = self._drafter.groups(batch["input_ids"].to(device), batch["loss_mask"].to(device), positions)
-            self._groups.append((groups, generator))
+            batch |= {"groups": groups, "generator": generator}
             counts.append(self._drafter.label_counts(groups))
         if not batches:
             return batches, None
-        counts_2g = torch.stack(counts).sum(0).to(device)
-        if self.args.average_tokens_across_devices:
-            counts_2g = self.accelerator.reduce(counts_2g, reduction="sum") / self.get_tp_size()
-        return batches, counts_2g
+        return batches, self.accelerator.reduce(torch.stack(counts).sum(0).to(device), reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm over all processes, which thus stop together: the step's one wait for the device.
+        """Return the norm over all processes, which thus stop together.
 
         Raises:
-            UserError: The loss or gradient is not finite. The step is not applied: it would put NaN into all weights.
+            UserError: The loss or gradient is not finite. The step is not saved: it would put NaN into all weights.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is None or self.args.fp16:  # whose scaler skips steps with an infinite gradient
@@ -315,7 +307,7 @@ class DrafterTrainer(Trainer):
         if not math.isfinite(whole):
             raise UserError(
                 f"the loss or its gradient is not finite in step {self.state.global_step + 1} (the gradient's norm is "
-                f"{whole}), and the step was not applied: lower train.learning_rate or train.max_grad_norm under "
+                f"{whole}), and nothing of it was saved: lower train.learning_rate or train.max_grad_norm under "
                 "another `name`"
             )
         return norm
@@ -326,7 +318,7 @@ class DrafterTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return even_out(super().get_eval_dataloader(eval_dataset))
 
-    def _target_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _target_features(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D]: of the target, or from disk."""
         self._drafter.training_step = self.state.global_step
         ids, half = inputs["input_ids"], self._autocast_target and self.args.bf16
@@ -339,11 +331,10 @@ class DrafterTrainer(Trainer):
     def _forward(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         features: Tensor,
         teacher_features: Tensor | None,
-        label_counts: Tensor | int | None = None,
-        groups: Groups | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         """Return the drafter's output for a batch and the target's features of it."""
         # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
@@ -356,7 +347,7 @@ class DrafterTrainer(Trainer):
                 position_ids=inputs.get("position_ids"),
                 teacher_features=teacher_features,
                 label_counts=label_counts,
-                groups=groups,
+                groups=inputs.get("groups"),
             )
 
     @torch.no_grad()

@@ -101,7 +101,7 @@ def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "DrafterTrainer", trainer)
         with pytest.raises(
-            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not"
+            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and nothing of it was saved"
         ):
             train_drafter(recipe)
 
@@ -179,6 +179,7 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
         ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
         ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
+        ({"average_tokens_across_devices": False}, "`train.average_tokens_across_devices` cannot be false: a step's"),
         ({"gradient_checkpointing": True}, "`train.gradient_checkpointing`: drafters do not support it: leave it out"),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],
