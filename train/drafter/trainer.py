@@ -161,13 +161,14 @@ def even_out(loader: DataLoader) -> DataLoader:
 class Progress(TrainerCallback, ExportableState):
     """Totals of a training, over all resumed runs; saved with every checkpoint.
 
-    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_4g: the
-    `DrafterOutput.depth_sums` since the last log. logged_tokens, logged_s: totals at the last log.
+    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_steps,
+    unlogged_loss, unlogged_4g: steps, their losses and their `DrafterOutput.depth_sums`, since the last log.
+    logged_tokens, logged_s: totals at the last log.
     """
 
     def __init__(self) -> None:
         self.tokens, self.elapsed_s = 0, 0.0
-        self.unlogged_4g: list[list[float]] = []
+        self.unlogged_steps, self.unlogged_loss, self.unlogged_4g = 0, 0.0, list[list[float]]()
         self.logged_tokens, self.logged_s = 0, 0.0
         self._last_s: float | None = None
 
@@ -175,15 +176,16 @@ class Progress(TrainerCallback, ExportableState):
         attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"args": {}, "attributes": attributes}
 
-    def add(self, tokens: int, sums_4g: Tensor) -> None:
-        """Add the tokens and the sums over labels since the last call."""
+    def add(self, tokens: int, loss: float, sums_4g: Tensor) -> None:
+        """Add the tokens, the losses and the sums over labels since the last call."""
         self.tokens += tokens
+        self.unlogged_loss += loss
         earlier = torch.tensor(self.unlogged_4g).to(sums_4g) if self.unlogged_4g else 0.0
         self.unlogged_4g = (earlier + sums_4g).tolist()
 
     def take_log(self) -> dict[str, float]:
-        """Return the means over the labels of each depth since the last log, and tokens per second."""
-        logs: dict[str, float] = {}
+        """Return the means over steps and over the labels of each depth since the last log, and tokens per second."""
+        logs = {"loss": self.unlogged_loss / self.unlogged_steps}
         for depth, (loss, correct, count, in_head) in enumerate(zip(*self.unlogged_4g, strict=True), start=1):
             if in_head:
                 logs[f"loss_depth{depth}"] = round(loss / in_head, 4)
@@ -191,7 +193,8 @@ class Progress(TrainerCallback, ExportableState):
                 logs[f"accuracy_depth{depth}"] = round(correct / count, 4)
         seconds = max(self.elapsed_s - self.logged_s, 1e-9)
         logs["tokens_per_s"] = round((self.tokens - self.logged_tokens) / seconds, 1)
-        self.unlogged_4g, self.logged_tokens, self.logged_s = [], self.tokens, self.elapsed_s
+        self.unlogged_steps, self.unlogged_loss, self.unlogged_4g = 0, 0.0, []
+        self.logged_tokens, self.logged_s = self.tokens, self.elapsed_s
         return logs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -204,6 +207,7 @@ class Progress(TrainerCallback, ExportableState):
         now_s = time.monotonic()
         self.elapsed_s += now_s - (self._last_s or now_s)
         self._last_s = now_s
+        self.unlogged_steps += 1
         if state.global_step >= state.max_steps:
             control.should_log = True  # whatever `logging_steps` is: the report ends with the last step
 
@@ -236,9 +240,8 @@ class DrafterTrainer(Trainer):
         self._launch = detect_launch(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
-        # `DrafterOutput.depth_sums` of this process, since processes last added them up.
-        self._depth_sums_4g: Tensor | None = None
-        self._tokens: Tensor | None = None
+        # Loss, tokens and `DrafterOutput.depth_sums`, [2 + 4G], of this process, since processes last added them up.
+        self._counts: Tensor | None = None
         self.progress = Progress()
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
@@ -404,9 +407,9 @@ class DrafterTrainer(Trainer):
         return optimizer
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
-        step_4g, tokens = output.depth_sums, attention_mask_bs.sum()
-        self._depth_sums_4g = step_4g if self._depth_sums_4g is None else self._depth_sums_4g + step_4g
-        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+        loss_and_tokens = torch.stack([cast(Tensor, output.loss).detach().double(), attention_mask_bs.sum().double()])
+        counts = torch.cat([loss_and_tokens, output.depth_sums.flatten()])
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -483,10 +486,9 @@ class DrafterTrainer(Trainer):
 
     def _sync_counts(self) -> None:
         """Sum the counts over all processes, for a log or a checkpoint; all processes must call it at the same step."""
-        if self._depth_sums_4g is not None and self._tokens is not None:
-            sums_4g = self.accelerator.reduce(self._depth_sums_4g, reduction="sum").cpu()
-            self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_4g)
-            self._depth_sums_4g = self._tokens = None
+        if self._counts is not None:
+            counts, self._counts = self.accelerator.reduce(self._counts, reduction="sum").cpu(), None
+            self.progress.add(int(counts[1]), float(counts[0]), counts[2:].view(4, -1))
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:

@@ -56,9 +56,10 @@ def test_figures_are_summed_over_batches() -> None:
     ]  # fmt: skip
     progress = Progress()
     for output in outputs:
-        progress.add(4, output.depth_sums)
+        progress.add(4, output.loss.item(), output.depth_sums)
+    progress.unlogged_steps = 8
     logs = progress.take_log()
-    assert (logs["loss_depth1"], logs["accuracy_depth1"]) == (2.0, 0.375)
+    assert (logs["loss"], logs["loss_depth1"], logs["accuracy_depth1"]) == (0.5, 2.0, 0.375)
     assert not {"loss_depth2", "accuracy_depth2"} & logs.keys()
     sums = [heldout_sums(output, torch.tensor([[0, 1, 1, 1]])) for output in outputs]
     assert heldout_metrics(sums[0] + sums[1], "eval") == {
