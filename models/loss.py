@@ -21,8 +21,8 @@ With a reduced draft vocabulary V', p is the teacher's distribution restricted t
 the teacher are weighted with m = sum_{v in V'} p_v, the teacher's mass inside V' (`mass_inside`): where the target
 wants a token that cannot be drafted, its distribution over the other tokens teaches next to nothing. EAGLE-3's authors
 take 0 or 1 for m, by whether the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and
-SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V'
-has no `ce`.
+SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all tokens, prompts included; we by the
+labelled rows. A label outside V' has no `ce`.
 
 `head_loss` computes them through an LM head in chunks of rows, so that no [N, V] tensor exists. A chunk's logits give
 its losses, its argmax and, if the weight of every row is known beforehand, the gradient of its hidden states and its
