@@ -11,7 +11,7 @@ Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelle
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +58,12 @@ class HeadRows:
     result: HeadLoss
 
 
-# An auxiliary loss: losses [M]; 1 for the rows that count [M], which are those that the loss through the head reads, or
-# None for all; bool [M] whether the label is drafted, None for whether it is the head's argmax.
-Auxiliary = tuple[Tensor, Tensor | None, Tensor | None]
+class AuxiliaryLoss(NamedTuple):
+    """A loss that a kind adds to the loss of an LM head's M rows."""
+
+    losses_m: Tensor
+    mask_m: Tensor | None = None  # `HeadRows.mask_m` if these rows count; None if all do
+    is_correct_m: Tensor | None = None  # bool, the label is drafted; None: the label is the head's argmax
 
 
 class WithoutEmbeddings(PreTrainedModel):
@@ -135,6 +138,11 @@ class Drafter(WithoutEmbeddings):
         """Return the tokens that it drafts, and its LM heads."""
         return DraftVocab(self)
 
+    @property
+    def kept_shares(self) -> list[float] | None:
+        """Return the share of each depth's rows that is computed, if training drops some at random."""
+        return self.config.options.kept_shares if self.training else None
+
     # ---- features of the target ----
 
     @property
@@ -159,11 +167,6 @@ class Drafter(WithoutEmbeddings):
         """Return the groups of a batch: its labels, and the rows that are computed for them."""
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
         return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
-
-    @property
-    def kept_shares(self) -> list[float] | None:
-        """Return the share of each depth's rows that is computed, if training drops some at random."""
-        return self.config.options.kept_shares if self.training else None
 
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
@@ -192,7 +195,8 @@ class Drafter(WithoutEmbeddings):
 
         The loss of a row is that through the head, plus the kind's auxiliary loss. Each is a mean over the rows of its
         depth, these weighted with the depth's share; with D-PACE a sum over rows, weighted by their group's confidence,
-        over the number of groups.
+        over the number of groups. Rows after their group's first error, whose weight is 0 with `until_first_error`, are
+        in the number of rows; so are labels outside the draft vocabulary, except where `ce` is the only loss.
 
         Args:
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
@@ -214,7 +218,7 @@ class Drafter(WithoutEmbeddings):
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
         mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
-        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, Auxiliary | None]]()
+        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, AuxiliaryLoss | None]]()
         shares_g, weighting = as_tensor_like(options.depth_shares, hidden_nd), options.group_weighting
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
@@ -227,7 +231,7 @@ class Drafter(WithoutEmbeddings):
                 linear,
                 rows_m,
                 weights_m if weighting is None else None,
-                options.loss,
+                self.config.loss,
                 vocab.teacher(features_pd, before_m, mass_p),
                 None if self.markov_head is None else self.markov_head.factors(tokens_m),
                 vocab.shape,
@@ -251,7 +255,7 @@ class Drafter(WithoutEmbeddings):
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> Auxiliary | None:
+    ) -> AuxiliaryLoss | None:
         """Return a loss that a kind adds to the loss of an LM head's rows; by default none.
 
         `hidden_nd` are the `hidden_states`, and `features_pd` what the target's head reads, if there is a teacher.
@@ -334,19 +338,20 @@ def label_all_groups(
 
 def sum_losses(
     groups: Groups,
-    heads: Sequence[tuple[HeadRows, Auxiliary | None]],
+    heads: Sequence[tuple[HeadRows, AuxiliaryLoss | None]],
     weight: float,
     shares_g: Tensor,
     counts_2g: Tensor | None,
     weighting: GroupWeighting | None,
     kept_shares: Sequence[float] | None,
 ) -> DrafterOutput:
-    """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
+    """Return the loss of a step and its sums by depth, over all heads.
 
     `weight` is that of the losses through heads, relative to 1 for the auxiliary losses; `counts_2g` are the whole
     batch's `Drafter.label_counts`, by default those of these rows.
     """
     batch, num_depths, length = groups.labels_bgs.shape
+    labels_g, read_g = (None, None) if counts_2g is None else counts_2g
     losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor, Tensor]]()
     depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, auxiliary in heads:
@@ -358,23 +363,24 @@ def sum_losses(
         losses.append(weight * result.loss)
         terms.append((slots[-1], weight * result.losses_n, rows.weights_m, rows.mask_m))
         if auxiliary is not None:
-            losses_m, mask_m, drafted_m = auxiliary
-            correct[-1] = result.correct_n if drafted_m is None else drafted_m
-            counts_g = None if counts_2g is None else counts_2g[int(mask_m is not None)]
+            losses_m, mask_m, is_correct_m = auxiliary
+            correct[-1] = result.correct_n if is_correct_m is None else is_correct_m
+            counts_g = labels_g if mask_m is None else read_g
             mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
             weights_m = weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)
             losses.append((losses_m * weights_m).sum())
             terms.append((slots[-1], losses_m, weights_m, mask_m))
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
     if weighting is not None:
-        num_groups = None if counts_2g is None else counts_2g[0, 0]
-        dpace_q, reached_q = weigh_by_groups(
+        num_groups = None if labels_g is None else labels_g[0]
+        dpace_slots, reached_slots = weigh_by_groups(
             weighting, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups, kept_shares
         )
         losses = []
         for slot, losses_m, weights_m, mask_m in terms:
-            weights_m = weights_m if dpace_q is None else dpace_q[slot] * mask_m
-            losses.append((losses_m * (weights_m if reached_q is None else weights_m * reached_q[slot])).sum())
+            weights_m = weights_m if dpace_slots is None else dpace_slots[slot] * mask_m
+            weights_m = weights_m if reached_slots is None else weights_m * reached_slots[slot]
+            losses.append((losses_m * weights_m).sum())
     zeros_g, counts_g = torch.zeros_like(shares_g), torch.zeros_like(shares_g, dtype=depth_m.dtype)
     correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
     return DrafterOutput(
@@ -403,13 +409,13 @@ def weigh_by_groups(
     counted_groups: Tensor | None,
     kept_shares: Sequence[float] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the row weights that depend on a group's earlier rows, [P * G] each; None for a rule that is switched off.
+    """Return the weights that depend on a group's earlier rows, by slot [P * G]; None for a rule that is switched off.
 
     `until_first_error` leaves out the losses after the first wrong row of a group (accept-until-fail training,
     2607.01893): a draft is accepted up to its first row whose most likely token is not the label.
 
     Args:
-        slot_m: For each labelled row the number of its group times G, plus its depth.
+        slot_m: Each labelled row's slot: the number of its group times G, plus its depth.
         nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
         counted_groups: [] groups with a label in the whole batch; by default these are all.
         kept_shares: As in `group_lengths`.
@@ -417,17 +423,18 @@ def weigh_by_groups(
     Returns:
         D-PACE's weights, in place of those by depth; and 1 up to the first error of a group, 0 after it.
     """
-    dpace_q = reached_q = None
+    dpace_slots = reached_slots = None
     if weighting.dpace_alpha is not None:
         if counted_groups is None:
             counted_groups = (slot_m % num_depths == 0).sum()
         lengths_pg = group_lengths(weighting.dpace_alpha, nats_m, slot_m, num_groups, num_depths, kept_shares)
-        dpace_q = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
+        dpace_slots = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
     if weighting.until_first_error:
-        correct_q = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
-        correct_pg = correct_q.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
-        reached_q = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1).cumprod(1).flatten()
-    return dpace_q, reached_q
+        correct_slots = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
+        correct_pg = correct_slots.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
+        before_pg = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1)
+        reached_slots = before_pg.cumprod(1).flatten()
+    return dpace_slots, reached_slots
 
 
 def group_lengths(
