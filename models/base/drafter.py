@@ -29,7 +29,7 @@ from draftsmith.models.target_logits import LogitShape, logit_shape
 
 # Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
 # that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).
-Feature = Literal["offline", "split_target", "split_weights"]
+TrainingMode = Literal["offline", "split_target", "split_weights"]
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Drafter(WithoutEmbeddings):
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
     # Ways of training that the kind does not support, with the reason for the user.
-    unsupported: ClassVar[Mapping[Feature, str]] = {}
+    unsupported: ClassVar[Mapping[TrainingMode, str]] = {}
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
