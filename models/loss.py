@@ -21,8 +21,8 @@ With a reduced draft vocabulary V', p is the teacher's distribution restricted t
 the teacher are weighted with m = sum_{v in V'} p_v, the teacher's mass inside V' (`mass_inside`): where the target
 wants a token that cannot be drafted, its distribution over the other tokens teaches next to nothing. EAGLE-3's authors
 take 0 or 1 for m, by whether the target's most likely token is inside (SafeAILab/EAGLE, eagle/traineagle3/cnets.py, and
-SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all rows as we do. A label outside V'
-has no `ce`.
+SpecForge, specforge/algorithms/eagle3/model.py: `position_mask`), and divide by all tokens, prompts included; we by the
+labelled rows. A label outside V' has no `ce`.
 
 `head_loss` computes them through an LM head in chunks of rows, so that no [N, V] tensor exists. A chunk's logits give
 its losses, its argmax and, if the weight of every row is known beforehand, the gradient of its hidden states and its
@@ -71,10 +71,17 @@ class DrafterOutput(ModelOutput):
     """The loss that is trained on, and sums per depth that add up over batches and processes."""
 
     loss: Tensor | None = None
-    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over labels
+    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over the labels that the head has
     depth_correct: Tensor | None = None  # [G] labels that are the argmax
     depth_count: Tensor | None = None  # [G] labels
+    depth_count_in_head: Tensor | None = None  # [G] labels that the head has
     correct_bgs: Tensor | None = None  # [B, G, S] bool: the argmax is the label of this group and depth
+
+    @property
+    def depth_sums(self) -> Tensor:
+        """Return the losses, correct labels, labels, and labels that the head has, [4, G] float64 without gradient."""
+        sums = (self.depth_loss_sum, self.depth_correct, self.depth_count, self.depth_count_in_head)
+        return torch.stack([part.detach().double() for part in sums if part is not None])
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----

@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "gradients of several processes averaged, not added up",
         "train/drafter/trainer.py",
-        "loss = loss * (self.args.world_size // self.get_tp_size())",
-        "loss = loss * 1",
+        "loss = cast(Tensor, output.loss) * self.args.world_size",
+        "loss = cast(Tensor, output.loss)",
         "tests/train/drafter/test_global_batch.py",
     ),
     Mutant(

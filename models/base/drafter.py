@@ -11,7 +11,7 @@ Shapes: B batch, S sequence, P = B*S tokens, G depths, N rows, M of them labelle
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
-from draftsmith.models.base.options import Credit
+from draftsmith.models.base.options import GroupWeighting
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
 from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
@@ -29,7 +29,7 @@ from draftsmith.models.target_logits import LogitShape, logit_shape
 
 # Ways of training that a kind may not support: on features from disk (`data.features.source: offline`); with a target
 # that is split among processes or quantised; with its own weights split (FSDP2, ZeRO-3).
-Feature = Literal["offline", "split_target", "split_weights"]
+TrainingMode = Literal["offline", "split_target", "split_weights"]
 
 
 @dataclass
@@ -58,9 +58,12 @@ class HeadRows:
     result: HeadLoss
 
 
-# An auxiliary loss: losses [M]; 1 for the rows that count [M], which are those that the loss through the head reads, or
-# None for all; bool [M] whether the label is drafted, None for whether it is the head's argmax.
-Auxiliary = tuple[Tensor, Tensor | None, Tensor | None]
+class AuxiliaryLoss(NamedTuple):
+    """A loss that a kind adds to the loss of an LM head's M rows."""
+
+    losses_m: Tensor
+    mask_m: Tensor | None = None  # `HeadRows.mask_m` if these rows count; None if all do
+    is_correct_m: Tensor | None = None  # bool, the label is drafted; None: the label is the head's argmax
 
 
 class WithoutEmbeddings(PreTrainedModel):
@@ -81,7 +84,7 @@ class Drafter(WithoutEmbeddings):
     # Its loss is divided by `label_counts` of the whole batch, so the Trainer need not.
     accepts_loss_kwargs = True
     # Ways of training that the kind does not support, with the reason for the user.
-    unsupported: ClassVar[Mapping[Feature, str]] = {}
+    unsupported: ClassVar[Mapping[TrainingMode, str]] = {}
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -135,6 +138,11 @@ class Drafter(WithoutEmbeddings):
         """Return the tokens that it drafts, and its LM heads."""
         return DraftVocab(self)
 
+    @property
+    def kept_shares(self) -> list[float] | None:
+        """Return the share of each depth's rows that is computed, if training drops some at random."""
+        return self.config.options.kept_shares if self.training else None
+
     # ---- features of the target ----
 
     @property
@@ -170,7 +178,7 @@ class Drafter(WithoutEmbeddings):
         if self.vocab.is_reduced and not has_teacher(self.config.loss):
             is_read_bgs = has_label_bgs & self.t2d[groups.labels_bgs.clamp(min=0)]
         counts_2g = torch.stack([has_label_bgs, is_read_bgs]).sum((1, 3)).float()
-        shares = self.config.options.kept_shares if self.training else None
+        shares = self.kept_shares
         return counts_2g if shares is None else counts_2g * as_tensor_like(shares, counts_2g)
 
     def forward(
@@ -187,7 +195,8 @@ class Drafter(WithoutEmbeddings):
 
         The loss of a row is that through the head, plus the kind's auxiliary loss. Each is a mean over the rows of its
         depth, these weighted with the depth's share; with D-PACE a sum over rows, weighted by their group's confidence,
-        over the number of groups.
+        over the number of groups. Rows after their group's first error, whose weight is 0 with `until_first_error`, are
+        in the number of rows; so are labels outside the draft vocabulary, except where `ce` is the only loss.
 
         Args:
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
@@ -202,15 +211,15 @@ class Drafter(WithoutEmbeddings):
             groups: Result of `groups(input_ids, loss_mask, position_ids)`, if it was computed before.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
-        if teacher_features is None and has_teacher(self.config.loss):
+        if teacher_features is None and self.needs_teacher:
             if self.feature_layers != (FINAL_FEATURES,):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
             teacher_features = features
         features_pd = None if teacher_features is None else teacher_features.flatten(0, 1)
         mass_p = self.vocab.teacher_mass(groups, features_pd)
         hidden_nd = self.hidden_states(groups, features)
-        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, Auxiliary | None]]()
-        shares_g = as_tensor_like(options.depth_shares, hidden_nd)
+        options, vocab, heads = self.config.options, self.vocab, list[tuple[HeadRows, AuxiliaryLoss | None]]()
+        shares_g, weighting = as_tensor_like(options.depth_shares, hidden_nd), options.group_weighting
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
             tokens_m, rows_m = groups.input_ids.flatten()[before_m], vocab.rows_of(label_m)
@@ -221,8 +230,8 @@ class Drafter(WithoutEmbeddings):
                 normed_md,
                 linear,
                 rows_m,
-                weights_m if options.credit is None else None,
-                options.loss,
+                weights_m if weighting is None else None,
+                self.config.loss,
                 vocab.teacher(features_pd, before_m, mass_p),
                 None if self.markov_head is None else self.markov_head.factors(tokens_m),
                 vocab.shape,
@@ -231,7 +240,7 @@ class Drafter(WithoutEmbeddings):
             )
             rows = HeadRows(place_m, depth_m, before_m, tokens_m, rows_m, mask_m, weights_m, linear, normed_md, result)
             heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
-        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, options.credit)
+        return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, weighting, self.kept_shares)
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of all rows of the groups [N, D], or other inputs of the heads.
@@ -246,7 +255,7 @@ class Drafter(WithoutEmbeddings):
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> Auxiliary | None:
+    ) -> AuxiliaryLoss | None:
         """Return a loss that a kind adds to the loss of an LM head's rows; by default none.
 
         `hidden_nd` are the `hidden_states`, and `features_pd` what the target's head reads, if there is a teacher.
@@ -329,19 +338,21 @@ def label_all_groups(
 
 def sum_losses(
     groups: Groups,
-    heads: Sequence[tuple[HeadRows, Auxiliary | None]],
+    heads: Sequence[tuple[HeadRows, AuxiliaryLoss | None]],
     weight: float,
     shares_g: Tensor,
     counts_2g: Tensor | None,
-    credit: Credit | None,
+    weighting: GroupWeighting | None,
+    kept_shares: Sequence[float] | None,
 ) -> DrafterOutput:
-    """Return the loss of a step and its sums by depth, over all heads: the one place where rows are weighed.
+    """Return the loss of a step and its sums by depth, over all heads.
 
     `weight` is that of the losses through heads, relative to 1 for the auxiliary losses; `counts_2g` are the whole
     batch's `Drafter.label_counts`, by default those of these rows.
     """
     batch, num_depths, length = groups.labels_bgs.shape
-    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor]]()
+    labels_g, read_g = (None, None) if counts_2g is None else counts_2g
+    losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor, Tensor]]()
     depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, auxiliary in heads:
         result = rows.result
@@ -350,29 +361,34 @@ def sum_losses(
         nats.append(result.cross_entropy_n.masked_fill(rows.rows_m < 0, float("inf")))
         correct.append(result.correct_n)
         losses.append(weight * result.loss)
-        terms.append((slots[-1], weight * result.losses_n, rows.weights_m))
+        terms.append((slots[-1], weight * result.losses_n, rows.weights_m, rows.mask_m))
         if auxiliary is not None:
-            losses_m, mask_m, drafted_m = auxiliary
-            correct[-1] = result.correct_n if drafted_m is None else drafted_m
-            counts_g = None if counts_2g is None else counts_2g[int(mask_m is not None)]
+            losses_m, mask_m, is_correct_m = auxiliary
+            correct[-1] = result.correct_n if is_correct_m is None else is_correct_m
+            counts_g = labels_g if mask_m is None else read_g
             mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
-            terms.append((slots[-1], losses_m, weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)))
-            losses.append((losses_m * terms[-1][2]).sum())
+            weights_m = weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)
+            losses.append((losses_m * weights_m).sum())
+            terms.append((slots[-1], losses_m, weights_m, mask_m))
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
-    if credit is not None:
-        num_groups = None if counts_2g is None else counts_2g[0, 0]
-        dpace_q, reached_q = weigh_by_groups(credit, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups)
+    if weighting is not None:
+        num_groups = None if labels_g is None else labels_g[0]
+        dpace_slots, reached_slots = weigh_by_groups(
+            weighting, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups, kept_shares
+        )
         losses = []
-        for slot, losses_m, weights_m in terms:
-            weights_m = weights_m if dpace_q is None else dpace_q[slot]
-            losses.append((losses_m * (weights_m if reached_q is None else weights_m * reached_q[slot])).sum())
-    zeros_g = torch.zeros_like(shares_g)
+        for slot, losses_m, weights_m, mask_m in terms:
+            weights_m = weights_m if dpace_slots is None else dpace_slots[slot] * mask_m
+            weights_m = weights_m if reached_slots is None else weights_m * reached_slots[slot]
+            losses.append((losses_m * weights_m).sum())
+    zeros_g, counts_g = torch.zeros_like(shares_g), torch.zeros_like(shares_g, dtype=depth_m.dtype)
     correct_bsg = torch.zeros(batch * length * num_depths, dtype=torch.bool, device=slot_m.device)
     return DrafterOutput(
         torch.stack(losses).sum(),
         zeros_g.index_add(0, depth_m, nats_m.masked_fill(nats_m.isinf(), 0.0)),
         zeros_g.index_add(0, depth_m, correct_m.to(zeros_g.dtype)),
-        torch.zeros_like(zeros_g, dtype=depth_m.dtype).index_add(0, depth_m, torch.ones_like(depth_m)),
+        counts_g.index_add(0, depth_m, torch.ones_like(depth_m)),
+        counts_g.index_add(0, depth_m, nats_m.isfinite().to(depth_m.dtype)),
         correct_bsg.index_copy(0, slot_m, correct_m).view(batch, length, num_depths).transpose(1, 2),
     )
 
@@ -384,42 +400,51 @@ def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: 
 
 
 def weigh_by_groups(
-    credit: Credit,
+    weighting: GroupWeighting,
     slot_m: Tensor,
     nats_m: Tensor,
     correct_m: Tensor,
     num_groups: int,
     num_depths: int,
     counted_groups: Tensor | None,
+    kept_shares: Sequence[float] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the row weights that depend on a group's earlier rows, [P * G] each; None for a rule that is switched off.
+    """Return the weights that depend on a group's earlier rows, by slot [P * G]; None for a rule that is switched off.
 
     `until_first_error` leaves out the losses after the first wrong row of a group (accept-until-fail training,
     2607.01893): a draft is accepted up to its first row whose most likely token is not the label.
 
     Args:
-        slot_m: For each labelled row the number of its group times G, plus its depth.
+        slot_m: Each labelled row's slot: the number of its group times G, plus its depth.
         nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
         counted_groups: [] groups with a label in the whole batch; by default these are all.
+        kept_shares: As in `group_lengths`.
 
     Returns:
         D-PACE's weights, in place of those by depth; and 1 up to the first error of a group, 0 after it.
     """
-    dpace_alpha, until_first_error = credit
-    dpace_q = reached_q = None
-    if dpace_alpha is not None:
+    dpace_slots = reached_slots = None
+    if weighting.dpace_alpha is not None:
         if counted_groups is None:
             counted_groups = (slot_m % num_depths == 0).sum()
-        lengths_pg = group_lengths(dpace_alpha, nats_m, slot_m, num_groups, num_depths)
-        dpace_q = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
-    if until_first_error:
-        correct_q = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
-        correct_pg = correct_q.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
-        reached_q = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1).cumprod(1).flatten()
-    return dpace_q, reached_q
+        lengths_pg = group_lengths(weighting.dpace_alpha, nats_m, slot_m, num_groups, num_depths, kept_shares)
+        dpace_slots = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
+    if weighting.until_first_error:
+        correct_slots = torch.zeros(num_groups * num_depths, dtype=nats_m.dtype, device=slot_m.device)
+        correct_pg = correct_slots.index_copy(0, slot_m, correct_m.to(nats_m.dtype)).view(num_groups, num_depths)
+        before_pg = torch.cat([torch.ones_like(correct_pg[:, :1]), correct_pg[:, :-1]], dim=1)
+        reached_slots = before_pg.cumprod(1).flatten()
+    return dpace_slots, reached_slots
 
 
-def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_groups: int, num_depths: int) -> Tensor:
+def group_lengths(
+    alpha: float,
+    cross_entropy_n: Tensor,
+    slot_n: Tensor,
+    num_groups: int,
+    num_depths: int,
+    kept_shares: Sequence[float] | None = None,
+) -> Tensor:
     """Return D-PACE's w [P, G] of the rows of whole groups, 0 without a row.
 
     D-PACE (dynamic position-aware cross entropy, arXiv 2605.18810) weighs every row by what it is worth to the drafted
@@ -432,16 +457,19 @@ def group_lengths(alpha: float, cross_entropy_n: Tensor, slot_n: Tensor, num_gro
     take the expected length out of it again; over groups we take a mean, as the paper's author proposes
     (sgl-project/SpecForge, issue 828; his own code, Lucas-TY/D-PACE, divides by the batch's sequences). Where we
     decide: w_j weighs the row's loss whatever that is (KL, TV and LK as in SpecForge, pull request 848; also EAGLE's
-    regression), q being the label's probability all the same; a token outside the draft vocabulary has q = 0; a row
-    that a conditional drop leaves out ends its group.
+    regression), q being the label's probability all the same; a token outside the draft vocabulary has q = 0; where
+    rows are dropped at random, the products of those that are kept are divided by their share, as labels are.
 
     Args:
         alpha: The smoothing, in [0, 1]; with 1 the weights are G, G-1, ... 1.
         cross_entropy_n, slot_n: As `nats_m` and `slot_m` of `weigh_by_groups`. A group's depths have no gaps.
+        kept_shares: `Drafter.kept_shares`; a row is kept only where the rows before it are.
     """
     size = num_groups * num_depths
     confidence_n = (1.0 - alpha) * (-cross_entropy_n.detach()).exp() + alpha
     factors_pg = confidence_n.new_ones(size).index_copy(0, slot_n, confidence_n).view(num_groups, num_depths)
     has_row_pg = confidence_n.new_zeros(size).index_fill(0, slot_n, 1.0).view(num_groups, num_depths)
     reached_pg = factors_pg.cumprod(1) * has_row_pg
+    if kept_shares is not None:  # in groups whose first row is kept
+        reached_pg = reached_pg * as_tensor_like([kept_shares[0] / share for share in kept_shares], reached_pg)
     return reached_pg.flip(1).cumsum(1).flip(1) * has_row_pg

@@ -4,7 +4,7 @@ pydantic checks them like the rest of the recipe. A kind's own are the `Options`
 target is compared with the target's config, which is pydantic's validation context here.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -25,8 +25,12 @@ from draftsmith.models.loss import LOSSES, LossName
 from draftsmith.recipes.loading import explain
 from draftsmith.recipes.schema import MOST_DEPTHS, MOST_LAYERS, Section
 
-# D-PACE's alpha, and whether a group counts up to its first error only.
-Credit = tuple[float | None, bool]
+
+class GroupWeighting(NamedTuple):
+    """The rules that weight a row by its group's earlier rows: D-PACE's alpha, and no loss after the first error."""
+
+    dpace_alpha: float | None = None
+    until_first_error: bool = False
 
 
 def one_message(message: str) -> WrapValidator:
@@ -181,7 +185,7 @@ class DrafterOptions(Section):
         return None
 
     @property
-    def credit(self) -> Credit | None:
+    def group_weighting(self) -> GroupWeighting | None:
         """Return the rules that weight a row by its group's earlier rows; None if only its depth counts."""
         return None
 
@@ -205,9 +209,9 @@ class DepthOptions(DrafterOptions):
     )
 
     @property
-    def credit(self) -> Credit | None:
-        credit = self.dpace_alpha, self.until_first_error
-        return None if credit == (None, False) else credit
+    def group_weighting(self) -> GroupWeighting | None:
+        weighting = GroupWeighting(self.dpace_alpha, self.until_first_error)
+        return None if weighting == GroupWeighting() else weighting
 
     @property
     def depth_shares(self) -> list[float]:

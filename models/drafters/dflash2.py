@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import Auxiliary, HeadRows, label_all_groups
+from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows, label_all_groups
 from draftsmith.models.base.options import one_message
 from draftsmith.models.decoding.decoders import PathDecoder
 from draftsmith.models.drafters.dflash import BlockDecoder, DFlashConfig, DFlashDrafter
@@ -269,7 +269,7 @@ class DFlash2Drafter(CandidateDrafter):
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> Auxiliary:
+    ) -> AuxiliaryLoss:
         """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
         linear, selector, rows_m = rows.linear, self.candidate_selector, rows.rows_m
         known_m, labels_m = rows_m >= 0, rows_m.clamp(min=0)
@@ -281,7 +281,7 @@ class DFlash2Drafter(CandidateDrafter):
         scores_mk = self.scores_after((columns_mk, logits_mk, selector.gates(rows.normed_md)), rows.tokens_m)
         losses_m = F.cross_entropy(scores_mk, rank_m, reduction="none") * known_m
         correct_m = (scores_mk.argmax(-1) == rank_m) & ~missing_m & known_m
-        return self.config.selector_weight * losses_m, rows.mask_m, correct_m
+        return AuxiliaryLoss(self.config.selector_weight * losses_m, rows.mask_m, correct_m)
 
     def saved_values(self, num_rows: int, num_labels: int) -> int:
         of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank

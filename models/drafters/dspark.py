@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import Auxiliary, HeadRows
+from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
 from draftsmith.models.base.options import Loss
 from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.models.groups.layout import Groups
@@ -93,7 +93,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> Auxiliary | None:
+    ) -> AuxiliaryLoss | None:
         """Return the confidence head's loss of the rows that the loss through the LM head reads."""
         acceptance_m, markov = rows.result.acceptance_n, self.markov_head
         if acceptance_m is None or markov is None:
@@ -101,7 +101,7 @@ class DSparkDrafter(DFlashDrafter):
         sure_m = self.confidence_head(rows.normed_md, markov.markov_w1(rows.tokens_m))
         # Rounding may leave a sum of probabilities above 1.
         losses_m = F.binary_cross_entropy_with_logits(sure_m, acceptance_m.clamp(max=1), reduction="none")
-        return self.config.confidence_weight * losses_m, rows.mask_m, None
+        return AuxiliaryLoss(self.config.confidence_weight * losses_m, rows.mask_m)
 
 
 DRAFTER = DSparkDrafter

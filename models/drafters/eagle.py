@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import Auxiliary, HeadRows
+from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
 from draftsmith.models.base.group_wise import GroupWiseDrafter, GroupWiseOptions
 from draftsmith.models.base.options import DraftDepth, FirstToken, Layers, Rope
 from draftsmith.models.groups.layers import build_target_layers, layers_config
@@ -97,11 +97,11 @@ class EagleLayer(GroupWiseDrafter):
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> Auxiliary:
+    ) -> AuxiliaryLoss:
         """Return the regression to the target's features, of all labelled rows."""
         if features_pd is None:
             raise ValueError("EAGLE regresses the target's features: pass teacher_features")
-        return smooth_l1(rows.normed_md, features_pd.index_select(0, rows.before_m)), None, None
+        return AuxiliaryLoss(smooth_l1(rows.normed_md, features_pd.index_select(0, rows.before_m)))
 
     # ---- shared by training and decoding ----
 

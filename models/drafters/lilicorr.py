@@ -47,7 +47,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
-from draftsmith.models.base.drafter import Auxiliary, HeadRows
+from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
 from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import (
@@ -280,7 +280,7 @@ class LiLiCorrDrafter(CandidateDrafter):
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
-    ) -> Auxiliary:
+    ) -> AuxiliaryLoss:
         """Return the lattice's loss of the rows of the loss through the LM head, and whether its choice is right."""
         config, linear, shape = self.config, rows.linear, self.vocab.shape
         normed_agd, context_ad, slot_m = self.blocks(groups, hidden_nd, rows.place_m)
@@ -305,7 +305,7 @@ class LiLiCorrDrafter(CandidateDrafter):
             logits_mk = shape(logits_at(features_pd.index_select(0, rows.before_m), linear, columns_mk))
             gaps_mk = F.relu(logits_mk.gather(1, rank_m[:, None]) - logits_mk)
             losses_m = losses_m + config.lattice_penalty_weight * (scores_mk.softmax(-1) * gaps_mk).sum(-1)
-        return losses_m * counts_m, rows.mask_m, correct_m
+        return AuxiliaryLoss(losses_m * counts_m, rows.mask_m, correct_m)
 
     # ---- shared by training and decoding ----
 

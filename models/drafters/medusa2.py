@@ -138,15 +138,15 @@ class Medusa2Drafter(MedusaDrafter):
         positions_bs: Tensor | None = None,
         attention_mask_bs: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return features of the changed target, with a gradient, and of the original one for L_LM."""
+        """Return features of the changed target, in training with a gradient, and of the original one for L_LM."""
         if not self.trains_target:
             return super().training_features(target, ids_bs, positions_bs, attention_mask_bs)
         teacher_features = None
         if self.needs_teacher:
             with switched_off(self.attached.target):
                 teacher_features = target_features(target, ids_bs, None, positions_bs)
-        features = target_features(target, ids_bs, None, positions_bs, self.feature_layers, with_gradient=True)
-        return features, teacher_features
+        trains = torch.is_grad_enabled()
+        return target_features(target, ids_bs, None, positions_bs, self.feature_layers, trains), teacher_features
 
     @property
     def target_change(self) -> str:

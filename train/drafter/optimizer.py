@@ -28,7 +28,8 @@ def get_learning_rate_factors(drafter: Drafter) -> dict[str, float]:
 
 def muon_parameters(drafter: Drafter) -> list[str]:
     """Return the names of the trained matrices that Muon updates: weights of linear layers, except vocabulary heads."""
-    vocabulary_sizes = {drafter.config.target_config.get("vocab_size"), drafter.config.draft_vocab_size}
+    markov = [] if drafter.markov_head is None else [drafter.markov_head.markov_w2]
+    heads = {id(head) for head in [*drafter.vocab.own_heads, *markov]}
     prefixes = tuple(get_learning_rate_factors(drafter))
     return [
         f"{name}.weight"
@@ -36,7 +37,7 @@ def muon_parameters(drafter: Drafter) -> list[str]:
         if isinstance(module, nn.Linear)
         and module.weight.requires_grad
         and min(module.in_features, module.out_features) > 1
-        and module.out_features not in vocabulary_sizes
+        and id(module) not in heads
         and not f"{name}.weight".startswith(prefixes)
     ]
 

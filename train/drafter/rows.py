@@ -160,25 +160,25 @@ def check_packing(target: PreTrainedModel) -> None:
 
 
 def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
-    """Return a batch's contribution to the sums of `heldout_metrics`: [1 + 5G], float64 on the CPU.
+    """Return a batch's contribution to the sums of `heldout_metrics`: [1 + 6G], float64 on the CPU.
 
-    The loss times the number of labels; for each depth the sums of losses, of correct labels and of labels; for greedy
-    chains of 1, ..., G draft tokens the committed tokens and the rounds.
+    The loss times the number of labels; `DrafterOutput.depth_sums`; for greedy chains of 1, ..., G draft tokens the
+    committed tokens and the rounds.
     """
-    parts = (output.depth_loss_sum, output.depth_correct, output.depth_count)
-    sums_3g = torch.stack([part.double() for part in parts if part is not None]).cpu()
+    sums_4g = output.depth_sums.cpu()
     chains_2g = torch.tensor(replayed_chains(output.correct_bgs, loss_mask_bs), dtype=torch.float64)
     loss = torch.zeros(()) if output.loss is None else output.loss.cpu()
-    return torch.cat([(loss.double() * sums_3g[2].sum())[None], sums_3g.flatten(), chains_2g.flatten()])
+    return torch.cat([(loss.double() * sums_4g[2].sum())[None], sums_4g.flatten(), chains_2g.flatten()])
 
 
 def heldout_metrics(sums: Tensor, prefix: str) -> dict[str, float]:
     """Return the mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
-    losses, correct, counts, tokens, rounds = sums[1:].view(5, -1).tolist()
+    losses, correct, counts, counts_in_head, tokens, rounds = sums[1:].view(6, -1).tolist()
     metrics = {f"{prefix}_loss": float(sums[0]) / max(1.0, sum(counts))}
     for j, count in enumerate(counts):
+        if counts_in_head[j]:
+            metrics[f"{prefix}_loss_depth{j + 1}"] = round(losses[j] / counts_in_head[j], 4)
         if count:
-            metrics[f"{prefix}_loss_depth{j + 1}"] = round(losses[j] / count, 4)
             metrics[f"{prefix}_accuracy_depth{j + 1}"] = round(correct[j] / count, 4)
         if rounds[j]:
             metrics[f"{prefix}_tau_depth{j + 1}"] = round(tokens[j] / rounds[j], 4)

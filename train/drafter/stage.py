@@ -23,13 +23,14 @@ from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
 from draftsmith.models.cuda_attention import without_cudnn_attention
-from draftsmith.models.target.loading import load_target_config
+from draftsmith.models.target.loading import load_target_config, weights_hash
 from draftsmith.models.weights import weights_sha256
 from draftsmith.recipes.run_folder import RunFolder, check_settings, target_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
     check_same_launch,
+    device_note,
     is_last_checkpoint,
     newest_checkpoint,
     set_damaged_aside,
@@ -44,10 +45,10 @@ from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
-SETTINGS = "settings.json"
+SETTINGS, TARGET_WEIGHTS = "settings.json", "the target's weights (hash)"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
 HARMLESS_TRAIN_KEYS = (
-    "logging_steps", "logging_dir", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
+    "logging_steps", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
     "disable_tqdm", "dataloader_num_workers", "run_name", "log_level", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size",
 )  # fmt: skip
@@ -83,8 +84,10 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             "training with data.eval_rows_frac=0.02"
         )
     begun_from = start_folder(recipe)
-    settings = _settings(recipe, tokens) | start_settings(begun_from)
-    check_settings(run.drafter / SETTINGS, settings, "train from scratch")
+    settings, started = _settings(recipe, tokens) | start_settings(begun_from), run.drafter / SETTINGS
+    if started.is_file() and TARGET_WEIGHTS.encode() not in started.read_bytes():
+        settings.pop(TARGET_WEIGHTS, None)  # by a version that did not write them
+    check_settings(started, settings, "train from scratch")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
     check_tokens(tokens, target_limits(load_target_config(recipe.target)), run.data / "tokens")
@@ -93,7 +96,8 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         target, drafter, start = _target_and_drafter(recipe, args, to_train, begun_from)
     rows: Dataset | PackedRows = to_train
     if recipe.data.packing:
-        check_packing(target)
+        if not offline:  # where no document is computed
+            check_packing(target)
         rows = PackedRows(to_train, recipe.data.max_length_tokens)
     cache = open_features(recipe, settings["data (its tokens)"], drafter) if offline else None
     stop = StopOnInterrupt()
@@ -104,7 +108,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if recipe.validation.decides:
         args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
     if trainer.is_world_process_zero():
-        write_settings(run.drafter / SETTINGS, settings)
+        write_settings(started, settings)
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
         _check_free_space(run.drafter, drafter)
         if start is not None:
@@ -209,6 +213,8 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     check_same_launch(checkpoint, launch)
     if trainer.is_world_process_zero():
         print(f"resuming from {checkpoint}")
+        if (note := device_note(checkpoint, trainer.args.device)) is not None:
+            print(note)
     return checkpoint
 
 
@@ -220,6 +226,7 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
+        TARGET_WEIGHTS: weights_hash(recipe.target),
         "drafter.kind": recipe.drafter.kind,
         **{f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()},
         **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},

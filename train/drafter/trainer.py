@@ -42,7 +42,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from draftsmith.errors import Terminated, UserError
 from draftsmith.files import share_as_usual
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.groups.layout import Groups
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import split_features
 from draftsmith.progress import is_quiet
@@ -162,13 +161,14 @@ def even_out(loader: DataLoader) -> DataLoader:
 class Progress(TrainerCallback, ExportableState):
     """Totals of a training, over all resumed runs; saved with every checkpoint.
 
-    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_3g: sums
-    since the last log, by depth: losses, correct labels, labels. logged_tokens, logged_s: totals at the last log.
+    tokens: trained tokens of all processes. elapsed_s: seconds of steps and of the time between them. unlogged_steps,
+    unlogged_loss, unlogged_4g: steps, their losses and their `DrafterOutput.depth_sums`, since the last log.
+    logged_tokens, logged_s: totals at the last log.
     """
 
     def __init__(self) -> None:
         self.tokens, self.elapsed_s = 0, 0.0
-        self.unlogged_3g: list[list[float]] = []
+        self.unlogged_steps, self.unlogged_loss, self.unlogged_4g = 0, 0.0, list[list[float]]()
         self.logged_tokens, self.logged_s = 0, 0.0
         self._last_s: float | None = None
 
@@ -176,22 +176,25 @@ class Progress(TrainerCallback, ExportableState):
         attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"args": {}, "attributes": attributes}
 
-    def add(self, tokens: int, sums_3g: Tensor) -> None:
-        """Add the tokens and the sums over labels since the last call."""
+    def add(self, tokens: int, loss: float, sums_4g: Tensor) -> None:
+        """Add the tokens, the losses and the sums over labels since the last call."""
         self.tokens += tokens
-        earlier = torch.tensor(self.unlogged_3g).to(sums_3g) if self.unlogged_3g else 0.0
-        self.unlogged_3g = (earlier + sums_3g).tolist()
+        self.unlogged_loss += loss
+        earlier = torch.tensor(self.unlogged_4g).to(sums_4g) if self.unlogged_4g else 0.0
+        self.unlogged_4g = (earlier + sums_4g).tolist()
 
     def take_log(self) -> dict[str, float]:
-        """Return the means over the labels of each depth since the last log, and tokens per second."""
-        logs: dict[str, float] = {}
-        for depth, (loss, correct, count) in enumerate(zip(*self.unlogged_3g, strict=True), start=1):
+        """Return the means over steps and over the labels of each depth since the last log, and tokens per second."""
+        logs = {"loss": self.unlogged_loss / self.unlogged_steps}
+        for depth, (loss, correct, count, in_head) in enumerate(zip(*self.unlogged_4g, strict=True), start=1):
+            if in_head:
+                logs[f"loss_depth{depth}"] = round(loss / in_head, 4)
             if count:
-                logs[f"loss_depth{depth}"] = round(loss / count, 4)
                 logs[f"accuracy_depth{depth}"] = round(correct / count, 4)
         seconds = max(self.elapsed_s - self.logged_s, 1e-9)
         logs["tokens_per_s"] = round((self.tokens - self.logged_tokens) / seconds, 1)
-        self.unlogged_3g, self.logged_tokens, self.logged_s = [], self.tokens, self.elapsed_s
+        self.unlogged_steps, self.unlogged_loss, self.unlogged_4g = 0, 0.0, []
+        self.logged_tokens, self.logged_s = self.tokens, self.elapsed_s
         return logs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -204,6 +207,7 @@ class Progress(TrainerCallback, ExportableState):
         now_s = time.monotonic()
         self.elapsed_s += now_s - (self._last_s or now_s)
         self._last_s = now_s
+        self.unlogged_steps += 1
         if state.global_step >= state.max_steps:
             control.should_log = True  # whatever `logging_steps` is: the report ends with the last step
 
@@ -236,10 +240,8 @@ class DrafterTrainer(Trainer):
         self._launch = detect_launch(args)
         super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
-        # Rows: loss sum, correct, labels of each depth; of this process, since processes last added them up.
-        self._depth_sums_3g: Tensor | None = None
-        self._tokens: Tensor | None = None
-        self._groups: list[tuple[Groups, torch.Generator]] = []  # of the step's next micro-batches, in this process
+        # Loss, tokens and `DrafterOutput.depth_sums`, [2 + 4G], of this process, since processes last added them up.
+        self._counts: Tensor | None = None
         self.progress = Progress()
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
@@ -258,54 +260,48 @@ class DrafterTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """Return the micro-batch's part of the loss of the global batch, whose labels are counted in [2, G]."""
-        groups, self._drafter.generator = self._groups.pop(0)
-        features, teacher_features = self._target_features(inputs)
-        output = self._forward(model, inputs, features, teacher_features, num_items_in_batch, groups)
+        self._drafter.generator = inputs["generator"]
+        output = self._forward(model, inputs, *self._target_features(inputs), num_items_in_batch)
         self._count(output, inputs["attention_mask"])
-        loss = cast(Tensor, output.loss)
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            # Gradients are averaged over processes, whose parts are to be added up.
-            loss = loss * (self.args.world_size // self.get_tp_size())
+        # Gradients are averaged over processes, whose parts are to be added up.
+        loss = cast(Tensor, output.loss) * self.args.world_size
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Tensor]], Any]:
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
         """Return a step's micro-batches, and the labels [2, G] of all of them, on all processes, for each depth's mean.
 
-        The groups of each are made here, once, as the labels must be counted before the first forward. (transformers
-        would count the labels of a single depth, from a column that the batches do not have.)
+        Each gets its groups, as the labels must be counted before the first forward, and the generator that has drawn
+        their rows, for the draws of its forward. (transformers would count the labels of a single depth, from a column
+        that the batches do not have.)
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._groups, counts = [], list[Tensor]()
-        processes, rank = (n // self.get_tp_size() for n in (self.args.world_size, self.args.process_index))
+        counts = list[Tensor]()
         self._drafter.train()  # as in the forward
         for number, batch in enumerate(batches):
-            place = number * processes + rank
+            place = number * self.args.world_size + self.args.process_index
             generator = generator_of(self.args.device, self.args.seed, self.state.global_step, place)
             self._drafter.generator = generator
             positions = batch.get("position_ids")
             positions = None if positions is None else positions.to(device)
             groups = self._drafter.groups(batch["input_ids"].to(device), batch["loss_mask"].to(device), positions)
-            self._groups.append((groups, generator))
+            batch |= {"groups": groups, "generator": generator}
             counts.append(self._drafter.label_counts(groups))
         if not batches:
             return batches, None
-        counts_2g = torch.stack(counts).sum(0).to(device)
-        if self.args.average_tokens_across_devices:
-            counts_2g = self.accelerator.reduce(counts_2g, reduction="sum") / self.get_tp_size()
-        return batches, counts_2g
+        return batches, self.accelerator.reduce(torch.stack(counts).sum(0).to(device), reduction="sum")
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm over all processes, which thus stop together: the step's one wait for the device.
+        """Return the norm over all processes, which thus stop together.
 
         Raises:
-            UserError: The loss or gradient is not finite. The step is not applied: it would put NaN into all weights.
+            UserError: The loss or gradient is not finite. The step is not saved: it would put NaN into all weights.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is None or self.args.fp16:  # whose scaler skips steps with an infinite gradient
@@ -314,7 +310,7 @@ class DrafterTrainer(Trainer):
         if not math.isfinite(whole):
             raise UserError(
                 f"the loss or its gradient is not finite in step {self.state.global_step + 1} (the gradient's norm is "
-                f"{whole}), and the step was not applied: lower train.learning_rate or train.max_grad_norm under "
+                f"{whole}), and nothing of it was saved: lower train.learning_rate or train.max_grad_norm under "
                 "another `name`"
             )
         return norm
@@ -325,7 +321,7 @@ class DrafterTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return even_out(super().get_eval_dataloader(eval_dataset))
 
-    def _target_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _target_features(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Return [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D]: of the target, or from disk."""
         self._drafter.training_step = self.state.global_step
         ids, half = inputs["input_ids"], self._autocast_target and self.args.bf16
@@ -338,11 +334,10 @@ class DrafterTrainer(Trainer):
     def _forward(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         features: Tensor,
         teacher_features: Tensor | None,
-        label_counts: Tensor | int | None = None,
-        groups: Groups | None = None,
+        label_counts: Tensor | None = None,
     ) -> DrafterOutput:
         """Return the drafter's output for a batch and the target's features of it."""
         # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
@@ -355,7 +350,7 @@ class DrafterTrainer(Trainer):
                 position_ids=inputs.get("position_ids"),
                 teacher_features=teacher_features,
                 label_counts=label_counts,
-                groups=groups,
+                groups=inputs.get("groups"),
             )
 
     @torch.no_grad()
@@ -412,11 +407,9 @@ class DrafterTrainer(Trainer):
         return optimizer
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
-        sums = [output.depth_loss_sum, output.depth_correct, output.depth_count]
-        step_3g = torch.stack([part.detach().double() for part in sums if part is not None])
-        tokens = attention_mask_bs.sum()
-        self._depth_sums_3g = step_3g if self._depth_sums_3g is None else self._depth_sums_3g + step_3g
-        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+        loss_and_tokens = torch.stack([cast(Tensor, output.loss).detach().double(), attention_mask_bs.sum().double()])
+        counts = torch.cat([loss_and_tokens, output.depth_sums.flatten()])
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -442,7 +435,8 @@ class DrafterTrainer(Trainer):
         self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            write_manifest(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self._launch)
+            checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            write_manifest(checkpoint, self._launch, self.args.device)
             best = self.state.best_model_checkpoint
             rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 
@@ -492,10 +486,9 @@ class DrafterTrainer(Trainer):
 
     def _sync_counts(self) -> None:
         """Sum the counts over all processes, for a log or a checkpoint; all processes must call it at the same step."""
-        if self._depth_sums_3g is not None and self._tokens is not None:
-            sums_3g = self.accelerator.reduce(self._depth_sums_3g, reduction="sum").cpu()
-            self.progress.add(int(self.accelerator.reduce(self._tokens, reduction="sum").item()), sums_3g)
-            self._depth_sums_3g = self._tokens = None
+        if self._counts is not None:
+            counts, self._counts = self.accelerator.reduce(self._counts, reduction="sum").cpu(), None
+            self.progress.add(int(counts[1]), float(counts[0]), counts[2:].view(4, -1))
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:

@@ -104,6 +104,11 @@ def training_arguments(
         defaults["per_device_eval_batch_size"] = checked["per_device_train_batch_size"]
     if checked.get("remove_unused_columns"):
         raise UserError("key `train.remove_unused_columns` cannot be true: the drafter needs the column `loss_mask`")
+    if checked.get("average_tokens_across_devices") is False:
+        raise UserError(
+            "key `train.average_tokens_across_devices` cannot be false: a step's loss is a mean over the labels of all "
+            "processes: leave it out"
+        )
     if checked.get("gradient_checkpointing"):
         raise UserError("key `train.gradient_checkpointing`: drafters do not support it: leave it out")
     try:

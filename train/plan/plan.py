@@ -37,14 +37,17 @@ USABLE_FRAC = 0.9  # left free: the device's own context, the kernels' workspace
 GROUPS = ("parameters", "vocabulary", "memory", "processes", "disk", "time")
 DRAFT_VOCABULARIES = (8192, 16384, 32768)
 # Parts of a step's memory: what each is, and lines of a recipe that make it smaller.
-FEWER_ROWS = "halve train.per_device_train_batch_size (train.gradient_accumulation_steps doubled trains the same)"
+FEWER_ROWS = "a lower train.per_device_train_batch_size (train.global_batch_size keeps the rows of a step)"
 PARTS = {
     "target": (
         "target weights, frozen",
         "target.dtype=bfloat16, target.quantization=nf4 or data.features.source=offline",
     ),
     "drafter": ("drafter weights", "drafter.options.draft_vocab_size=32000 or drafter.options.lm_heads=shared"),
-    "gradients": ("gradients, but for those that replace activations", "train.gradient_accumulation_steps=1"),
+    "gradients": (
+        "gradients, but for those that replace activations",
+        "steps without accumulation (train.global_batch_size, or train.gradient_accumulation_steps=1)",
+    ),
     "optimiser": ("optimiser state", "train.optim=adafactor"),
     "features": ("target features of the batch", FEWER_ROWS),
     "activations": ("activations saved for the backward", f"{FEWER_ROWS}, data.max_length_tokens, or train.bf16=true"),

@@ -68,7 +68,7 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 def sync_models(recipe: Recipe, target: PreTrainedModel, drafter: Drafter, device: torch.device) -> None:
     """Move the drafter and the parts of the target that training needs to this process's device.
 
-    All processes get the first one's drafter.
+    Where the first process alone read the target, the others get its drafter; else each has made an equal one.
     """
     features = recipe.data.features
     if features.source == "offline":

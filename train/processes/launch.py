@@ -61,7 +61,8 @@ def detect_launch(args: TrainingArguments) -> Launch:
     """
     processes = args.world_size
     if args.deepspeed or _is_set("ACCELERATE_USE_DEEPSPEED"):
-        return Launch("zero", processes, _zero_stage(args))
+        stage = _deepspeed_config(args).get("zero_optimization", {}).get("stage", 0)
+        return Launch("zero", processes, int(stage))
     if args.fsdp:
         return Launch("fsdp", processes, int(args.fsdp_config.get("version", 2)))
     if _is_set("ACCELERATE_USE_FSDP"):
@@ -90,16 +91,17 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
-def _zero_stage(args: TrainingArguments) -> int:
+def _deepspeed_config(args: TrainingArguments) -> dict[str, Any]:
     config: Any = args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if not config or config == "none":
-        return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", ZERO_STAGE_BY_DEFAULT))
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", ZERO_STAGE_BY_DEFAULT)
+        return {"zero_optimization": {"stage": stage}}
     if not isinstance(config, dict):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"the DeepSpeed configuration {config} cannot be read ({error}): correct it") from None
-    return int(config.get("zero_optimization", {}).get("stage", 0))
+    return dict(config)
 
 
 def check_launch(recipe: Recipe, args: TrainingArguments, launch: Launch) -> None:
@@ -148,10 +150,13 @@ def _obstacles(recipe: Recipe, args: TrainingArguments, launch: Launch) -> Itera
             "gone on from: leave it out"
         )
     split = [name for name in SPLIT_MODELS if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1]
-    if split:
+    asks = [f"accelerate's parallelism_config asks for {name.lower()}_size" for name in split]
+    if launch.strategy == "zero" and _deepspeed_config(args).get("tensor_parallel", {}).get("autotp_size", 1) > 1:
+        asks.append("DeepSpeed's configuration asks for tensor_parallel.autotp_size")
+    if asks:
         yield (
-            f"accelerate's parallelism_config asks for {split[0].lower()}_size above 1: drafters are trained "
-            "data-parallel only, so leave it out; a target that does not fit is split by data.features.sharded=true"
+            f"{asks[0]} above 1: drafters are trained data-parallel only, so leave it out; a target that does not fit "
+            "is split by data.features.sharded=true"
         )
 
     features, kind = recipe.data.features, recipe.drafter.kind
@@ -194,9 +199,9 @@ def errors_in_sentences() -> Iterator[None]:
     except (RuntimeError, MemoryError, CheckpointException) as error:
         if is_out_of_memory(error):
             raise UserError(
-                f"out of memory ({reason(error)}): halve train.per_device_train_batch_size (and double "
-                "train.gradient_accumulation_steps to train the same); `draftsmith plan RECIPE --memory-gib N` names a "
-                "step's largest parts and recipe lines that make them smaller"
+                f"out of memory ({reason(error)}): lower train.per_device_train_batch_size (train.global_batch_size "
+                "keeps the rows of a step), and delete the run's folder `drafter` or use another `name`; `draftsmith "
+                "plan RECIPE --memory-gib N` names a step's largest parts and recipe lines that make them smaller"
             ) from None
         if not isinstance(error, distributed.DistError) and not any(part in str(error) for part in GLOO_ERRORS):
             raise

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from support.tiny_models import tiny_target
+from support.tiny_models import tiny_drafter_of, tiny_target
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import group_lengths
 from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.models.target.features import target_features
 
 
 def test_shares_by_hand() -> None:
@@ -39,6 +40,28 @@ def test_dpace_at_its_extremes() -> None:
     cases = zip((0.2, 1.0, 0.25), nats, ([3, 2, 1], [3, 2, 1], [1.5, 0.5, 0.25]), strict=True)
     for alpha, nats_n, expected in cases:
         assert group_lengths(alpha, nats_n, torch.arange(3), 1, 3)[0].tolist() == expected
+
+
+def test_dpace_of_dropped_masks_is_unbiased() -> None:
+    """Masks are kept at 3/5 and 2/5 of the groups: of five, two have one row, one has two, and two have all."""
+    mean_g = torch.zeros(3, dtype=torch.float64)
+    for rows, groups in ((1, 2), (2, 1), (3, 2)):
+        nats_n = -CONFIDENCES[:rows].log()
+        mean_g += groups / 5 * group_lengths(0.5, nats_n, torch.arange(rows), 1, 3, [1.0, 0.6, 0.4])[0]
+    torch.testing.assert_close(mean_g, torch.tensor(BY_HAND, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+def test_dropped_masks_keep_the_loss_of_dpace() -> None:
+    """The loss of 3,990 groups, of which a fifth keeps all four rows, is that of all rows but for chance."""
+    target = tiny_target()
+    drafter = tiny_drafter_of("parallel", target, num_masks=3, keep_ratio=0.6, dpace_alpha=0.5)
+    drafter.generator = torch.Generator().manual_seed(0)
+    ids = torch.arange(4000).remainder(50).add(3).view(10, 400)
+    with torch.no_grad():
+        features = target_features(target, ids)
+        batch = ids, features, torch.ones_like(ids)
+        expected, dropped = drafter.eval()(*batch).loss, drafter.train()(*batch).loss
+    assert float(dropped) == pytest.approx(float(expected), rel=0.05)
 
 
 def test_invalid_alpha_is_reported() -> None:

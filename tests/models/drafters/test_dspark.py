@@ -60,6 +60,15 @@ def test_dpace_weights_apply_to_the_confidence_loss() -> None:
     assert losses[1] > losses[0] + 0.1
 
 
+@pytest.mark.parametrize("dpace_alpha", [None, 0.5])
+def test_labels_outside_the_draft_vocabulary_have_no_loss(dpace_alpha: float | None) -> None:
+    """Without a teacher, neither head reads their rows: tokens 40 to 59 are labels, tokens 0 to 39 are drafted."""
+    drafter = tiny_dspark(loss="ce", draft_vocab_size=40, dpace_alpha=dpace_alpha)
+    ids = torch.arange(40, 60).view(1, 20)
+    features, teacher = drafter.training_features(TARGET, ids)
+    assert drafter(ids, features, torch.ones_like(ids), teacher_features=teacher).loss == 0.0
+
+
 def test_confidence_weight_0_needs_no_head_and_no_teacher() -> None:
     drafter = tiny_dspark(loss="ce", confidence_weight=0.0)
     assert not any(name.startswith("confidence") for name in drafter.state_dict())

@@ -318,7 +318,7 @@ def lattice_losses(
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss label by label from the logits of all groups: no chunks, no active rows, weights as defined."""
     config, ids, features = drafter.config, batch["input_ids"], batch["features"]
-    logits, credit, shares = logits_of_head(drafter, ids, features), config.options.credit, config.options.depth_shares
+    logits, shares = logits_of_head(drafter, ids, features), config.options.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
     kept = list(range(VOCABULARY)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
@@ -328,7 +328,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
     normed = drafter.norm(group_hidden(drafter, ids, features)) if selector is not None or has_lattice else None
     gates = None if selector is None else selector.hidden_projection(normed)
-    alpha, until_first_error = credit or (None, False)
+    alpha, until_first_error = config.options.group_weighting or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression and the selector's loss
     total, groups = logits.new_zeros(()), 0
@@ -408,8 +408,9 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
     labels = depth_labels(batch["input_ids"], batch["loss_mask"], drafter.config.num_depths)
     logits = logits_of_head(drafter, batch["input_ids"], batch["features"]).detach()
     nats = -logits.log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    known = (labels >= 0) & nats.isfinite()  # labels outside a draft vocabulary are counted, but have no cross entropy
+    known = (labels >= 0) & nats.isfinite()  # labels outside a draft vocabulary have no cross entropy
     assert output.depth_count.tolist() == (labels >= 0).sum((0, 2)).tolist()
+    assert output.depth_count_in_head.tolist() == known.sum((0, 2)).tolist()
     drafted = drafter.group_logits(batch["input_ids"], batch["features"]).argmax(-1)
     assert output.depth_correct.tolist() == (drafted == labels).sum((0, 2)).tolist()
     sums = torch.where(known, nats, 0.0).sum((0, 2))
@@ -422,7 +423,7 @@ def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
 
 
 def run_step(drafter: Drafter, target: PreTrainedModel, batches: list[dict[str, Tensor]]) -> tuple[Any, ...]:
-    """Return loss, gradients, label counts, and sums of each depth of a step whose micro-batches these are."""
+    """Return the loss, `DrafterOutput.depth_sums` and gradients of a step whose micro-batches these are."""
     groups = [drafter.groups(each["input_ids"], each["loss_mask"], each.get("position_ids")) for each in batches]
     counts = sum(map(drafter.label_counts, groups)) if len(batches) > 1 else None
     losses, sums = [], []
@@ -432,7 +433,7 @@ def run_step(drafter: Drafter, target: PreTrainedModel, batches: list[dict[str, 
         output = drafter(ids, features, batch["loss_mask"], positions, teacher, counts)
         output.loss.backward()
         losses.append(output.loss.detach())
-        sums.append(torch.stack([output.depth_count, output.depth_correct, output.depth_loss_sum.detach()]))
+        sums.append(output.depth_sums)
     gradients = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad()
     return sum(losses), sum(sums), gradients
@@ -455,11 +456,11 @@ def test_packed_rows_and_micro_batches_have_the_loss_of_the_batch(kind: str, opt
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         rows.append({"input_ids": ids, "loss_mask": [int(t % 7 != 2) for t in range(length)]})
     loss, sums, gradients = run_step(drafter, target, [collate_right_padded(rows)])
-    assert sums[0].min() > 0
+    assert sums[2].min() > 0
     packed = [pack_documents(rows[:3]), pack_documents(rows[3:])]
     for batches in ([packed], [rows[:1], rows[1:], []], [rows[:3], packed[1:]]):
         found = run_step(drafter, target, list(map(collate_right_padded, batches)))
         torch.testing.assert_close(found[0], loss, atol=1e-6, rtol=1e-6)
-        assert torch.equal(found[1][:2], sums[:2])
-        torch.testing.assert_close(found[1][2], sums[2], atol=1e-5, rtol=1e-5)
+        assert torch.equal(found[1][1:], sums[1:])
+        torch.testing.assert_close(found[1][0], sums[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found[2], gradients, atol=1e-6, rtol=1e-5)

@@ -123,7 +123,11 @@ def test_only_the_heads_are_trained_in_the_warm_up() -> None:
         assert (parameter.grad is None) == name.startswith("lora."), name
     drafter.training_step = 5
     assert (drafter.trains_target, drafter.needs_teacher) == (True, True)
-    behind = drafter(**random_batch(target, drafter=drafter))
+    batch = random_batch(target, drafter=drafter)
+    assert batch["features"].requires_grad
+    with torch.no_grad():  # in evaluation
+        assert not random_batch(target, drafter=drafter)["features"].requires_grad
+    behind = drafter(**batch)
     assert behind.loss > output.loss  # by the KL, since the heads' part is the same
     torch.testing.assert_close(behind.depth_loss_sum, output.depth_loss_sum)
 

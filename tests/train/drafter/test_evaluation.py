@@ -22,6 +22,7 @@ from draftsmith.train.drafter.rows import (
     split_rows,
 )
 from draftsmith.train.drafter.stage import train_drafter
+from draftsmith.train.drafter.trainer import Progress
 
 
 def recipe_with_held_out_rows(target_folder: Path, name: str, frac: float = 0.3, **train: Any) -> Recipe:
@@ -44,19 +45,25 @@ def test_replayed_chains_by_hand() -> None:
 
 
 def test_figures_are_summed_over_batches() -> None:
-    sums = [
-        heldout_sums(
-            DrafterOutput(
-                loss=torch.tensor(loss), depth_loss_sum=torch.tensor([4.0, 0.0]),
-                depth_correct=torch.tensor([correct, 0]),
-                depth_count=torch.tensor([4, 0]), correct_bgs=torch.zeros(1, 2, 4, dtype=torch.bool),
-            ),
-            torch.tensor([[0, 1, 1, 1]]),
+    """The head has two of four labels: a cross entropy of 4 nats is one of 2 on average."""
+    outputs = [
+        DrafterOutput(
+            loss=torch.tensor(loss), depth_loss_sum=torch.tensor([4.0, 0.0]), depth_correct=torch.tensor([correct, 0]),
+            depth_count=torch.tensor([4, 0]), depth_count_in_head=torch.tensor([2, 0]),
+            correct_bgs=torch.zeros(1, 2, 4, dtype=torch.bool),
         )
         for loss, correct in ((1.0, 2.0), (3.0, 1.0))
     ]  # fmt: skip
+    progress = Progress()
+    for output in outputs:
+        progress.add(4, output.loss.item(), output.depth_sums)
+    progress.unlogged_steps = 8
+    logs = progress.take_log()
+    assert (logs["loss"], logs["loss_depth1"], logs["accuracy_depth1"]) == (0.5, 2.0, 0.375)
+    assert not {"loss_depth2", "accuracy_depth2"} & logs.keys()
+    sums = [heldout_sums(output, torch.tensor([[0, 1, 1, 1]])) for output in outputs]
     assert heldout_metrics(sums[0] + sums[1], "eval") == {
-        "eval_loss": 2.0, "eval_loss_depth1": 1.0, "eval_accuracy_depth1": 0.375, "eval_tau_depth1": 1.0,
+        "eval_loss": 2.0, "eval_loss_depth1": 2.0, "eval_accuracy_depth1": 0.375, "eval_tau_depth1": 1.0,
         "eval_tau_depth2": 1.0,
     }  # fmt: skip
 

@@ -47,7 +47,7 @@ def test_heads_masks_and_norms_stay_with_adamw() -> None:
     target = tiny_target()
     options: dict[str, dict[str, Any]] = {
         "parallel": {"num_masks": 2, "markov_rank": 3}, "medusa": {"num_heads": 2},
-        "eagle3": {"feature_layers": [0, 1]},
+        "eagle3": {"feature_layers": [0, 1], "draft_vocab_size": 48},  # as wide as the MLP
     }  # fmt: skip
     names = {
         kind: set(muon_parameters(load_drafter_class(kind).from_target(target, values)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.processes import run_in_processes
 from support.tiny_runs import SMALL_VOCABULARY, make_recipe
 
@@ -55,6 +55,23 @@ def test_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
         train_drafter(changed)
 
 
+def test_changed_target_is_refused(target_folder: Path) -> None:
+    """Settings of an earlier version do not have its weights' hash, and are as good as equal."""
+    recipe = make_recipe(target_folder, "target")
+    train_drafter(recipe)
+    weights = {name: 2 * value for name, value in load_file(target_folder / "model.safetensors").items()}
+    save_file(weights, target_folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"started with the target's weights \(hash\) = '\w+', now it is '\w+': restore"
+    ):
+        train_drafter(recipe)
+    file = RunFolder(recipe).drafter / "settings.json"
+    settings = json.loads(file.read_text())
+    del settings["the target's weights (hash)"]
+    file.write_text(json.dumps(settings))
+    assert train_drafter(recipe).was_finished
+
+
 def with_packing(recipe: Recipe) -> Recipe:
     data = recipe.data.model_copy(update={"packing": True, "max_length_tokens": 40})
     return recipe.model_copy(update={"data": data})
@@ -84,7 +101,7 @@ def not_finite(recipe: Recipe, trainer: type[DrafterTrainer] = NotFinite) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "DrafterTrainer", trainer)
         with pytest.raises(
-            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and the step was not"
+            UserError, match=r"not finite in step 4 \(the gradient's norm is (nan|inf)\), and nothing of it was saved"
         ):
             train_drafter(recipe)
 
@@ -106,10 +123,21 @@ class OutOfMemory(DrafterTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-def test_out_of_memory_is_one_sentence(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "DrafterTrainer", OutOfMemory)
-    with pytest.raises(UserError, match=r"^out of memory \(.+\): halve train\.per_device_train_batch_size "):
-        train_drafter(make_recipe(target_folder, "large"))
+def test_out_of_memory_is_one_sentence(target_folder: Path) -> None:
+    """Its advice is accepted, and trains steps of as many rows."""
+    recipe = make_recipe(target_folder, "large", global_batch_size=4, per_device_train_batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "DrafterTrainer", OutOfMemory)
+        with pytest.raises(
+            UserError,
+            match=r"^out of memory \(.+\): lower train\.per_device_train_batch_size \(train\.global_batch_size keeps "
+            r"the rows of a step\), and delete the run's folder `drafter` or use another `name`; ",
+        ):
+            train_drafter(recipe)
+    recipe.train["per_device_train_batch_size"] = 2
+    shutil.rmtree(RunFolder(recipe).drafter)
+    assert train_drafter(recipe).steps == 6
+    assert json.loads((RunFolder(recipe).drafter / "training.json").read_text())["batch_size"] == 4
     for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError()):
         with pytest.raises(UserError, match="out of memory"), errors_in_sentences():
             raise error
@@ -151,6 +179,7 @@ def test_packing_is_part_of_the_settings(target_folder: Path) -> None:
         ({"optimizer": "muonn"}, "key `train.optimizer`: input should be 'adamw' or 'muon', not 'muonn'"),
         ({"muon_learning_rate": 0.1}, "muon_learning_rate is read with optimizer=muon only"),
         ({"optimizer": "muon", "muon_learning_rate": 0.0}, "muon_learning_rate must be above 0"),
+        ({"average_tokens_across_devices": False}, "`train.average_tokens_across_devices` cannot be false: a step's"),
         ({"gradient_checkpointing": True}, "`train.gradient_checkpointing`: drafters do not support it: leave it out"),
         ({"push_to_hub": True}, "`train.push_to_hub`: leave it out; `draftsmith push RECIPE` publishes the trained"),
     ],

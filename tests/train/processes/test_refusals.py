@@ -90,7 +90,7 @@ def test_impossible_combinations_are_reported(
 
 
 def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
-    write_manifest(tmp_path, FSDP2)
+    write_manifest(tmp_path, FSDP2, torch.device("cpu"))
     check_same_launch(tmp_path, FSDP2)
     with pytest.raises(UserError, match="was written under FSDP2, which DDP cannot read: launch it as before"):
         check_same_launch(tmp_path, DDP)
@@ -111,6 +111,17 @@ def test_unsupported_ways_to_split_are_refused(
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message):
         check_launch(recipe_in(tmp_path), make_arguments(tmp_path), FSDP2)
+
+
+def test_tensor_parallel_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
+    args, file = make_arguments(tmp_path), tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    with pytest.raises(
+        UserError, match=r"tensor_parallel\.autotp_size above 1: drafters are trained data-parallel only"
+    ):
+        check_launch(recipe_in(tmp_path), args, ZERO2)
 
 
 def test_missing_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
