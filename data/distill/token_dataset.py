@@ -43,7 +43,7 @@ CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
 # Column with the number of a row's conversation; datasets of earlier versions lack it.
 CONVERSATION = "conversation"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 FEATURES = datasets.Features(
     input_ids=datasets.Sequence(datasets.Value("int32")),
     loss_mask=datasets.Sequence(datasets.Value("int8")),
@@ -81,7 +81,7 @@ class TokenReport:
     copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
-    extra_rows: additional rows for answers that the template rewrites in later turns.
+    extra_rows: additional rows for answers that the template rewrites in later turns, or the prompts before them.
     fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
 
@@ -105,7 +105,7 @@ class TokenReport:
         """Return a summary in one line, for the console."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
-        extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
+        extra = f" ({self.extra_rows} of them for answers or prompts that the template rewrites later)" if self.extra_rows else ""
         counts = {
             "shortened by whole turns": self.shortened,
             "cut in their first answer": self.answers_cut,
@@ -307,8 +307,9 @@ def tokenize_rows(
 ) -> tuple[list[TokenizedConversation], bool]:
     """Return the rows of one conversation, none if it does not fit, and whether it was shortened.
 
-    One row, unless the template rewrites answers: each of these then has a further row, which ends with it and in which
-    it alone carries loss. So every answer is learned after exactly the prompt that the target read.
+    One row, unless the template rewrites answers, or prompts before them, once later turns follow: each of these then
+    has a further row, which ends with it and in which it alone carries loss. So every answer is learned after exactly
+    the prompt that the target read.
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:

@@ -226,6 +226,36 @@ def test_answers_whose_thoughts_leave_the_history_get_separate_rows() -> None:
     assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
 
 
+@pytest.mark.parametrize("are_known", [True, False])
+@pytest.mark.parametrize("system", [(), (Turn("system", "Be rude."),)], ids=["", "system"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_answer_is_learned_after_the_prompt_that_the_target_read(
+    family: str, system: tuple[Turn, ...], are_known: bool
+) -> None:
+    tokenizer = FAMILIES[family].tokenizer()
+    answers = [Turn("assistant", text) for text in ("Hello", "Hello there", "Say hi", "Bye", "you are", "ok")]
+    turns = (*system, *(turn for answer in answers for turn in (Turn("user", "Say hi"), answer)))
+    ids = [tokenizer.encode(answer.content + FAMILIES[family].end, add_special_tokens=False) for answer in answers]
+    try:
+        rows, _ = tokenize_rows(tokenizer, Conversation("x", turns), 4096, list(ids) if are_known else None)
+    except TemplateProblem:
+        assert family in ("Gemma 2", "Mistral v0.1")  # without system turns
+        return
+    read = []
+    for row in rows:
+        loss = row.loss_mask
+        begins = [place for place in range(1, len(loss)) if loss[place] > loss[place - 1]]
+        read += ["".join(tokenizer.decode(row.input_ids[:place]).split()) for place in begins]
+    prompts = [
+        "".join(tokenizer.decode(prompt_token_ids(tokenizer, turns[:number])).split())
+        for number, turn in enumerate(turns)
+        if turn.role == "assistant"
+    ]
+    if family == "R1" and not are_known:  # its template never writes the thoughts that its prompts open
+        prompts = [prompt.removesuffix("<think>") for prompt in prompts]
+    assert sorted(read) == sorted(prompts)
+
+
 def mark_loss(tokenizer: Any, row: Any) -> str:
     """Return the row's text with «» around tokens that carry loss."""
     runs = [
