@@ -293,8 +293,8 @@ MUTANTS = (
     Mutant(
         "a conversation asked twice",
         "data/distill/ledger.py",
-        "if key in self._kept or key in self._failed:",
-        "if key in self._kept and key in self._failed:",
+        "return key in self._kept or key in self._failed",
+        "return key in self._kept and key in self._failed",
         "tests/data/distill",
     ),
     Mutant(

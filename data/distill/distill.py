@@ -13,10 +13,11 @@ answers in flight and those of the last `LONGEST_WRITE_INTERVAL_S`.
 import hashlib
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,19 @@ FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 class DistillReport:
     """Result of one call of `distill`.
 
-    kept: number of conversations written. shortened: number of these that lost their later turns, by reason.
+    ids: the recipe's conversations. kept: number of conversations written. shortened: number of these that lost their
+    later turns, by reason. already_done, failed_before: those that earlier calls kept, and failed at, by reason.
     """
 
     folder: Path
+    ids: Collection[str] = field(default=(), repr=False)
     kept: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     answers_cut_short: int = 0
     sources: SourceCounts = field(default_factory=SourceCounts)
     already_done: int = 0
+    failed_before: Counter[str] = field(default_factory=Counter)
     retried: int = 0
     answers: int = 0
     tokens_generated: int = 0
@@ -88,7 +92,7 @@ class DistillReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name != "ids"},
             "folder": str(self.folder),
             "sources": {name: tally.as_json() for name, tally in self.sources.by_source.items()},
         }
@@ -96,11 +100,11 @@ class DistillReport:
     def sentence(self) -> str:
         """Return a summary for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
-        engine_failures = self.failed.keys() - set(FINAL_REASONS)
+        engine_failures = (self.failed + self.failed_before).keys() - set(FINAL_REASONS)
         there = f"{self.already_done} were there already" if self.already_done else ""
         written = f"{self.kept} conversations written to {self.folder}" if self.kept or not there else ""
         lines = [", ".join(filter(None, (written, there)))]
-        ended = {"shortened": self.shortened, "left out": self.failed}
+        ended = {"shortened": self.shortened, "left out": self.failed, "left out before": self.failed_before}
         counted = [f"{what}: {counted_reasons(counts)}" for what, counts in ended.items() if counts]
         if self.failed[CUT_SHORT] + self.shortened[CUT_SHORT] > MANY_CUT_FRAC * (self.kept + self.failed.total()):
             counted.append("raise data.distill.max_new_tokens, or keep cut answers with data.distill.cut_answers=keep")
@@ -140,7 +144,7 @@ def distill(
     reasoning_ids(tokenizer, recipe.data)
     check_answers(recipe, tokenizer, weights)
     report = DistillReport(folder.data)
-    conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
+    report.ids = conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     settings = FolderSettings(folder.data, distill_settings(recipe, weights, tokenizer))
     settings.check()
     limits = limits or TargetLimits()
@@ -150,12 +154,10 @@ def distill(
         if not settings.are_fixed:  # nor do failures of a call that stored no answer
             ledger.retry_failed()
         report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
-        done = ledger.finished_ids()
-        waiting = deque(key for key in conversations if key not in done)
-        report.already_done = len(conversations) - len(waiting)
+        waiting = deque(key for key in conversations if not ledger.is_finished(key))
         if waiting:
             check_no_training_reads(folder.data)
-        with progress_bar(len(conversations), "distil", "conv", report.already_done) as bar:
+        with progress_bar(len(conversations), "distil", "conv", len(conversations) - len(waiting)) as bar:
             if recipe.data.distill.engine == "none":
                 _pass_through(ledger, settings, conversations, waiting, report, bar)
             elif waiting:
@@ -165,7 +167,8 @@ def distill(
                         recipe, tokenizer, engine, ledger, settings, conversations, report, bar, positions
                     ).run(waiting)
     report.seconds = time.perf_counter() - started
-    view = LedgerView(folder.data)
+    view = LedgerView(folder.data, conversations)
+    report.already_done, report.failed_before = len(view) - report.kept, view.failed - report.failed
     if not len(view):
         again = f"delete {folder.data}" if has_answers(folder.data) else "run it again"
         reasons = counted_reasons(view.failed or report.failed)
@@ -260,9 +263,7 @@ class _Distillation:
         keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
         claimed, held = self.ledger.claim(keys)
         self.held.extend(held)
-        finished_elsewhere = len(keys) - len(claimed) - len(held)
-        self.report.already_done += finished_elsewhere
-        self.bar.update(finished_elsewhere)
+        self.bar.update(len(keys) - len(claimed) - len(held))  # others finished these
         return claimed
 
     def _advance(self, rewriting: _Rewriting) -> None:
@@ -447,10 +448,15 @@ def _pass_through(
     bar: Progress,
 ) -> None:
     """Write the conversations unchanged, for `engine: none`, without a last question that has no answer."""
-    keys = iter(waiting)
-    while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
+    while waiting:
+        page = [waiting.popleft() for _ in range(min(CONVERSATIONS_PER_WRITE, len(waiting)))]
+        claimed, held = ledger.claim(page)
+        waiting.extend(held)
+        if len(held) == len(page):
+            time.sleep(HELD_POLL_S)
+            continue
         kept = []
-        for key in ledger.claim(page).claimed:
+        for key in claimed:
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
@@ -458,4 +464,4 @@ def _pass_through(
         with settings.fixed():
             ledger.commit([], kept)
         report.kept += len(kept)
-        bar.update(len(kept))
+        bar.update(len(page) - len(held))

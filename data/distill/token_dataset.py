@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -82,6 +82,7 @@ class TokenReport:
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
     extra_rows: additional rows for answers that the template rewrites in later turns, or the prompts before them.
+    not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
     fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
 
@@ -97,6 +98,7 @@ class TokenReport:
     reasoning_tokens: int = 0
     thoughts_alone: int = 0
     extra_rows: int = 0
+    not_in_recipe: int = 0
     path: str = ""
     fingerprint: str = ""
     reused: bool = False
@@ -105,7 +107,9 @@ class TokenReport:
         """Return a summary in one line, for the console."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
-        extra = f" ({self.extra_rows} of them for answers or prompts that the template rewrites later)" if self.extra_rows else ""
+        extra = (
+            f" ({self.extra_rows} of them for answers that the template moves or rewrites)" if self.extra_rows else ""
+        )
         counts = {
             "shortened by whole turns": self.shortened,
             "cut in their first answer": self.answers_cut,
@@ -114,22 +118,30 @@ class TokenReport:
             "examples of thoughts alone left out": self.thoughts_alone,
         }
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
         return (
             f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
             f"{self.path}{f'; of {self.conversations} conversations {lost}' if lost else ''}"
+            f"{others if self.not_in_recipe else ''}"
         )
 
 
-def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> TokenReport:
+def build_token_dataset(
+    recipe: Recipe, tokenizer: Any, folder: RunFolder, ids: Collection[str] | None = None
+) -> TokenReport:
     """Tokenise the distilled conversations to the Arrow dataset `folder.data/tokens`, unless it is up to date.
 
     Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read).
     Rows are in the order of the conversations' ids: one per conversation, or several, see `tokenize_rows`.
 
+    Args:
+        recipe, tokenizer, folder: As of `distill`.
+        ids: The recipe's conversations; others of the folder are left out and counted. None: all of the folder.
+
     Raises:
         UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
     """
-    view, settings = LedgerView(folder.data), recipe.data
+    view, settings = LedgerView(folder.data, ids), recipe.data
     work = Work(
         tokenizer,
         settings.max_length_tokens,
@@ -143,7 +155,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> To
         fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
         if recorded is not None and recorded.fingerprint == fingerprint:
-            return replace(recorded, path=str(final), reused=True)
+            return replace(recorded, path=str(final), reused=True, not_in_recipe=view.num_others)
         is_replaced = final.exists()
         if is_replaced:
             check_no_training_reads(folder.data)
@@ -168,7 +180,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> To
                 + "): raise data.max_length_tokens"
                 + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
-        report = replace(report, path=str(final), fingerprint=fingerprint)
+        report = replace(report, path=str(final), fingerprint=fingerprint, not_in_recipe=view.num_others)
         # Saved next to the final place, then renamed; an older dataset is deleted only once the new one is complete.
         whole, old = building / "whole", final.with_name(final.name + ".old.partial")
         shutil.rmtree(old, ignore_errors=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import pytest
 from support import tiny_tokenizers as templates
 from support.chat_families import FAMILIES, TOOL_FAMILIES
@@ -17,10 +18,10 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill
-from draftsmith.data.distill.ledger import LedgerView
+from draftsmith.data.distill.ledger import Claim, Ledger, LedgerView
 from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.settings import distill_settings
-from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
+from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.question_sets import questions_file
@@ -150,9 +151,10 @@ def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call
         run(recipe, tmp_path / "parts", CutEngine(tokenizer, fail_at_call=fail_at_call))
     report = run(recipe, tmp_path / "parts", CutEngine(tokenizer, concurrency=2))
     assert records_and_failures(tmp_path / "parts") == records_and_failures(tmp_path / "whole")
-    assert report.already_done + report.kept + report.failed.total() == len(QUESTIONS)
+    assert (report.failed + report.failed_before).total() == 1
+    assert report.already_done + report.kept == len(QUESTIONS) - 1
     again = CutEngine(tokenizer)
-    assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS)
+    assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS) - 1
     assert again.calls == []
 
 
@@ -184,10 +186,14 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     assert "--retry-failed" in report.sentence()
     assert LedgerView(tmp_path / "out").failed == {"HTTP 400: no": 2}
     engine = HashEngine(tokenizer)
-    assert run(make_recipe(source), tmp_path / "out", engine).already_done == len(QUESTIONS)
+    report = run(make_recipe(source), tmp_path / "out", engine)
+    assert (report.already_done, report.failed_before, report.failed) == (5, {"HTTP 400: no": 2}, {})
+    assert report.sentence().startswith(
+        "5 were there already\nleft out before: 2 (HTTP 400: no); `draftsmith distill --"
+    )
     assert engine.calls == []
     report = run(make_recipe(source), tmp_path / "out", engine, retry_failed=True)
-    assert (report.retried, report.kept, report.answers) == (2, 2, 3)
+    assert (report.retried, report.kept, report.answers, report.failed_before) == (2, 2, 3, {})
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
 
 
@@ -316,6 +322,49 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     assert [turn.weight for turn in made.turns] == [1, 0, 1, 1]
     ((row,), _) = tokenize_rows(tokenizer, made, 1000, list(made.answer_ids))
     assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
+
+
+def learned(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> tuple[list[str], TokenReport]:
+    """Distil as `draftsmith distill` does; return the answers to learn."""
+    report = build_token_dataset(recipe, tokenizer, folder, distill(recipe, tokenizer, folder).ids)
+    rows = datasets.load_from_disk(report.path)
+    pairs = (zip(row["input_ids"], row["loss_mask"], strict=True) for row in rows)
+    return sorted(tokenizer.decode([token_id for token_id, loss in pair if loss]) for pair in pairs), report
+
+
+def test_rows_are_those_of_the_sources_as_they_are_now(tmp_path: Path) -> None:
+    """With given answers: one corrected, one added before another to the same prompt, a lower limit."""
+    file, tokenizer = tmp_path / "a.jsonl", tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(file, engine="none")
+    folder = run_folder(recipe, tmp_path / "out")
+    for answers, left_out in ((["wrong"], 0), (["right"], 1), (["other", "right"], 1), (["other"], 2)):
+        file.write_text("".join(json.dumps({"prompt": "one", "response": answer}) + "\n" for answer in answers))
+        found, report = learned(recipe, tokenizer, folder)
+        assert found == sorted(answer + "<|im_end|>" for answer in answers)
+        assert report.not_in_recipe == left_out
+        assert ("stored conversations are not in the recipe" in report.sentence()) == (left_out > 0)
+
+
+def test_given_answers_that_another_process_writes_are_waited_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies before it has written them."""
+    recipe, tokenizer, claim, calls = (
+        make_recipe(source, engine="none"),
+        tiny_tokenizer(templates.CHATML),
+        Ledger.claim,
+        [],
+    )
+
+    def claim_later(ledger: Ledger, ids: list[str]) -> Claim:
+        calls.append(len(ids))
+        return Claim({}, ids) if len(calls) < 3 else claim(ledger, ids)
+
+    monkeypatch.setattr(distill_module, "HELD_POLL_S", 0.0)
+    monkeypatch.setattr(distill_module, "CONVERSATIONS_PER_WRITE", 4)
+    monkeypatch.setattr(Ledger, "claim", claim_later)
+    assert distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out")).kept == len(QUESTIONS)
+    assert calls == [4, 4, 4, 3]
 
 
 def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
