@@ -120,18 +120,34 @@ def engine_class(name: str) -> Any:
     return importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
 
 
-def check_engine(recipe: Recipe) -> Any:
-    """Check the options of the recipe's engine, and return them.
+def engine_options(recipe: Recipe) -> Any:
+    """Return the options of the recipe's engine.
 
     Raises:
-        UserError: An option is unknown or invalid, or a package that the engine needs is not installed.
+        UserError: An option is unknown or invalid.
     """
     chosen = recipe.data.distill
     kind = engine_class(chosen.engine)
     try:
-        options = kind.Options.model_validate(chosen.options)
+        return kind.Options.model_validate(chosen.options)
     except ValidationError as error:
         raise UserError(explain(kind.Options, error, "data.distill.options")) from None
+
+
+def answer_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options that answers depend on, the engine's `answer_keys`, as far as they are set."""
+    options = engine_options(recipe)
+    chosen = options.model_dump(include=getattr(options, "answer_keys", set()), exclude_defaults=True)
+    return {f"data.distill.options.{key}": value for key, value in chosen.items() if value}
+
+
+def check_engine(recipe: Recipe) -> Any:
+    """Check the options of the recipe's engine, and return them.
+
+    Raises:
+        UserError: As `engine_options`, or a package that the engine needs is not installed.
+    """
+    options, kind = engine_options(recipe), engine_class(recipe.data.distill.engine)
     if hasattr(kind, "check_installed"):
         kind.check_installed()
     return options

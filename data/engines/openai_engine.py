@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import openai
@@ -64,6 +64,7 @@ THOUGHTS_APART = "the server gives reasoning_content, which the target's chat te
 class OpenAIOptions(Section):
     """`data.distill.options` of `engine: openai`."""
 
+    answer_keys: ClassVar[set[str]] = {"model", "api"}
     base_urls: list[str] = Field(
         min_length=1, description="URL of every server, ending in /v1; all must serve the same model"
     )

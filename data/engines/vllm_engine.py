@@ -26,7 +26,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -55,6 +55,10 @@ _ERROR = re.compile(
 class VllmOptions(Section):
     """`data.distill.options` of `engine: vllm`; None leaves the choice to vLLM."""
 
+    answer_keys: ClassVar[dict[str, Any]] = {
+        "dtype": True,
+        "llm": {"model", "revision", "dtype", "quantization", "kv_cache_dtype", "hf_overrides"},
+    }
     tensor_parallel_size: int = Field(1, ge=1, description="number of GPUs that share one copy of the target")
     data_parallel_size: int | None = Field(
         None, ge=1, description="number of copies of the target; by default as many as the visible GPUs have room for"

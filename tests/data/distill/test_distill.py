@@ -387,6 +387,7 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
     [
         ("seed=1", "seed = 0, now it is 1"),
         ("target.model=other/model", "target.model = 'embedded', now it is 'other/model'"),
+        ("target.quantization=nf4", "target.quantization = None, now it is 'nf4'"),
         ("data.distill.temperature=0.5", "data.distill.temperature"),
         ("data.conversations.split=all", "data.conversations.split = 'train'"),
         ("data.conversations.decontaminate=[]", "data.conversations.decontaminate (hashes of the question files)"),
@@ -404,6 +405,26 @@ def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path:
     assert f"was started with {key}" in str(caught.value)
     assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
     assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "expected"),
+    [
+        ("vllm", {"dtype": "float16", "concurrency": 4}, {"dtype": "float16"}),
+        ("vllm", {"llm": {"quantization": "fp8", "max_num_batched_tokens": 9}}, {"llm": {"quantization": "fp8"}}),
+        ("vllm", {"max_model_len": 512, "llm": {"max_num_batched_tokens": 9}}, {}),
+        ("openai", {"base_urls": ["http://a"], "model": "m", "api": "chat"}, {"model": "m", "api": "chat"}),
+        ("openai", {"base_urls": ["http://a"], "api": "completions", "timeout_s": 9}, {}),
+        ("transformers", {"batch_size": 3}, {}),
+    ],
+)
+def test_options_that_answers_depend_on_are_settings(
+    source: Path, engine: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """Others may change while the run folder is resumed."""
+    recipe, prefix = make_recipe(source, engine=engine, options=options), "data.distill.options."
+    settings = distill_settings(recipe, None, tiny_tokenizer(templates.CHATML))
+    assert {key.removeprefix(prefix): each for key, each in settings.items() if key.startswith(prefix)} == expected
 
 
 def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: Path) -> None:
