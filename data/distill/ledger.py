@@ -264,6 +264,8 @@ class Ledger(LedgerView):
                 with suppress(FileExistsError):
                     self._files[kind].open("xb").close()
                     break
+            for changed in (folder, self._folder):
+                _sync_folder(changed)
         lines = memoryview(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
         with self._files[kind].open("ab", buffering=0) as stream:
             begin = stream.tell()
@@ -294,6 +296,14 @@ class Ledger(LedgerView):
         fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _byte_of(key))
 
 
+def _sync_folder(folder: Path) -> None:
+    """Wait until a folder's list of files is on disk, where the file system can do that."""
+    with suppress(OSError), ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        os.fsync(descriptor)
+
+
 def _byte_of(key: str) -> int:
-    """Return the place of a conversation's lock in `claims.lock`: 62 bits of a hash, which no two ids share."""
+    """Return the place of a conversation's lock in `claims.lock`: 62 bits of a hash of its id."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 2

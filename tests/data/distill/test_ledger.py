@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.distill.ledger import CLAIMS, Ledger, LedgerView
+from draftsmith.data.distill.ledger import CLAIMS, SHARDS, Ledger, LedgerView
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.errors import UserError
 
@@ -75,6 +75,17 @@ def test_records_do_not_depend_on_the_order_of_writing(tmp_path: Path) -> None:
     with Ledger(tmp_path / "one") as ledger:
         ledger.commit([], [finished("d")])
     assert LedgerView(tmp_path / "one").fingerprint() != other.fingerprint()
+
+
+def test_new_files_are_on_disk_in_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure may lose a file whose lines are on disk."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    with Ledger(tmp_path / "data") as ledger:
+        ledger.commit([], [finished(IDS[0])])
+        ledger.commit([], [finished(IDS[1])])
+    data, shards = str(tmp_path / "data"), str(tmp_path / "data" / SHARDS)
+    assert synced == [shards, data, *[f"{shards}/00001.jsonl"] * 2]
 
 
 def test_torn_line_is_ignored(tmp_path: Path) -> None:
