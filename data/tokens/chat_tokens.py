@@ -16,6 +16,7 @@ from itertools import accumulate, chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.tokens.bounded import bounded
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.spans import Span, find_spans
 from draftsmith.data.tokens.templates import (
@@ -80,7 +81,6 @@ def tokenize_conversation(
     input_ids: list[int] = []
     loss_mask: list[int] = []
     rewritten: list[int] = []
-    learned: list[int] = []
     ends: list[int] = []
     for number, (index, span) in enumerate(spans.items()):
         before, rendered = pieces[2 * number : 2 * number + 2]
@@ -89,8 +89,8 @@ def tokenize_conversation(
         input_ids += before + answer
         ends.append(len(input_ids))
         start, weight, silent = len(input_ids) - len(answer), turns[index].weight, 0
-        (rewritten if is_rewritten else learned).extend([index] * weight)
         if is_rewritten:
+            rewritten += [index] * weight
             weight = 0
         elif marked is not None:
             silent = _first_marked(marked, start, len(input_ids), number + 1) - start
@@ -98,9 +98,9 @@ def tokenize_conversation(
     final = given[last] if generation_prompt else []
     input_ids += pieces[-1] + final
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
-    learned += [last] * turns[last].weight * generation_prompt
     ends += [len(input_ids)] if generation_prompt else []
-    if learned:  # else all answers have weight 0, or get separate rows
+    learned = {*spans, *([last] if generation_prompt else [])} - {*rewritten}
+    if any(turns[index].weight for index in learned):  # else all have weight 0, or get separate rows
         _check_mask(loss_mask, conversation)
     tokenized = TokenizedConversation(input_ids, loss_mask, tuple(rewritten), tuple(ends))
     if last in spans and not (spans[last].follows_prompt or spans[last].never_follows):
@@ -256,12 +256,11 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
     template = tokenizer.get_chat_template()
     if "generation %}" not in template.replace("-%}", " %}").replace("  %}", " %}").replace("endgeneration", ""):
         return None
-    encoded = tokenizer.apply_chat_template(
-        template_messages(tokenizer, conversation.turns),
-        tools=list(conversation.tools) or None,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+    messages, tools = template_messages(tokenizer, conversation.turns), list(conversation.tools) or None
+    encoded: Any = bounded(
+        lambda: tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
     )
     return list(encoded["assistant_masks"]) if list(encoded["input_ids"]) == input_ids else None
 
