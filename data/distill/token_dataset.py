@@ -82,6 +82,7 @@ class TokenReport:
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
     extra_rows: additional rows for answers that the template rewrites in later turns, or the prompts before them.
+    answers_too_long, answers_refused: answers that have no such row, as it is too long or the template rejects it.
     not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
     fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
@@ -98,6 +99,8 @@ class TokenReport:
     reasoning_tokens: int = 0
     thoughts_alone: int = 0
     extra_rows: int = 0
+    answers_too_long: int = 0
+    answers_refused: int = 0
     not_in_recipe: int = 0
     path: str = ""
     fingerprint: str = ""
@@ -116,6 +119,8 @@ class TokenReport:
             "too long": self.too_long,
             "refused by the chat template": self.refused,
             "examples of thoughts alone left out": self.thoughts_alone,
+            "rewritten answers too long": self.answers_too_long,
+            "rewritten answers refused": self.answers_refused,
         }
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
@@ -272,7 +277,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
     found: list[tuple[int, TokenizedConversation]] = []
     for number, (conversation, answer_ids) in enumerate(conversations):
         try:
-            rows, shortened = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
+            rows, lost = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
         except TemplateProblem:
             counts["refused"] += 1
             continue
@@ -284,7 +289,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
             rows = [cut] if any(cut.loss_mask) else []
             counts["answers_cut"] += len(rows)
         counts["too_long"] += not rows
-        counts["shortened"] += shortened
+        counts += lost
         counts["extra_rows"] += max(0, len(rows) - 1)
         if work.reasoning is not None:
             masked = [row.without_reasoning(*work.reasoning) for row in rows]
@@ -316,8 +321,8 @@ def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
 
 def tokenize_rows(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
-) -> tuple[list[TokenizedConversation], bool]:
-    """Return the rows of one conversation, none if it does not fit, and whether it was shortened.
+) -> tuple[list[TokenizedConversation], Counter[str]]:
+    """Return the rows of one conversation, none if it does not fit, and what was lost, by the names of `TokenReport`.
 
     One row, unless the template rewrites answers, or prompts before them, once later turns follow: each of these then
     has a further row, which ends with it and in which it alone carries loss. So every answer is learned after exactly
@@ -325,14 +330,21 @@ def tokenize_rows(
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
-        return [], False
+        return [], Counter()
     whole, dropped = result
+    lost = Counter(["shortened"] if dropped else [])
     rows = [whole] if any(whole.loss_mask) else []
     for turn in whole.rewritten_turns:
-        row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
-        if len(row.input_ids) <= max_length_tokens:  # with its thoughts it may be longer than the whole conversation
+        try:
+            row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
+        except TemplateProblem:
+            lost["answers_refused"] += 1
+            continue
+        if len(row.input_ids) <= max_length_tokens:
             rows.append(row.with_last_answer_only())
-    return rows, dropped > 0
+        else:  # with its thoughts it may be longer than the whole conversation
+            lost["answers_too_long"] += 1
+    return rows, lost
 
 
 def _fingerprint(view: LedgerView, work: Work) -> str:
