@@ -54,7 +54,7 @@ class Completion:
     """An answer; finish reason `length`: it was cut short.
 
     token_ids: with the end token if `finish_reason` is `stop`. None: the engine returned only `text`.
-    text: without special tokens. None: to be decoded from `token_ids`.
+    text: without the end token; special tokens only around thoughts and calls. None: to be decoded from `token_ids`.
     thoughts: of an answer without ids, if a server returned them in a separate field.
     """
 
@@ -66,9 +66,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """No answer, after all retries. `reason` is short and countable: `HTTP 400`."""
+    """No answer, after all retries. `reason` is short and countable: `HTTP 400`; `is_final`: no retry changes it."""
 
     reason: str
+    is_final: bool = False
 
 
 Outcome = Completion | Failure

@@ -375,7 +375,7 @@ class OpenAIEngine:
         try:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
         except RequestRefused as refusal:
-            return Failure(str(refusal))
+            return Failure(str(refusal), is_final=True)
         outcome = read_answer(response.content, request, api, self._vocabulary)
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
 

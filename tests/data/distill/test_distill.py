@@ -53,9 +53,10 @@ def make_recipe(source: Path, **distill_keys: Any) -> Recipe:
 
 
 class HashEngine:
-    """Answers with a hash of its prompt, so an answer proves which history it was given. Two answers a call."""
+    """Answers with a hash of its prompt, so an answer proves which history it was given."""
 
     max_length_tokens: int | None = None
+    answers_per_call = 2
 
     def __init__(self, tokenizer: Any, concurrency: int = 3, fail_at_call: int | None = None) -> None:
         self.tokenizer = tokenizer
@@ -78,7 +79,8 @@ class HashEngine:
         if len(self.calls) == self.fail_at_call:
             raise KeyboardInterrupt
         # The newest first: an engine may answer in any order.
-        batch, self.in_flight = self.in_flight[-2:], self.in_flight[:-2]
+        count = self.answers_per_call
+        batch, self.in_flight = self.in_flight[-count:], self.in_flight[:-count]
         self.calls.append([self.tokenizer.decode(request.prompt_ids) for request in batch])
         return [(r.key, self.complete(text)) for r, text in zip(batch, self.calls[-1], strict=True)]
 
@@ -197,6 +199,32 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
 
 
+def test_final_refusal_ends_a_conversation_with_its_answers(source: Path, tmp_path: Path) -> None:
+    """A server without room for the second turn will never answer it."""
+
+    class Full(HashEngine):
+        def complete(self, prompt: str) -> Outcome:
+            is_full = "two<|im_end|>" in prompt or "alone<|im_end|>" in prompt
+            return Failure("HTTP 400: no room", is_final=True) if is_full else super().complete(prompt)
+
+    report = run(make_recipe(source), tmp_path / "out", Full(tiny_tokenizer(templates.CHATML)))
+    assert (report.kept, report.shortened, report.failed) == (6, {"HTTP 400: no room": 1}, {"HTTP 400: no room": 1})
+    assert [turn.role for turn in load_answered(tmp_path / "out")["one"].turns] == ["user", "assistant"]
+
+
+def test_thoughts_between_special_tokens_stay_thoughts_in_the_history(source: Path, tmp_path: Path) -> None:
+    """Without their tokens they would be part of the answer; other special tokens are left out."""
+    tokenizer = tiny_tokenizer(templates.CHATML, special=("[THINK]", "[/THINK]"))
+    recipe = make_recipe(source)
+    recipe.data.reasoning_tokens = ("[THINK]", "[/THINK]")
+    engine = HashEngine(tokenizer)
+    engine.answer = lambda prompt: "[THINK]secret[/THINK]Hello.<pad>"  # type: ignore[method-assign]
+    run(recipe, tmp_path / "out", engine)
+    assert {turn.content for turn in load_answered(tmp_path / "out")["one"].turns[1::2]} == {
+        "[THINK]secret[/THINK]Hello."
+    }
+
+
 def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
     """A cut first answer drops the conversation; a later one ends it before the question of that answer."""
     recipe = make_recipe(source, cut_answers="drop")
@@ -221,9 +249,15 @@ def test_many_cut_answers_stop_distillation(source: Path, tmp_path: Path, monkey
     monkeypatch.setattr(distill_module, "CUT_AT_FIRST", 11)
     assert run(make_recipe(source), tmp_path / "few", engine).answers_cut_short == 2
     monkeypatch.setattr(distill_module, "MOST_CUT_FRAC", 1 / 6)
-    with pytest.raises(UserError, match=r"2 of the first \d+ answers were cut at 512 tokens.*enable_thinking: false"):
-        run(make_recipe(source), tmp_path / "many", engine)
-    assert load_answered(tmp_path / "many")  # the answers are stored
+    all_at_once = CutEngine(engine.tokenizer, concurrency=7)
+    all_at_once.answers_per_call = 7
+    with pytest.raises(
+        UserError, match=r"2 of the first 8 .* cut at 512 tokens.*; then delete \S+/many or give this"
+    ) as e:
+        run(make_recipe(source), tmp_path / "many", all_at_once)
+    # Those that came after the second cut one, in the same call, are stored too.
+    assert set(load_answered(tmp_path / "many")) == {"one", "first", "q4", "q5", "q7", "q8"}
+    assert "enable_thinking: false" in str(e.value)
     run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
 
 
@@ -263,8 +297,14 @@ def test_prompts_too_long_for_the_target_are_failures(source: Path, tmp_path: Pa
     prompt = prompt_token_ids(engine.tokenizer, [Turn("user", "first")])
     engine.max_length_tokens = len(prompt) + 8
     report = run(make_recipe(source, max_new_tokens=8), tmp_path / "out", engine)
-    assert report.shortened["prompt too long"] == 3
+    assert report.shortened["prompt too long for the engine"] == 3
     assert {len(conversation.turns) for conversation in load_answered(tmp_path / "out").values()} == {2}
+    # Such a failure may be tried again, with an engine that has more room; the target's own positions are final.
+    assert distill_module.ENGINE_TOO_SHORT not in distill_module.FINAL_REASONS
+    engine.max_length_tokens = None
+    limits = TargetLimits(positions=len(prompt) + 8)
+    report = run(make_recipe(source, max_new_tokens=8), tmp_path / "positions", engine, limits=limits)
+    assert report.shortened["prompt too long"] == 3
 
 
 def test_empty_answers_are_dropped_and_only_empty_ones_are_an_error(source: Path, tmp_path: Path) -> None:
@@ -298,6 +338,12 @@ def test_answers_that_the_template_does_not_write_whole_fail(source: Path, tmp_p
     engine.complete = lambda prompt: Completion(None, "stop", "a</think>b</think>c")  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"gave an answer to train on: 7 \(rewritten by the chat template\)"):
         run(make_recipe(source), tmp_path / "out", engine)
+    engine.complete = lambda prompt: Completion(  # type: ignore[method-assign]
+        None, "stop", "a</think>b</think>c" if "three<|im_end|>" in prompt else "fine"
+    )
+    report = run(make_recipe(source), tmp_path / "last", engine)
+    assert (report.kept, report.shortened) == (7, {"rewritten by the chat template": 1})
+    assert len(load_answered(tmp_path / "last")["one"].turns) == 4  # the answers before the one that is rewritten
 
 
 def test_space_written_by_the_template_is_not_doubled(source: Path, tmp_path: Path) -> None:
