@@ -167,7 +167,7 @@ def check_no_training_reads(data: Path) -> None:
 
 def target_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that say which target is loaded, by recipe key."""
-    chosen = recipe.target.model_dump(include={"model", "revision", "gguf_file", "dtype"})
+    chosen = recipe.target.model_dump(include={"model", "revision", "gguf_file", "dtype", "quantization"})
     return {f"target.{key}": value for key, value in chosen.items()}
 
 

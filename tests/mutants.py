@@ -286,15 +286,15 @@ MUTANTS = (
     Mutant(
         "an end token without a label",
         "data/tokens/spans.py",
-        "return Span(start, content_end, content_end + end + len(end_token))",
-        "return Span(start, content_end, content_end)",
+        "return Span(start, content_end, content_end + end + len(end_token), follows_prompt, never_follows)",
+        "return Span(start, content_end, content_end, follows_prompt, never_follows)",
         "tests/data/tokens/test_chat_tokens.py",
     ),
     Mutant(
         "a conversation asked twice",
         "data/distill/ledger.py",
-        "if key in self._kept or key in self._failed:",
-        "if key in self._kept and key in self._failed:",
+        "return key in self._kept or key in self._failed",
+        "return key in self._kept and key in self._failed",
         "tests/data/distill",
     ),
     Mutant(

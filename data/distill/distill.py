@@ -6,17 +6,18 @@ A drafter has to predict the target's own text, not another author's. Writes, un
     distill_settings.json    the settings that the answers depend on; a folder never mixes two of them
 
 A conversation's next turn is submitted as soon as its previous answer is complete, not in waves, so that the engine is
-always full, whatever the number of turns. Answers are written to the ledger as they arrive, so that a kill loses only
-answers in flight and those of the last `LONGEST_WRITE_INTERVAL_S`.
+always full, whatever the number of turns. Answers are written to the ledger as they arrive, at most every
+`LONGEST_WRITE_INTERVAL_S`, so that a kill loses only answers in flight and those that arrived since the last write.
 """
 
 import hashlib
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from draftsmith.data.tokens.templates import (
     TemplateProblem,
     TemplateRefusal,
     render,
+    special_ids,
     template_answer_lead,
     template_calls,
 )
@@ -58,6 +60,7 @@ CUT_AT_FIRST, MOST_CUT_FRAC = 500, 0.2  # number of first answers that are check
 MANY_CUT_FRAC = 0.05  # share of conversations that lose answers, from which on there is advice
 CUT_SHORT = "answer cut short by max_new_tokens"
 PROMPT_TOO_LONG = "prompt too long"
+ENGINE_TOO_SHORT = "prompt too long for the engine"  # whose limit is no setting of the folder
 EMPTY_ANSWER = "empty answer"
 REFUSED = "refused by the chat template"
 REWRITTEN = "rewritten by the chat template"
@@ -70,16 +73,19 @@ FINAL_REASONS = (CUT_SHORT, PROMPT_TOO_LONG, REFUSED, REWRITTEN)
 class DistillReport:
     """Result of one call of `distill`.
 
-    kept: number of conversations written. shortened: number of these that lost their later turns, by reason.
+    ids: the recipe's conversations. kept: number of conversations written. shortened: number of these that lost their
+    later turns, by reason. already_done, failed_before: those that earlier calls kept, and failed at, by reason.
     """
 
     folder: Path
+    ids: Collection[str] = field(default=(), repr=False)
     kept: int = 0
     shortened: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     answers_cut_short: int = 0
     sources: SourceCounts = field(default_factory=SourceCounts)
     already_done: int = 0
+    failed_before: Counter[str] = field(default_factory=Counter)
     retried: int = 0
     answers: int = 0
     tokens_generated: int = 0
@@ -88,7 +94,7 @@ class DistillReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name != "ids"},
             "folder": str(self.folder),
             "sources": {name: tally.as_json() for name, tally in self.sources.by_source.items()},
         }
@@ -96,11 +102,11 @@ class DistillReport:
     def sentence(self) -> str:
         """Return a summary for the console."""
         rate = self.tokens_generated / self.seconds if self.seconds else 0.0
-        engine_failures = self.failed.keys() - set(FINAL_REASONS)
+        engine_failures = (self.failed + self.failed_before).keys() - set(FINAL_REASONS)
         there = f"{self.already_done} were there already" if self.already_done else ""
         written = f"{self.kept} conversations written to {self.folder}" if self.kept or not there else ""
         lines = [", ".join(filter(None, (written, there)))]
-        ended = {"shortened": self.shortened, "left out": self.failed}
+        ended = {"shortened": self.shortened, "left out": self.failed, "left out before": self.failed_before}
         counted = [f"{what}: {counted_reasons(counts)}" for what, counts in ended.items() if counts]
         if self.failed[CUT_SHORT] + self.shortened[CUT_SHORT] > MANY_CUT_FRAC * (self.kept + self.failed.total()):
             counted.append("raise data.distill.max_new_tokens, or keep cut answers with data.distill.cut_answers=keep")
@@ -140,7 +146,7 @@ def distill(
     reasoning_ids(tokenizer, recipe.data)
     check_answers(recipe, tokenizer, weights)
     report = DistillReport(folder.data)
-    conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
+    report.ids = conversations = {c.id: c for c in load_conversations(recipe, report.sources, tokenizer)}
     settings = FolderSettings(folder.data, distill_settings(recipe, weights, tokenizer))
     settings.check()
     limits = limits or TargetLimits()
@@ -150,12 +156,10 @@ def distill(
         if not settings.are_fixed:  # nor do failures of a call that stored no answer
             ledger.retry_failed()
         report.retried = ledger.retry_failed(FINAL_REASONS) if retry_failed else 0
-        done = ledger.finished_ids()
-        waiting = deque(key for key in conversations if key not in done)
-        report.already_done = len(conversations) - len(waiting)
+        waiting = deque(key for key in conversations if not ledger.is_finished(key))
         if waiting:
             check_no_training_reads(folder.data)
-        with progress_bar(len(conversations), "distil", "conv", report.already_done) as bar:
+        with progress_bar(len(conversations), "distil", "conv", len(conversations) - len(waiting)) as bar:
             if recipe.data.distill.engine == "none":
                 _pass_through(ledger, settings, conversations, waiting, report, bar)
             elif waiting:
@@ -165,7 +169,8 @@ def distill(
                         recipe, tokenizer, engine, ledger, settings, conversations, report, bar, positions
                     ).run(waiting)
     report.seconds = time.perf_counter() - started
-    view = LedgerView(folder.data)
+    view = LedgerView(folder.data, conversations)
+    report.already_done, report.failed_before = len(view) - report.kept, view.failed - report.failed
     if not len(view):
         again = f"delete {folder.data}" if has_answers(folder.data) else "run it again"
         reasons = counted_reasons(view.failed or report.failed)
@@ -227,6 +232,7 @@ class _Distillation:
     answers: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
     kept: list[Conversation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # reasons by id
+    too_many_cut: UserError | None = None
     next_write_s: float = 0.0
     start_s: float = field(default_factory=time.perf_counter)
 
@@ -243,6 +249,8 @@ class _Distillation:
                         rewriting = self.in_flight.pop(key)
                         self._accept(rewriting, outcome)
                         self._advance(rewriting)
+                    if self.too_many_cut is not None:
+                        raise self.too_many_cut
                 elif self.held:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
@@ -260,9 +268,7 @@ class _Distillation:
         keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
         claimed, held = self.ledger.claim(keys)
         self.held.extend(held)
-        finished_elsewhere = len(keys) - len(claimed) - len(held)
-        self.report.already_done += finished_elsewhere
-        self.bar.update(finished_elsewhere)
+        self.bar.update(len(keys) - len(claimed) - len(held))  # others finished these
         return claimed
 
     def _advance(self, rewriting: _Rewriting) -> None:
@@ -293,8 +299,8 @@ class _Distillation:
                     raise
                 rewriting.reason = REFUSED
                 return None
-            if self._is_too_long(prompt_ids):
-                rewriting.reason = PROMPT_TOO_LONG
+            rewriting.reason = self._too_long(len(prompt_ids))
+            if rewriting.reason is not None:
                 return None
             # A seed per answer (63 bits), so that it depends neither on the other requests nor on interruptions.
             digest = hashlib.sha256(f"{self.recipe.seed}:{source.id}:{number}".encode()).digest()
@@ -303,12 +309,15 @@ class _Distillation:
             return Request(source.id, prompt_ids, messages, self._generation, seed, source.tools)
         return None
 
-    def _is_too_long(self, prompt_ids: list[int]) -> bool:
-        """Return True if a prompt leaves no room for an answer; a longer one would be shortened again as tokens."""
-        length = len(prompt_ids)
-        bounds = [bound for bound in (self.engine.max_length_tokens, self.positions) if bound is not None]
-        new_tokens = self._generation.max_new_tokens
-        return length >= self.recipe.data.max_length_tokens or any(length + new_tokens > bound for bound in bounds)
+    def _too_long(self, length: int) -> str | None:
+        """Return the reason if a prompt of this length leaves no room for an answer.
+
+        One of `data.max_length_tokens` and more would be shortened again as tokens.
+        """
+        whole, longest = length + self._generation.max_new_tokens, self.engine.max_length_tokens
+        if length >= self.recipe.data.max_length_tokens or (self.positions is not None and whole > self.positions):
+            return PROMPT_TOO_LONG
+        return ENGINE_TOO_SHORT if longest is not None and whole > longest else None
 
     @cached_property
     def _generation(self) -> GenerationSettings:
@@ -318,7 +327,8 @@ class _Distillation:
     def _accept(self, rewriting: _Rewriting, outcome: Outcome) -> None:
         """Add the target's answer to its conversation, or the reason why the conversation ends without it."""
         if isinstance(outcome, Failure):
-            rewriting.answer_ids.clear()  # the answers so far stay in the ledger, for another try
+            if not outcome.is_final:
+                rewriting.answer_ids.clear()  # the answers so far stay in the ledger, for another try
             rewriting.reason = outcome.reason
             return
         text, token_ids = self._text_of(outcome, rewriting.source), outcome.token_ids
@@ -333,7 +343,7 @@ class _Distillation:
                 rewriting.turns.append(Turn("assistant", text))
                 rewriting.answer_ids.append(token_ids)
             else:
-                self._check_cut()
+                self._count_cut()
         elif not text.strip():
             rewriting.reason = EMPTY_ANSWER
         else:
@@ -347,28 +357,30 @@ class _Distillation:
         if text is None:
             ids = completion.token_ids or []
             ids = ids[:-1] if completion.finish_reason == "stop" else ids
-            # Some calls begin with a special token.
-            skipped = not source.tools
-            text = self.tokenizer.decode(ids, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
+            if not source.tools:  # some calls begin with a special token
+                ids = [token_id for token_id in ids if token_id not in self._skipped_ids]
+            text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text.removeprefix(self._answer_lead)
+
+    @cached_property
+    def _skipped_ids(self) -> frozenset[int]:
+        """Special tokens, without those around thoughts, by which the template tells thoughts from the answer."""
+        vocabulary = self.tokenizer.get_vocab()
+        return special_ids(self.tokenizer) - {vocabulary.get(token) for token in self.recipe.data.reasoning_tokens}
 
     @cached_property
     def _answer_lead(self) -> str:
         return template_answer_lead(self.tokenizer)
 
-    def _check_cut(self) -> None:
-        """Check that not too many of the first answers were cut, as each one ends its conversation.
-
-        Raises:
-            UserError: More than `MOST_CUT_FRAC` of the first `CUT_AT_FIRST` answers were cut.
-        """
+    def _count_cut(self) -> None:
+        """Set `too_many_cut` if more than `MOST_CUT_FRAC` of the first `CUT_AT_FIRST` answers were cut and dropped."""
         answers, cut = self.report.answers, self.report.answers_cut_short
         if answers <= CUT_AT_FIRST and cut > MOST_CUT_FRAC * CUT_AT_FIRST:
-            raise UserError(
+            self.too_many_cut = UserError(
                 f"{cut} of the first {answers} answers were cut at {self._generation.max_new_tokens} tokens, and with "
                 "each its conversation ends: raise data.distill.max_new_tokens, set data.distill.cut_answers=keep to "
                 "train on the cut answers, or, for a target that thinks first, target.chat_template_kwargs="
-                "{enable_thinking: false}; the answers so far are kept"
+                f"{{enable_thinking: false}}; then delete {self.report.folder} or give this recipe another `name`"
             )
 
     def _add_answer(self, rewriting: _Rewriting, text: str, token_ids: list[int] | None) -> None:
@@ -402,23 +414,29 @@ class _Distillation:
     def _finish(self, rewriting: _Rewriting) -> None:
         """Count a conversation that has ended, and keep it for the next write.
 
-        Without an answer it has failed, and if the template cannot be followed through its answers.
+        It ends with the last answer through which the template can be followed; without an answer it has failed.
         """
-        turns, answer_ids, reason = rewriting.turns, rewriting.answer_ids, rewriting.reason
-        while answer_ids and turns[-1].role != "assistant":
-            turns.pop()
-        source = rewriting.source
-        conversation = replace(source, turns=tuple(turns), answer_ids=tuple(answer_ids), shortened=reason)
-        # A single answer can always be tokenised, right after its own prompt; the template may rewrite earlier ones.
-        if len(answer_ids) > 1 or None in answer_ids:
+        source, turns, answer_ids, reason = rewriting.source, rewriting.turns, rewriting.answer_ids, rewriting.reason
+        self.bar.update()
+        while answer_ids:
+            while turns[-1].role != "assistant":
+                turns.pop()
+            conversation = replace(source, turns=tuple(turns), answer_ids=tuple(answer_ids), shortened=reason)
+            # A single answer can always be tokenised, right after its own prompt; the template may rewrite earlier
+            # ones.
+            if len(answer_ids) == 1 and answer_ids[0] is not None:
+                break
             try:
                 tokenize_conversation(self.tokenizer, conversation, answer_ids)
+                break
             except TemplateProblem:  # an answer with two </think>, for instance
-                answer_ids, reason = [], REWRITTEN
-        self.bar.update()
-        if not answer_ids:
-            self.failed[source.id] = reason or ""
-            self.report.failed[reason or ""] += 1
+                turns.pop()
+                answer_ids.pop()
+                reason = REWRITTEN
+        else:
+            assert reason is not None
+            self.failed[source.id] = reason
+            self.report.failed[reason] += 1
             return
         self.kept.append(conversation)
         self.report.kept += 1
@@ -447,10 +465,15 @@ def _pass_through(
     bar: Progress,
 ) -> None:
     """Write the conversations unchanged, for `engine: none`, without a last question that has no answer."""
-    keys = iter(waiting)
-    while page := list(islice(keys, CONVERSATIONS_PER_WRITE)):
+    while waiting:
+        page = [waiting.popleft() for _ in range(min(CONVERSATIONS_PER_WRITE, len(waiting)))]
+        claimed, held = ledger.claim(page)
+        waiting.extend(held)
+        if len(held) == len(page):
+            time.sleep(HELD_POLL_S)
+            continue
         kept = []
-        for key in ledger.claim(page).claimed:
+        for key in claimed:
             turns = conversations[key].turns
             while turns[-1].role != "assistant":
                 turns = turns[:-1]
@@ -458,4 +481,4 @@ def _pass_through(
         with settings.fixed():
             ledger.commit([], kept)
         report.kept += len(kept)
-        bar.update(len(kept))
+        bar.update(len(page) - len(held))

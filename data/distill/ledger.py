@@ -81,15 +81,17 @@ class LedgerView:
 
     Args:
         folder: `runs/<name>/data`.
+        ids: Conversations to read; the kept ones among the others are only counted, as `num_others`. None: all.
 
     Raises:
         UserError: Nothing was distilled yet, or a file is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ids: Collection[str] | None = None) -> None:
         if not (folder / SHARDS).exists() and not (folder / CLAIMS).exists():
             raise UserError(f"{folder / SHARDS} does not exist: run `draftsmith distill` with the same recipe first")
-        self._folder = folder
+        self._folder, self._ids = folder, ids
+        self._others: set[str] = set()
         self._kept: dict[str, _Line] = {}
         self._failed: dict[str, str] = {}
         self._answers: dict[str, dict[int, dict[str, Any]]] = {}
@@ -121,6 +123,11 @@ class LedgerView:
     def distilled(self) -> Iterator[Conversation]:
         """Read the kept conversations with their answers, in the order of `records`."""
         return map(kept_conversation, self.records())
+
+    @property
+    def num_others(self) -> int:
+        """Count the kept conversations that are not among the ids."""
+        return len(self._others)
 
     @property
     def shortened(self) -> Counter[str]:
@@ -156,7 +163,9 @@ class LedgerView:
     def _add_record(self, record: dict[str, Any], file: Path) -> None:
         """Update the conversations' states with one line of a file."""
         key = record["id"]
-        if file.parent.name == SHARDS:
+        if self._ids is not None and key not in self._ids:
+            self._others.update([key] if file.parent.name == SHARDS else [])
+        elif file.parent.name == SHARDS:
             self._kept.setdefault(key, _Line(file, self._read_bytes[file], record["reason"]))
             self._failed.pop(key, None)
             self._answers.pop(key, None)
@@ -194,9 +203,9 @@ class Ledger(LedgerView):
     def __exit__(self, *_: object) -> None:
         self._claims.close()
 
-    def finished_ids(self) -> set[str]:
-        """Return the ids of conversations that are kept or have failed."""
-        return {*self._kept, *self._failed}
+    def is_finished(self, key: str) -> bool:
+        """Return whether a conversation is kept or has failed."""
+        return key in self._kept or key in self._failed
 
     def claim(self, ids: Iterable[str]) -> Claim:
         """Claim the conversations that are not finished and that no living process works on.
@@ -210,7 +219,7 @@ class Ledger(LedgerView):
             (locked if self._lock(key) else claim.held).append(key)
         self._refresh()
         for key in locked:
-            if key in self._kept or key in self._failed:
+            if self.is_finished(key):
                 self._unlock(key)
                 continue
             answers = self._answers.get(key, {})
@@ -255,6 +264,8 @@ class Ledger(LedgerView):
                 with suppress(FileExistsError):
                     self._files[kind].open("xb").close()
                     break
+            for changed in (folder, self._folder):
+                _sync_folder(changed)
         lines = memoryview(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
         with self._files[kind].open("ab", buffering=0) as stream:
             begin = stream.tell()
@@ -285,6 +296,14 @@ class Ledger(LedgerView):
         fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, _byte_of(key))
 
 
+def _sync_folder(folder: Path) -> None:
+    """Wait until a folder's list of files is on disk, where the file system can do that."""
+    with suppress(OSError), ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        os.fsync(descriptor)
+
+
 def _byte_of(key: str) -> int:
-    """Return the place of a conversation's lock in `claims.lock`: 62 bits of a hash, which no two ids share."""
+    """Return the place of a conversation's lock in `claims.lock`: 62 bits of a hash of its id."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 2

@@ -9,6 +9,7 @@ from typing import Any
 from filelock import FileLock
 
 from draftsmith.data.distill.ledger import SHARDS, UNFINISHED
+from draftsmith.data.engines.engine import answer_options
 from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.files import file_sha256
@@ -86,6 +87,7 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     return {
         **values,
         **{f"data.distill.{key}": value for key, value in settings.model_dump(exclude={"options"}).items()},
+        **answer_options(recipe),
         **target_settings(recipe),
         "the target's weights (hash)": weights,
         "the target's chat template (hash)": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],

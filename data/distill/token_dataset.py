@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -43,7 +43,7 @@ CHUNKS_PER_PROCESS = 3  # being tokenised or waiting: one is always ready
 REPORT_NAME = "token_report.json"
 # Column with the number of a row's conversation; datasets of earlier versions lack it.
 CONVERSATION = "conversation"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 FEATURES = datasets.Features(
     input_ids=datasets.Sequence(datasets.Value("int32")),
     loss_mask=datasets.Sequence(datasets.Value("int8")),
@@ -81,7 +81,9 @@ class TokenReport:
     copied_tokens: answer tokens without loss because they repeat the same answer (`data.loops: mask`).
     reasoning_tokens: answer tokens without loss because they are thoughts (`data.reasoning: mask`).
     thoughts_alone: rows that were left out because they contain only thoughts.
-    extra_rows: additional rows for answers that the template rewrites in later turns.
+    extra_rows: additional rows for answers that the template rewrites in later turns, or the prompts before them.
+    answers_too_long, answers_refused: answers that have no such row, as it is too long or the template rejects it.
+    not_in_recipe: conversations of the run folder that are not in the recipe any more, and are left out.
     fingerprint: hash of the dataset's inputs. reused: an existing dataset with this fingerprint.
     """
 
@@ -97,6 +99,9 @@ class TokenReport:
     reasoning_tokens: int = 0
     thoughts_alone: int = 0
     extra_rows: int = 0
+    answers_too_long: int = 0
+    answers_refused: int = 0
+    not_in_recipe: int = 0
     path: str = ""
     fingerprint: str = ""
     reused: bool = False
@@ -105,31 +110,43 @@ class TokenReport:
         """Return a summary in one line, for the console."""
         copied = f", {self.copied_tokens} in copies without loss" if self.copied_tokens else ""
         copied += f", {self.reasoning_tokens} of thoughts without loss" if self.reasoning_tokens else ""
-        extra = f" ({self.extra_rows} of them for answers that the template rewrites later)" if self.extra_rows else ""
+        extra = (
+            f" ({self.extra_rows} of them for answers that the template moves or rewrites)" if self.extra_rows else ""
+        )
         counts = {
             "shortened by whole turns": self.shortened,
             "cut in their first answer": self.answers_cut,
             "too long": self.too_long,
             "refused by the chat template": self.refused,
             "examples of thoughts alone left out": self.thoughts_alone,
+            "rewritten answers too long": self.answers_too_long,
+            "rewritten answers refused": self.answers_refused,
         }
         lost = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        others = f"; {self.not_in_recipe} stored conversations are not in the recipe, and left out"
         return (
             f"{self.rows} examples{extra}, {self.tokens} tokens ({self.loss_tokens} of the assistant{copied}) in "
             f"{self.path}{f'; of {self.conversations} conversations {lost}' if lost else ''}"
+            f"{others if self.not_in_recipe else ''}"
         )
 
 
-def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> TokenReport:
+def build_token_dataset(
+    recipe: Recipe, tokenizer: Any, folder: RunFolder, ids: Collection[str] | None = None
+) -> TokenReport:
     """Tokenise the distilled conversations to the Arrow dataset `folder.data/tokens`, unless it is up to date.
 
     Columns: `input_ids` (int32), `loss_mask` (int8), `length` and `conversation` (int32, its number among those read).
     Rows are in the order of the conversations' ids: one per conversation, or several, see `tokenize_rows`.
 
+    Args:
+        recipe, tokenizer, folder: As of `distill`.
+        ids: The recipe's conversations; others of the folder are left out and counted. None: all of the folder.
+
     Raises:
         UserError: Nothing was distilled, or no conversation fits `data.max_length_tokens`.
     """
-    view, settings = LedgerView(folder.data), recipe.data
+    view, settings = LedgerView(folder.data, ids), recipe.data
     work = Work(
         tokenizer,
         settings.max_length_tokens,
@@ -143,7 +160,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> To
         fingerprint = _fingerprint(view, work)
         recorded = recorded_report(final)
         if recorded is not None and recorded.fingerprint == fingerprint:
-            return replace(recorded, path=str(final), reused=True)
+            return replace(recorded, path=str(final), reused=True, not_in_recipe=view.num_others)
         is_replaced = final.exists()
         if is_replaced:
             check_no_training_reads(folder.data)
@@ -168,7 +185,7 @@ def build_token_dataset(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> To
                 + "): raise data.max_length_tokens"
                 + (", or data.distill.max_new_tokens for answers to end" if report.thoughts_alone else "")
             )
-        report = replace(report, path=str(final), fingerprint=fingerprint)
+        report = replace(report, path=str(final), fingerprint=fingerprint, not_in_recipe=view.num_others)
         # Saved next to the final place, then renamed; an older dataset is deleted only once the new one is complete.
         whole, old = building / "whole", final.with_name(final.name + ".old.partial")
         shutil.rmtree(old, ignore_errors=True)
@@ -260,7 +277,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
     found: list[tuple[int, TokenizedConversation]] = []
     for number, (conversation, answer_ids) in enumerate(conversations):
         try:
-            rows, shortened = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
+            rows, lost = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
         except TemplateProblem:
             counts["refused"] += 1
             continue
@@ -272,7 +289,7 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
             rows = [cut] if any(cut.loss_mask) else []
             counts["answers_cut"] += len(rows)
         counts["too_long"] += not rows
-        counts["shortened"] += shortened
+        counts += lost
         counts["extra_rows"] += max(0, len(rows) - 1)
         if work.reasoning is not None:
             masked = [row.without_reasoning(*work.reasoning) for row in rows]
@@ -304,22 +321,30 @@ def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
 
 def tokenize_rows(
     tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
-) -> tuple[list[TokenizedConversation], bool]:
-    """Return the rows of one conversation, none if it does not fit, and whether it was shortened.
+) -> tuple[list[TokenizedConversation], Counter[str]]:
+    """Return the rows of one conversation, none if it does not fit, and what was lost, by the names of `TokenReport`.
 
-    One row, unless the template rewrites answers: each of these then has a further row, which ends with it and in which
-    it alone carries loss. So every answer is learned after exactly the prompt that the target read.
+    One row, unless the template rewrites answers, or prompts before them, once later turns follow: each of these then
+    has a further row, which ends with it and in which it alone carries loss. So every answer is learned after exactly
+    the prompt that the target read.
     """
     result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
     if result is None:
-        return [], False
+        return [], Counter()
     whole, dropped = result
+    lost = Counter(["shortened"] if dropped else [])
     rows = [whole] if any(whole.loss_mask) else []
     for turn in whole.rewritten_turns:
-        row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
-        if len(row.input_ids) <= max_length_tokens:  # with its thoughts it may be longer than the whole conversation
+        try:
+            row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
+        except TemplateProblem:
+            lost["answers_refused"] += 1
+            continue
+        if len(row.input_ids) <= max_length_tokens:
             rows.append(row.with_last_answer_only())
-    return rows, dropped > 0
+        else:  # with its thoughts it may be longer than the whole conversation
+            lost["answers_too_long"] += 1
+    return rows, lost
 
 
 def _fingerprint(view: LedgerView, work: Work) -> str:

@@ -54,7 +54,7 @@ class Completion:
     """An answer; finish reason `length`: it was cut short.
 
     token_ids: with the end token if `finish_reason` is `stop`. None: the engine returned only `text`.
-    text: without special tokens. None: to be decoded from `token_ids`.
+    text: without the end token; special tokens only around thoughts and calls. None: to be decoded from `token_ids`.
     thoughts: of an answer without ids, if a server returned them in a separate field.
     """
 
@@ -66,9 +66,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Failure:
-    """No answer, after all retries. `reason` is short and countable: `HTTP 400`."""
+    """No answer, after all retries. `reason` is short and countable: `HTTP 400`; `is_final`: no retry changes it."""
 
     reason: str
+    is_final: bool = False
 
 
 Outcome = Completion | Failure
@@ -120,18 +121,34 @@ def engine_class(name: str) -> Any:
     return importlib.import_module(f"draftsmith.data.engines.{name}_engine").ENGINE
 
 
-def check_engine(recipe: Recipe) -> Any:
-    """Check the options of the recipe's engine, and return them.
+def engine_options(recipe: Recipe) -> Any:
+    """Return the options of the recipe's engine.
 
     Raises:
-        UserError: An option is unknown or invalid, or a package that the engine needs is not installed.
+        UserError: An option is unknown or invalid.
     """
     chosen = recipe.data.distill
     kind = engine_class(chosen.engine)
     try:
-        options = kind.Options.model_validate(chosen.options)
+        return kind.Options.model_validate(chosen.options)
     except ValidationError as error:
         raise UserError(explain(kind.Options, error, "data.distill.options")) from None
+
+
+def answer_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options that answers depend on, the engine's `answer_keys`, as far as they are set."""
+    options = engine_options(recipe)
+    chosen = options.model_dump(include=getattr(options, "answer_keys", set()), exclude_defaults=True)
+    return {f"data.distill.options.{key}": value for key, value in chosen.items() if value}
+
+
+def check_engine(recipe: Recipe) -> Any:
+    """Check the options of the recipe's engine, and return them.
+
+    Raises:
+        UserError: As `engine_options`, or a package that the engine needs is not installed.
+    """
+    options, kind = engine_options(recipe), engine_class(recipe.data.distill.engine)
     if hasattr(kind, "check_installed"):
         kind.check_installed()
     return options

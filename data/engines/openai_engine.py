@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import openai
@@ -64,6 +64,7 @@ THOUGHTS_APART = "the server gives reasoning_content, which the target's chat te
 class OpenAIOptions(Section):
     """`data.distill.options` of `engine: openai`."""
 
+    answer_keys: ClassVar[set[str]] = {"model", "api"}
     base_urls: list[str] = Field(
         min_length=1, description="URL of every server, ending in /v1; all must serve the same model"
     )
@@ -374,7 +375,7 @@ class OpenAIEngine:
         try:
             response = await self.response(server, endpoint.with_raw_response.create(**self.arguments(request)))
         except RequestRefused as refusal:
-            return Failure(str(refusal))
+            return Failure(str(refusal), is_final=True)
         outcome = read_answer(response.content, request, api, self._vocabulary)
         return self._with_thoughts(outcome) if isinstance(outcome, Completion) and outcome.thoughts else outcome
 

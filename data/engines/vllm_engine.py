@@ -26,7 +26,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -43,6 +43,8 @@ BACKLOG = 1.25
 SERVED_NAME = "target"
 START_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 1800.0, 20.0, 0.2
 GIVE_UP_AFTER_S = 10.0
+# A request waits inside vLLM too, for as long as other answers take. A server that dies breaks the connection.
+ANSWER_TIMEOUT_S = 30 * 86400.0
 # Set unless the environment sets it already: no usage statistics, and a CPU's threads are not pinned to one core.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -55,6 +57,10 @@ _ERROR = re.compile(
 class VllmOptions(Section):
     """`data.distill.options` of `engine: vllm`; None leaves the choice to vLLM."""
 
+    answer_keys: ClassVar[dict[str, Any]] = {
+        "dtype": True,
+        "llm": {"model", "revision", "dtype", "quantization", "kv_cache_dtype", "hf_overrides"},
+    }
     tensor_parallel_size: int = Field(1, ge=1, description="number of GPUs that share one copy of the target")
     data_parallel_size: int | None = Field(
         None, ge=1, description="number of copies of the target; by default as many as the visible GPUs have room for"
@@ -161,6 +167,7 @@ class VllmEngine(OpenAIEngine):
             base_urls=[server.url],
             model=SERVED_NAME,
             concurrency_per_server=int(BACKLOG * options.concurrency * options.copies),
+            timeout_s=ANSWER_TIMEOUT_S,
             give_up_after_s=GIVE_UP_AFTER_S,
         )
         return cls(client_options, setting, server)

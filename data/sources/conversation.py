@@ -52,7 +52,8 @@ class Turn:
 class Conversation:
     """A conversation of validated turns.
 
-    id: hash of everything except the assistant's turns, so that it does not change when these are regenerated.
+    id: hash of everything except the assistant's turns, so that it does not change when these are regenerated; where
+    the source's own answers are kept, see `answered_id`.
     source: name of the source in the recipe. tools: the tools that the assistant may call.
     answer_ids: of a distilled one, token ids of each answer with its end token; None where unknown.
     shortened: why later turns of a distilled one are missing.
@@ -82,12 +83,18 @@ class Conversation:
         return any(turn.role == "assistant" and turn.weight for turn in self.turns)
 
 
-def conversation_id(turns: tuple[Turn, ...], tools: tuple[Tool, ...] = (), with_answers: bool = False) -> str:
-    """Hash the turns that a regeneration does not change, and the tools; `with_answers`: all turns."""
-    prompt_side: list[Any] = [[turn.role, turn.content] for turn in turns if turn.role != "assistant"]
-    answers = [turn.message for turn in turns if turn.role == "assistant"] if with_answers else []
-    text = json.dumps(prompt_side + list(tools) + answers, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX_DIGITS]
+def conversation_id(turns: tuple[Turn, ...], tools: tuple[Tool, ...] = ()) -> str:
+    """Hash the turns that a regeneration does not change, and the tools."""
+    return _short_hash([[turn.role, turn.content] for turn in turns if turn.role != "assistant"] + list(tools))
+
+
+def answered_id(conversation: Conversation) -> str:
+    """Return an id that changes with the answers too; sorted, these ids are in the order of those without answers."""
+    return conversation.id + _short_hash([turn.message for turn in conversation.turns if turn.role == "assistant"])
+
+
+def _short_hash(value: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(value, ensure_ascii=True).encode()).hexdigest()[:ID_HEX_DIGITS]
 
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from draftsmith.data.sources.conversation import Conversation, conversation_id
+from draftsmith.data.sources.conversation import Conversation, answered_id
 from draftsmith.data.sources.distilled import find_distilled, kept_answers
 from draftsmith.data.sources.files import STDLIB, InvalidConversation, open_records
 from draftsmith.data.sources.questions import Contamination
@@ -223,7 +223,6 @@ class _Selection:
         conversations = recipe.data.conversations
         self._keeps_answers = recipe.data.distill.engine == "none"
         self._seen: set[bytes] = set()
-        self._ids: set[str] = set()
         self._contamination = Contamination(question_sources(recipe), conversations.contamination_words)
         self._filters = Filters(conversations.filters, tokenizer)
 
@@ -256,10 +255,8 @@ class _Selection:
             if self._is_left_out(conversation, source, tally):
                 continue
             tally.kept += 1
-            if conversation.id in self._ids:  # another answer to a prompt that has one
-                conversation = replace(conversation, id=conversation_id(conversation.turns, conversation.tools, True))
-            self._ids.add(conversation.id)
-            yield replace(conversation, source=source.label)
+            key = answered_id(conversation) if self._keeps_answers else conversation.id
+            yield replace(conversation, id=key, source=source.label)
             if tally.kept == source.limit:
                 return
 

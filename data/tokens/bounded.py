@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from draftsmith.errors import UserError
 
@@ -22,6 +23,8 @@ LOOKS_EVERY_S = 0.05
 RAISE_AGAIN_AFTER_S = 1.0  # if something in between caught the exception
 STATUS = Path("/proc/self/statm")  # Linux only; on other systems the size of this process is not checked
 PAGE_BYTES = 4096
+
+Written = TypeVar("Written", bound=Sized)
 
 
 class EndlessTemplate(UserError):
@@ -34,8 +37,8 @@ class EndlessTemplate(UserError):
         )
 
 
-def bounded(write: Callable[[], str]) -> str:
-    """Run a chat template, `write`, with limits of time, memory and length; return its text.
+def bounded(write: Callable[[], Written]) -> Written:
+    """Run a chat template, `write`, with limits of time, memory and length; return its text or tokens.
 
     Raises:
         EndlessTemplate: The template exceeds a limit of time, memory or length.
@@ -45,7 +48,7 @@ def bounded(write: Callable[[], str]) -> str:
     watch.start()
     try:
         try:
-            text = write()
+            written = write()
         finally:
             ended.set()
             watch.join()
@@ -54,9 +57,9 @@ def bounded(write: Callable[[], str]) -> str:
     except EndlessTemplate:
         ended.set()  # again, if the exception interrupted the first call
         raise
-    if len(text) > MOST_CHARACTERS:
+    if len(written) > MOST_CHARACTERS:
         raise EndlessTemplate
-    return text
+    return written
 
 
 def _watch(thread: int, ended: threading.Event) -> None:

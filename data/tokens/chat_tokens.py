@@ -7,8 +7,8 @@ If the ids that the target generated are known, an answer is not tokenised again
 prompt. They then include whatever the template writes between the prompt and an answer (a space, an empty <think>
 block), and an answer that was cut short has no end token that would carry loss.
 
-A template may rewrite an answer once later turns follow (Qwen3 removes its thoughts). The target then reads another
-text than it generated: such turns stay, without loss, as `rewritten_turns`. So do answers of weight 0.
+A template may rewrite an answer once later turns follow (Qwen3 removes its thoughts), or the prompt before it (Mistral
+moves the system prompt to the last turn). Such turns stay as `rewritten_turns`, without loss, as do those of weight 0.
 """
 
 from dataclasses import replace
@@ -16,6 +16,7 @@ from itertools import accumulate, chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.sources.conversation import Conversation, Turn
+from draftsmith.data.tokens.bounded import bounded
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.spans import Span, find_spans
 from draftsmith.data.tokens.templates import (
@@ -79,49 +80,52 @@ def tokenize_conversation(
     marked = None if given else _generation_mask(tokenizer, conversation, list(chain(*pieces)))
     input_ids: list[int] = []
     loss_mask: list[int] = []
-    unsaid: list[int] = []
-    learned: list[int] = []
+    rewritten: list[int] = []
     ends: list[int] = []
-    for number, index in enumerate(spans):
+    for number, (index, span) in enumerate(spans.items()):
         before, rendered = pieces[2 * number : 2 * number + 2]
-        answer = given.get(index, rendered)
-        input_ids += before
-        loss_mask += [0] * len(before)
-        start = len(input_ids)
-        # An answer that the template rewrites in the history is not what the target generated: no loss on it.
-        if answer is not rendered:
-            is_rewritten = not _same_words(tokenizer, answer, rendered)
-        else:
-            is_rewritten = index != last and not _is_whole(turns[index], text[spans[index].start : spans[index].end])
-        if is_rewritten:
-            unsaid += [index] * turns[index].weight
-            input_ids += rendered
-            loss_mask += [0] * len(rendered)
-            ends.append(len(input_ids))
-            continue
-        input_ids += answer
+        is_rewritten = index != last and _is_rewritten(tokenizer, turns[index], text, span, rendered, given.get(index))
+        answer = rendered if is_rewritten else given.get(index, rendered)
+        input_ids += before + answer
         ends.append(len(input_ids))
-        silent = 0 if marked is None else _first_marked(marked, start, len(input_ids), number + 1) - start
-        loss_mask += [0] * silent + [turns[index].weight] * (len(answer) - silent)
-        learned += [index] * turns[index].weight
+        start, weight, silent = len(input_ids) - len(answer), turns[index].weight, 0
+        if is_rewritten:
+            rewritten += [index] * weight
+            weight = 0
+        elif marked is not None:
+            silent = _first_marked(marked, start, len(input_ids), number + 1) - start
+        loss_mask += [0] * (len(before) + silent) + [weight] * (len(answer) - silent)
     final = given[last] if generation_prompt else []
     input_ids += pieces[-1] + final
     loss_mask += [0] * len(pieces[-1]) + [turns[last].weight] * len(final)
-    learned += [last] * turns[last].weight * generation_prompt
     ends += [len(input_ids)] if generation_prompt else []
-    if learned:  # else all answers have weight 0, or get separate rows
+    learned = {*spans, *([last] if generation_prompt else [])} - {*rewritten}
+    if any(turns[index].weight for index in learned):  # else all have weight 0, or get separate rows
         _check_mask(loss_mask, conversation)
-    tokenized = TokenizedConversation(input_ids, loss_mask, tuple(unsaid), tuple(ends))
-    if (
-        turns[last].role == "assistant"
-        and not generation_prompt
-        and _prompt_differs(tokenizer, conversation, text, spans[last])
-    ):
-        # Tokenise again with the last answer's ids given, so that it follows the prompt that generates it.
+    tokenized = TokenizedConversation(input_ids, loss_mask, tuple(rewritten), tuple(ends))
+    if last in spans and not (spans[last].follows_prompt or spans[last].never_follows):
+        # Tokenise again with the last answer's ids given, so that it follows the prompt that generates it: Mistral's
+        # templates write the system prompt in the last turn if it is the user's, and nowhere otherwise.
         earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
         last_ids = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
         return tokenize_conversation(tokenizer, conversation, [*earlier, last_ids])
     return tokenized
+
+
+def _is_rewritten(
+    tokenizer: Any, turn: Turn, text: str, span: Span, rendered: list[int], given: list[int] | None
+) -> bool:
+    """Return whether the history has another text than the target generates, or generates it after another prompt.
+
+    Args:
+        turn, text, span: An answer before the last one, the rendering, and its place there.
+        rendered: The answer's ids as the template writes it.
+        given: Ids that the target generated, if they are known.
+    """
+    if given is not None:
+        return not (span.follows_prompt and _same_words(tokenizer, given, rendered))
+    in_place = span.follows_prompt or span.never_follows
+    return not (in_place and _is_whole(turn, text[span.start : span.end]))
 
 
 def tokenize_shortened(
@@ -217,16 +221,6 @@ def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> di
     return {index: ids for index, ids in zip(answers, answer_ids, strict=True) if ids is not None}
 
 
-def _prompt_differs(tokenizer: Any, conversation: Conversation, text: str, span: Span) -> bool:
-    """Return whether the text before the last answer differs from the prompt that generates it.
-
-    Mistral's templates write the system prompt in the last turn if it is the user's, and nowhere otherwise. A prompt
-    that extends into the answer (an opened <think>) does not count as a difference.
-    """
-    prompt = render(tokenizer, conversation.turns[:-1], add_generation_prompt=True, tools=conversation.tools)
-    return not text.startswith(prompt) and not prompt.startswith(text[: span.start])
-
-
 def _pieces(tokenizer: Any, text: str, borders: list[int]) -> list[list[int]]:
     """Tokenise the pieces of `text` between the borders (ascending), each as a continuation of the text before it."""
     bounds = [0, *borders, len(text)]
@@ -262,12 +256,11 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
     template = tokenizer.get_chat_template()
     if "generation %}" not in template.replace("-%}", " %}").replace("  %}", " %}").replace("endgeneration", ""):
         return None
-    encoded = tokenizer.apply_chat_template(
-        template_messages(tokenizer, conversation.turns),
-        tools=list(conversation.tools) or None,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+    messages, tools = template_messages(tokenizer, conversation.turns), list(conversation.tools) or None
+    encoded: Any = bounded(
+        lambda: tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
     )
     return list(encoded["assistant_masks"]) if list(encoded["input_ids"]) == input_ids else None
 

@@ -17,9 +17,9 @@ OPENED_WITHIN_TOKENS = 2  # a prompt that ends with "<think>\n" makes the answer
 class TokenizedConversation:
     """A tokenised conversation.
 
-    loss_mask: 1 at tokens of assistant turns, their end tokens included, otherwise 0. rewritten_turns: assistant turns
-    that the template rewrites in the history, which carry no loss. answer_ends_tokens: number of tokens up to the end
-    of each answer.
+    loss_mask: 1 at tokens of assistant turns that are learned, their end tokens included, otherwise 0.
+    rewritten_turns: assistant turns that the template rewrites in the history, or the prompts before them: no loss.
+    answer_ends_tokens: number of tokens up to the end of each answer.
     """
 
     input_ids: list[int]

@@ -32,11 +32,17 @@ MOST_RENDERED_ONE_BY_ONE = 256  # answers, of a template that writes its history
 
 @dataclass(frozen=True)
 class Span:
-    """Character positions of an assistant turn in a rendering; `end` is after its end token, if it has one."""
+    """Character positions of an assistant turn in a rendering; `end` is after its end token, if it has one.
+
+    follows_prompt: the text before it is the prompt that generates it. never_follows: nor does it where it is the last
+    turn, as the prompt opens thoughts that the template does not write.
+    """
 
     start: int
     content_end: int
     end: int
+    follows_prompt: bool = True
+    never_follows: bool = False
 
 
 def find_spans(
@@ -109,7 +115,7 @@ def _spans_between(
         if opened and text.startswith(opened, begin):  # the answer may continue an opening in its prompt
             return {}
         content_end = _content_end(text, begin, turns[index].content, after)
-        found[index] = Span(begin - lead, content_end, content_end + len(ending))
+        found[index] = replace(model, start=begin - lead, content_end=content_end, end=content_end + len(ending))
         if content_end < begin:
             return {}
     return found if found.pop(last) == spans[last] else {}
@@ -159,7 +165,8 @@ def find_span(
     marked_turns = (*turns[:index], marked, *turns[index + 1 :])
     marked_text = render(tokenizer, marked_turns, generation_prompt, tools)
     before, after = marked_text.partition(MARKER)[0], marked_text.rpartition(MARKER)[2]
-    ending = render(tokenizer, marked_turns[: index + 1], tools=tools).rpartition(MARKER)[2]
+    as_last = render(tokenizer, marked_turns[: index + 1], tools=tools)
+    ending = as_last.rpartition(MARKER)[2]
     if calls:  # the call's arguments differ, and may follow the name
         after = common_end(after, text)
         ending = common_end(ending, render(tokenizer, turns[: index + 1], tools=tools))
@@ -169,7 +176,8 @@ def find_span(
             "tokens cannot be located: correct tokenizer.chat_template"
         )
     prompt = render(tokenizer, turns[:index], add_generation_prompt=True, tools=tools)
-    if text.startswith(prompt):
+    follows_prompt, never_follows = text.startswith(prompt), False
+    if follows_prompt:
         start = len(prompt)
     else:
         lead = _lead_of_call(tokenizer, marked, tools) if calls else template_answer_lead(tokenizer)
@@ -179,15 +187,17 @@ def find_span(
                 "follow, so that the assistant's tokens cannot be located: correct tokenizer.chat_template"
             )
         start = len(before.removesuffix(lead))
+        never_follows = prompt.startswith(text[:start]) and not as_last.startswith(prompt)
     content_end = max(start, len(text) - len(after))
     ending = text[content_end : content_end + len(ending)]
     tokens = tokenizer.convert_ids_to_tokens([each for each in token_ids(tokenizer, ending) if each in special])
     end_tokens = [token for token in tokens if token in ending]  # `unk_token` does not occur in texts
     if not end_tokens:
-        return Span(start, content_end, content_end + len(ending.rstrip()) * bool(calls))
+        end = content_end + len(ending.rstrip()) * bool(calls)
+        return Span(start, content_end, end, follows_prompt, never_follows)
     end_token = end_tokens[-1 if calls else 0]  # a call may have a special token at its own end
     end = ending.rindex(end_token) if calls else ending.index(end_token)
-    return Span(start, content_end, content_end + end + len(end_token))
+    return Span(start, content_end, content_end + end + len(end_token), follows_prompt, never_follows)
 
 
 def _lead_of_call(tokenizer: Any, marked: Turn, tools: Tools) -> str:

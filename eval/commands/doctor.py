@@ -308,14 +308,14 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, is_shortened = tokenize_rows(
+            found_rows, row_counts = tokenize_rows(
                 expected.tokenizer, whole, recipe.data.max_length_tokens, list(whole.answer_ids) or None
             )
         except TemplateProblem as problem:
             problems.append(problem)
             continue
         too_long += not found_rows
-        shortened += is_shortened
+        shortened += row_counts["shortened"]
         if conversation.is_answered:
             rows += _mask_as_in_training(found_rows, recipe, thoughts)
 

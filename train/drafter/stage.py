@@ -233,7 +233,6 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         "validation.keep": validation.keep if validation.decides else None,
         "validation.patience": validation.patience,
         "drafter.init_vocabulary": None if init_vocabulary == "own" else init_vocabulary,
-        "target.quantization": recipe.target.quantization,
         "data.features.source": None if features.source == "online" else features.source,
         "data.features.dtype": features.dtype if features.source == "offline" else None,
         "data.features.autocast": features.autocast or None,

@@ -241,7 +241,6 @@ def feature_settings(recipe: Recipe, tokens_hash: str) -> dict[str, Any]:
         "data.features.dtype": chosen.dtype,
         "data (its tokens)": tokens_hash,
     }
-    settings |= {} if recipe.target.quantization is None else {"target.quantization": recipe.target.quantization}
     return settings | ({"data.features.autocast": True} if chosen.autocast else {})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import pytest
 from support import tiny_tokenizers as templates
 from support.chat_families import FAMILIES, TOOL_FAMILIES
@@ -17,10 +18,10 @@ from support.tiny_tokenizers import tiny_tokenizer
 
 from draftsmith.data.distill import distill as distill_module
 from draftsmith.data.distill.distill import DistillReport, distill
-from draftsmith.data.distill.ledger import LedgerView
+from draftsmith.data.distill.ledger import Claim, Ledger, LedgerView
 from draftsmith.data.distill.limits import TargetLimits
 from draftsmith.data.distill.settings import distill_settings
-from draftsmith.data.distill.token_dataset import build_token_dataset, tokenize_rows
+from draftsmith.data.distill.token_dataset import TokenReport, build_token_dataset, tokenize_rows
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, Request
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.sources.question_sets import questions_file
@@ -52,9 +53,10 @@ def make_recipe(source: Path, **distill_keys: Any) -> Recipe:
 
 
 class HashEngine:
-    """Answers with a hash of its prompt, so an answer proves which history it was given. Two answers a call."""
+    """Answers with a hash of its prompt, so an answer proves which history it was given."""
 
     max_length_tokens: int | None = None
+    answers_per_call = 2
 
     def __init__(self, tokenizer: Any, concurrency: int = 3, fail_at_call: int | None = None) -> None:
         self.tokenizer = tokenizer
@@ -77,7 +79,8 @@ class HashEngine:
         if len(self.calls) == self.fail_at_call:
             raise KeyboardInterrupt
         # The newest first: an engine may answer in any order.
-        batch, self.in_flight = self.in_flight[-2:], self.in_flight[:-2]
+        count = self.answers_per_call
+        batch, self.in_flight = self.in_flight[-count:], self.in_flight[:-count]
         self.calls.append([self.tokenizer.decode(request.prompt_ids) for request in batch])
         return [(r.key, self.complete(text)) for r, text in zip(batch, self.calls[-1], strict=True)]
 
@@ -150,9 +153,10 @@ def test_resumed_equals_uninterrupted(source: Path, tmp_path: Path, fail_at_call
         run(recipe, tmp_path / "parts", CutEngine(tokenizer, fail_at_call=fail_at_call))
     report = run(recipe, tmp_path / "parts", CutEngine(tokenizer, concurrency=2))
     assert records_and_failures(tmp_path / "parts") == records_and_failures(tmp_path / "whole")
-    assert report.already_done + report.kept + report.failed.total() == len(QUESTIONS)
+    assert (report.failed + report.failed_before).total() == 1
+    assert report.already_done + report.kept == len(QUESTIONS) - 1
     again = CutEngine(tokenizer)
-    assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS)
+    assert run(recipe, tmp_path / "parts", again).already_done == len(QUESTIONS) - 1
     assert again.calls == []
 
 
@@ -184,11 +188,41 @@ def test_failures_are_recorded_and_retried_on_demand(source: Path, tmp_path: Pat
     assert "--retry-failed" in report.sentence()
     assert LedgerView(tmp_path / "out").failed == {"HTTP 400: no": 2}
     engine = HashEngine(tokenizer)
-    assert run(make_recipe(source), tmp_path / "out", engine).already_done == len(QUESTIONS)
+    report = run(make_recipe(source), tmp_path / "out", engine)
+    assert (report.already_done, report.failed_before, report.failed) == (5, {"HTTP 400: no": 2}, {})
+    assert report.sentence().startswith(
+        "5 were there already\nleft out before: 2 (HTTP 400: no); `draftsmith distill --"
+    )
     assert engine.calls == []
     report = run(make_recipe(source), tmp_path / "out", engine, retry_failed=True)
-    assert (report.retried, report.kept, report.answers) == (2, 2, 3)
+    assert (report.retried, report.kept, report.answers, report.failed_before) == (2, 2, 3, {})
     assert list(LedgerView(tmp_path / "out").records()) == list(LedgerView(tmp_path / "whole").records())
+
+
+def test_final_refusal_ends_a_conversation_with_its_answers(source: Path, tmp_path: Path) -> None:
+    """A server without room for the second turn will never answer it."""
+
+    class Full(HashEngine):
+        def complete(self, prompt: str) -> Outcome:
+            is_full = "two<|im_end|>" in prompt or "alone<|im_end|>" in prompt
+            return Failure("HTTP 400: no room", is_final=True) if is_full else super().complete(prompt)
+
+    report = run(make_recipe(source), tmp_path / "out", Full(tiny_tokenizer(templates.CHATML)))
+    assert (report.kept, report.shortened, report.failed) == (6, {"HTTP 400: no room": 1}, {"HTTP 400: no room": 1})
+    assert [turn.role for turn in load_answered(tmp_path / "out")["one"].turns] == ["user", "assistant"]
+
+
+def test_thoughts_between_special_tokens_stay_thoughts_in_the_history(source: Path, tmp_path: Path) -> None:
+    """Without their tokens they would be part of the answer; other special tokens are left out."""
+    tokenizer = tiny_tokenizer(templates.CHATML, special=("[THINK]", "[/THINK]"))
+    recipe = make_recipe(source)
+    recipe.data.reasoning_tokens = ("[THINK]", "[/THINK]")
+    engine = HashEngine(tokenizer)
+    engine.answer = lambda prompt: "[THINK]secret[/THINK]Hello.<pad>"  # type: ignore[method-assign]
+    run(recipe, tmp_path / "out", engine)
+    assert {turn.content for turn in load_answered(tmp_path / "out")["one"].turns[1::2]} == {
+        "[THINK]secret[/THINK]Hello."
+    }
 
 
 def test_cut_answers_are_dropped(source: Path, tmp_path: Path) -> None:
@@ -215,9 +249,15 @@ def test_many_cut_answers_stop_distillation(source: Path, tmp_path: Path, monkey
     monkeypatch.setattr(distill_module, "CUT_AT_FIRST", 11)
     assert run(make_recipe(source), tmp_path / "few", engine).answers_cut_short == 2
     monkeypatch.setattr(distill_module, "MOST_CUT_FRAC", 1 / 6)
-    with pytest.raises(UserError, match=r"2 of the first \d+ answers were cut at 512 tokens.*enable_thinking: false"):
-        run(make_recipe(source), tmp_path / "many", engine)
-    assert load_answered(tmp_path / "many")  # the answers are stored
+    all_at_once = CutEngine(engine.tokenizer, concurrency=7)
+    all_at_once.answers_per_call = 7
+    with pytest.raises(
+        UserError, match=r"2 of the first 8 .* cut at 512 tokens.*; then delete \S+/many or give this"
+    ) as e:
+        run(make_recipe(source), tmp_path / "many", all_at_once)
+    # Those that came after the second cut one, in the same call, are stored too.
+    assert set(load_answered(tmp_path / "many")) == {"one", "first", "q4", "q5", "q7", "q8"}
+    assert "enable_thinking: false" in str(e.value)
     run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
 
 
@@ -257,8 +297,14 @@ def test_prompts_too_long_for_the_target_are_failures(source: Path, tmp_path: Pa
     prompt = prompt_token_ids(engine.tokenizer, [Turn("user", "first")])
     engine.max_length_tokens = len(prompt) + 8
     report = run(make_recipe(source, max_new_tokens=8), tmp_path / "out", engine)
-    assert report.shortened["prompt too long"] == 3
+    assert report.shortened["prompt too long for the engine"] == 3
     assert {len(conversation.turns) for conversation in load_answered(tmp_path / "out").values()} == {2}
+    # Such a failure may be tried again, with an engine that has more room; the target's own positions are final.
+    assert distill_module.ENGINE_TOO_SHORT not in distill_module.FINAL_REASONS
+    engine.max_length_tokens = None
+    limits = TargetLimits(positions=len(prompt) + 8)
+    report = run(make_recipe(source, max_new_tokens=8), tmp_path / "positions", engine, limits=limits)
+    assert report.shortened["prompt too long"] == 3
 
 
 def test_empty_answers_are_dropped_and_only_empty_ones_are_an_error(source: Path, tmp_path: Path) -> None:
@@ -292,6 +338,12 @@ def test_answers_that_the_template_does_not_write_whole_fail(source: Path, tmp_p
     engine.complete = lambda prompt: Completion(None, "stop", "a</think>b</think>c")  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"gave an answer to train on: 7 \(rewritten by the chat template\)"):
         run(make_recipe(source), tmp_path / "out", engine)
+    engine.complete = lambda prompt: Completion(  # type: ignore[method-assign]
+        None, "stop", "a</think>b</think>c" if "three<|im_end|>" in prompt else "fine"
+    )
+    report = run(make_recipe(source), tmp_path / "last", engine)
+    assert (report.kept, report.shortened) == (7, {"rewritten by the chat template": 1})
+    assert len(load_answered(tmp_path / "last")["one"].turns) == 4  # the answers before the one that is rewritten
 
 
 def test_space_written_by_the_template_is_not_doubled(source: Path, tmp_path: Path) -> None:
@@ -318,6 +370,49 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
 
 
+def learned(recipe: Recipe, tokenizer: Any, folder: RunFolder) -> tuple[list[str], TokenReport]:
+    """Distil as `draftsmith distill` does; return the answers to learn."""
+    report = build_token_dataset(recipe, tokenizer, folder, distill(recipe, tokenizer, folder).ids)
+    rows = datasets.load_from_disk(report.path)
+    pairs = (zip(row["input_ids"], row["loss_mask"], strict=True) for row in rows)
+    return sorted(tokenizer.decode([token_id for token_id, loss in pair if loss]) for pair in pairs), report
+
+
+def test_rows_are_those_of_the_sources_as_they_are_now(tmp_path: Path) -> None:
+    """With given answers: one corrected, one added before another to the same prompt, a lower limit."""
+    file, tokenizer = tmp_path / "a.jsonl", tiny_tokenizer(templates.CHATML)
+    recipe = make_recipe(file, engine="none")
+    folder = run_folder(recipe, tmp_path / "out")
+    for answers, left_out in ((["wrong"], 0), (["right"], 1), (["other", "right"], 1), (["other"], 2)):
+        file.write_text("".join(json.dumps({"prompt": "one", "response": answer}) + "\n" for answer in answers))
+        found, report = learned(recipe, tokenizer, folder)
+        assert found == sorted(answer + "<|im_end|>" for answer in answers)
+        assert report.not_in_recipe == left_out
+        assert ("stored conversations are not in the recipe" in report.sentence()) == (left_out > 0)
+
+
+def test_given_answers_that_another_process_writes_are_waited_for(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies before it has written them."""
+    recipe, tokenizer, claim, calls = (
+        make_recipe(source, engine="none"),
+        tiny_tokenizer(templates.CHATML),
+        Ledger.claim,
+        [],
+    )
+
+    def claim_later(ledger: Ledger, ids: list[str]) -> Claim:
+        calls.append(len(ids))
+        return Claim({}, ids) if len(calls) < 3 else claim(ledger, ids)
+
+    monkeypatch.setattr(distill_module, "HELD_POLL_S", 0.0)
+    monkeypatch.setattr(distill_module, "CONVERSATIONS_PER_WRITE", 4)
+    monkeypatch.setattr(Ledger, "claim", claim_later)
+    assert distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out")).kept == len(QUESTIONS)
+    assert calls == [4, 4, 4, 3]
+
+
 def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
     """They are reported before anything is written, or left out and counted; if all are, the error says why."""
     talk = [{"role": "user", "content": "Say hi"}, {"role": "assistant", "content": "Hello", "thinking": "one"}]
@@ -338,6 +433,7 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
     [
         ("seed=1", "seed = 0, now it is 1"),
         ("target.model=other/model", "target.model = 'embedded', now it is 'other/model'"),
+        ("target.quantization=nf4", "target.quantization = None, now it is 'nf4'"),
         ("data.distill.temperature=0.5", "data.distill.temperature"),
         ("data.conversations.split=all", "data.conversations.split = 'train'"),
         ("data.conversations.decontaminate=[]", "data.conversations.decontaminate (hashes of the question files)"),
@@ -355,6 +451,26 @@ def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path:
     assert f"was started with {key}" in str(caught.value)
     assert "restore the key, give the recipe another `name`, or delete that folder to distil again" in str(caught.value)
     assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "expected"),
+    [
+        ("vllm", {"dtype": "float16", "concurrency": 4}, {"dtype": "float16"}),
+        ("vllm", {"llm": {"quantization": "fp8", "max_num_batched_tokens": 9}}, {"llm": {"quantization": "fp8"}}),
+        ("vllm", {"max_model_len": 512, "llm": {"max_num_batched_tokens": 9}}, {}),
+        ("openai", {"base_urls": ["http://a"], "model": "m", "api": "chat"}, {"model": "m", "api": "chat"}),
+        ("openai", {"base_urls": ["http://a"], "api": "completions", "timeout_s": 9}, {}),
+        ("transformers", {"batch_size": 3}, {}),
+    ],
+)
+def test_options_that_answers_depend_on_are_settings(
+    source: Path, engine: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """Others may change while the run folder is resumed."""
+    recipe, prefix = make_recipe(source, engine=engine, options=options), "data.distill.options."
+    settings = distill_settings(recipe, None, tiny_tokenizer(templates.CHATML))
+    assert {key.removeprefix(prefix): each for key, each in settings.items() if key.startswith(prefix)} == expected
 
 
 def test_settings_are_fixed_by_the_first_stored_answer(source: Path, tmp_path: Path) -> None:

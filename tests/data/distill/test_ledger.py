@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data.distill.ledger import CLAIMS, Ledger, LedgerView
+from draftsmith.data.distill.ledger import CLAIMS, SHARDS, Ledger, LedgerView
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.errors import UserError
 
@@ -32,12 +32,12 @@ def test_states_and_reasons_are_stored(tmp_path: Path) -> None:
         cut = Conversation(IDS[1], (), shortened="answer cut short")
         ledger.commit([], [finished(IDS[0]), cut], {IDS[2]: "HTTP 500"})
         assert list(ledger.claim(IDS).claimed) == IDS[3:]
-        assert ledger.finished_ids() == set(IDS[:3])
+        assert [key for key in IDS if ledger.is_finished(key)] == IDS[:3]
         assert LedgerView(tmp_path).failed == {"HTTP 500": 1}
     with Ledger(tmp_path) as ledger:
         assert ledger.retry_failed(final=["HTTP 500", "other"]) == 0
         assert ledger.retry_failed(final=["other"]) == 1
-        assert ledger.finished_ids() == set(IDS[:2])
+        assert [key for key in IDS if ledger.is_finished(key)] == IDS[:2]
         assert list(ledger.claim(IDS).claimed) == IDS[2:]
         ledger.commit([], [finished(IDS[2])])
     view = LedgerView(tmp_path)
@@ -75,6 +75,17 @@ def test_records_do_not_depend_on_the_order_of_writing(tmp_path: Path) -> None:
     with Ledger(tmp_path / "one") as ledger:
         ledger.commit([], [finished("d")])
     assert LedgerView(tmp_path / "one").fingerprint() != other.fingerprint()
+
+
+def test_new_files_are_on_disk_in_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure may lose a file whose lines are on disk."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    with Ledger(tmp_path / "data") as ledger:
+        ledger.commit([], [finished(IDS[0])])
+        ledger.commit([], [finished(IDS[1])])
+    data, shards = str(tmp_path / "data"), str(tmp_path / "data" / SHARDS)
+    assert synced == [shards, data, *[f"{shards}/00001.jsonl"] * 2]
 
 
 def test_torn_line_is_ignored(tmp_path: Path) -> None:
@@ -150,7 +161,7 @@ def work(folder: Path, steps: int, conversations: int) -> None:
     ids, done = [f"c{number:02d}" for number in range(conversations)], 0
     with Ledger(folder) as ledger:
         while True:
-            left = [key for key in ids if key not in ledger.finished_ids()]
+            left = [key for key in ids if not ledger.is_finished(key)]
             claim = ledger.claim(left[:3])
             if not left or claim.held:
                 return
@@ -187,7 +198,7 @@ def test_conversation_is_claimed_by_one_process_until_it_is_killed(tmp_path: Pat
         assert here.recv() == "written"
         claim = ledger.claim(IDS[:3])
         assert (list(claim.claimed), claim.held) == ([], IDS[1:3])
-        assert ledger.finished_ids() == {IDS[0]}
+        assert [key for key in IDS if ledger.is_finished(key)] == IDS[:1]
         other.kill()
         other.join()
         assert list(ledger.claim(IDS[:3]).claimed) == IDS[1:3]

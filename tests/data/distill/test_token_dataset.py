@@ -2,7 +2,9 @@
 
 import multiprocessing
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -222,8 +224,52 @@ def test_answers_whose_thoughts_leave_the_history_get_separate_rows() -> None:
     assert rows[1].input_ids == first_prompt + ids[0]
     assert rows[0].input_ids == prompt_token_ids(tokenizer, turns[:-1]) + ids[2]
     # Rows and turns that do not fit are left out.
-    assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1]
-    assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], False)
+    assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1] == {"shortened": 1}
+    assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], Counter())
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+@pytest.mark.parametrize("system", [(), (Turn("system", "Be rude."),)], ids=["", "system"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_answer_is_learned_after_the_prompt_that_the_target_read(
+    family: str, system: tuple[Turn, ...], are_known: bool
+) -> None:
+    tokenizer = FAMILIES[family].tokenizer()
+    answers = [Turn("assistant", text) for text in ("Hello", "Hello there", "Say hi", "Bye", "you are", "ok")]
+    turns = (*system, *(turn for answer in answers for turn in (Turn("user", "Say hi"), answer)))
+    ids = [tokenizer.encode(answer.content + FAMILIES[family].end, add_special_tokens=False) for answer in answers]
+    try:
+        rows, _ = tokenize_rows(tokenizer, Conversation("x", turns), 4096, list(ids) if are_known else None)
+    except TemplateProblem:
+        assert family in ("Gemma 2", "Mistral v0.1")  # without system turns
+        return
+    read = []
+    for row in rows:
+        loss = row.loss_mask
+        begins = [place for place in range(1, len(loss)) if loss[place] > loss[place - 1]]
+        read += ["".join(tokenizer.decode(row.input_ids[:place]).split()) for place in begins]
+    prompts = [
+        "".join(tokenizer.decode(prompt_token_ids(tokenizer, turns[:number])).split())
+        for number, turn in enumerate(turns)
+        if turn.role == "assistant"
+    ]
+    if family == "R1" and not are_known:  # its template never writes the thoughts that its prompts open
+        prompts = [prompt.removesuffix("<think>") for prompt in prompts]
+    assert sorted(read) == sorted(prompts)
+
+
+def test_rewritten_answers_without_a_row_are_counted(tmp_path: Path) -> None:
+    """Of three, one thinks too long for a row, and one says what the template refuses in the last turn; one is left."""
+    family = FAMILIES["Qwen3"]
+    refusing = "{% if 'Bye' in messages[-1].content and messages[-1].role == 'assistant' %}{{ raise_exception('no') }}"
+    tokenizer = replace(family, template=refusing + "{% endif %}" + family.template).tokenizer()
+    texts = [f"<think>\n{'one ' * 90}\n</think>\n\nHello", "<think>\na</think>Bye", "<think>\nb\n</think>\n\nok", "end"]
+    turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
+    report, _ = write_rows(
+        tmp_path, [(Conversation("x", tuple(turns)), None)], tokenizer=tokenizer, max_length_tokens=200
+    )
+    assert (report.rows, report.extra_rows, report.answers_too_long, report.answers_refused) == (2, 1, 1, 1)
+    assert "; of 1 conversations 1 rewritten answers too long, 1 rewritten answers refused" in report.sentence()
 
 
 def mark_loss(tokenizer: Any, row: Any) -> str:
@@ -277,8 +323,8 @@ def test_answers_of_weight_0_carry_no_loss() -> None:
     rows, _ = tokenize_rows(tokenizer, Conversation("x", (asked, right, asked, wrong)), 1000)
     assert [mark_loss(tokenizer, row) for row in rows] == [ASKED + "«Bye<|im_end|>»\n" + ASKED + "Hello<|im_end|>\n"]
     length = len(rows[0].input_ids)
-    assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong, asked, right)), length - 1) == ([], False)
-    assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong)), 1000) == ([], False)
+    assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong, asked, right)), length - 1) == ([], Counter())
+    assert tokenize_rows(tokenizer, Conversation("x", (asked, wrong)), 1000) == ([], Counter())
 
 
 def test_rewritten_answer_of_weight_0_has_no_row() -> None:

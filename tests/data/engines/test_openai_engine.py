@@ -248,7 +248,7 @@ def test_http_400_is_final_and_reasons_are_grouped(start_server: StartServer, st
 
     server = start_server(script)
     asked = requests(6)
-    too_long = Failure("HTTP 400: This model's maximum context length is N tokens")
+    too_long = Failure("HTTP 400: This model's maximum context length is N tokens", is_final=True)
     assert run(start_engine(server), asked) == {**right_answers(asked), "c2": too_long, "c4": too_long}
     assert len(server.requests) == 6
 

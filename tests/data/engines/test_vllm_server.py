@@ -56,6 +56,7 @@ def test_server_answers_and_ends_with_the_engine(tmp_path: Path) -> None:
     engine = made(concurrency=8, data_parallel_size=2)
     try:
         assert engine.concurrency == 20
+        assert engine._servers[0].client.timeout.read > 86400  # long answers, and those that wait inside vLLM
         engine.submit(requests(1)[0])
         assert engine.collect() == [("c0", Completion(answer_ids([5, 6, 0]), "stop"))]
         assert "--model a/model" in engine.server.log.read_text()

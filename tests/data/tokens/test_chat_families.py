@@ -68,7 +68,10 @@ GOLDEN = {
         "<|User|>Say [INST] bye<|Assistant|>«Bye.</s>»"
     ),
 }
-GOLDEN["Qwen3, no thoughts"] = GOLDEN["Qwen3"].replace("«<think>\n\n</think>\n\nBye.", "<think>\n\n</think>\n\n«Bye.")
+# Earlier answers stand after a prompt without its empty block, and are learned in rows of their own.
+GOLDEN["Qwen3, no thoughts"] = (
+    GOLDEN["Qwen3"].replace("«", "").replace("»", "").replace("Bye.<|im_end|>", "«Bye.<|im_end|>»")
+)
 # The effect of a system turn: (place in the text without it, the text with it).
 WITH_SYSTEM = {
     "ChatML": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
@@ -78,7 +81,6 @@ WITH_SYSTEM = {
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are a helper.<|eot_id|>",
     ),
     "Vicuna": ("A chat between a curious user and an artificial intelligence assistant.", "You are a helper."),
-    "Mistral v0.3": ("[INST] Say [INST] bye", "[INST] You are a helper.\n\nSay [INST] bye"),
     "Qwen3": ("<|im_start|>user\nSay hi", "<|im_start|>system\nYou are a helper.<|im_end|>\n<|im_start|>user\nSay hi"),
 }
 
@@ -107,6 +109,12 @@ def test_system_turn_changes_nothing_else(family: str) -> None:
     without, with_it = WITH_SYSTEM[family]
     assert GOLDEN[family].count(without) == 1
     assert mark_loss(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
+
+
+def test_answers_whose_system_prompt_moves_carry_no_loss() -> None:
+    """The target read it before each of them."""
+    moved = GOLDEN["Mistral v0.3"].replace("«", "").replace("»", "").replace(" Bye.</s>", "« Bye.</s>»")
+    assert mark_loss("Mistral v0.3", (SYSTEM, *TALK)) == moved.replace("Say [INST]", "You are a helper.\n\nSay [INST]")
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1"])

@@ -1,5 +1,6 @@
 """Tools: the calls of an answer as each template writes them, and the masks of conversations with tools."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,8 +53,12 @@ def family(request: pytest.FixtureRequest) -> str:
 def test_tool_call_carries_loss_and_its_result_does_not(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     end = tokenizer.eos_token
-    lead = " " if family.startswith("Mistral") else ""
-    assert decode_answers(tokenizer, TALK) == [CALLS[family], f"{lead}It is.{end}", f"{lead}Bye.{end}"]
+    moves_tools = family.startswith("Mistral")
+    lead = " " if moves_tools else ""
+    first = [CALLS[family], f"{lead}It is.{end}"]
+    assert decode_answers(tokenizer, replace(TALK, turns=TALK.turns[:4])) == first
+    # Tools that moved to the last question were not there when the target read the first one.
+    assert decode_answers(tokenizer, TALK) == [*([] if moves_tools else first), f"{lead}Bye.{end}"]
     ids = tokenize_conversation(tokenizer, TALK).input_ids
     assert tokenizer.decode(ids).count("clear") == 1
     assert (
@@ -72,11 +77,12 @@ def test_given_ids_replace_a_call(family: str) -> None:
     tokenizer = TOOL_FAMILIES[family].tokenizer()
     said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space: the same words
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-    tokenized = tokenize_conversation(tokenizer, TALK, [ids, None, None])
+    talk = replace(TALK, turns=TALK.turns[:4])
+    tokenized = tokenize_conversation(tokenizer, talk, [ids, None])
     assert tokenized.answers()[0] == ids
     assert not tokenized.rewritten_turns
     other = tokenizer(said.replace("Zürich", "Genf"), add_special_tokens=False)["input_ids"]
-    assert tokenize_conversation(tokenizer, TALK, [other, None, None]).rewritten_turns == (1,)
+    assert tokenize_conversation(tokenizer, talk, [other, None]).rewritten_turns == (1,)
 
 
 def test_calls_are_parsed_as_the_template_writes_them(family: str) -> None:
@@ -97,7 +103,7 @@ def test_calls_are_parsed_as_the_template_writes_them(family: str) -> None:
 
 
 def test_calls_after_thoughts_carry_loss() -> None:
-    """Qwen3 keeps thoughts before a call until the next question, and removes them after it."""
+    """Qwen3 keeps thoughts before a call until the next question, and removes them after it, from prompts too."""
     tokenizer = TOOL_FAMILIES["Qwen3"].tokenizer()
     call, thoughts = CALLS["Qwen2.5"], "<think>\nLook.\n</think>\n\n"
     form = template_calls(tokenizer)
@@ -112,7 +118,7 @@ def test_calls_after_thoughts_carry_loss() -> None:
     ]
     assert decode_answers(tokenizer, TALK)[0] == call
     later = Conversation("id", (*thinking.turns, *TALK.turns[4:]), tools=TOOLS)
-    assert tokenize_conversation(tokenizer, later, [ids, None, None]).rewritten_turns == (1,)
+    assert tokenize_conversation(tokenizer, later, [ids, None, None]).rewritten_turns == (1, 3)
 
 
 def test_several_calls_after_text() -> None:

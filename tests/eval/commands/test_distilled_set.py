@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
+from draftsmith.data.sources.conversation import ID_HEX_DIGITS
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.stages import run_distill, run_train
@@ -68,7 +69,8 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def lines_of(recipe: Recipe) -> dict[str, Any]:
-    return {line.pop("id"): {**line, "source": ""} for line in LedgerView(RunFolder(recipe).data).records()}
+    records = LedgerView(RunFolder(recipe).data).records()
+    return {line.pop("id")[:ID_HEX_DIGITS]: {**line, "source": ""} for line in records}
 
 
 def test_the_same_tokens_and_the_same_drafter(folder: Path) -> None:
