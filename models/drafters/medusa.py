@@ -35,12 +35,6 @@ class HeadOptions(DepthOptions):
     """Options of drafters that are heads on the target's last hidden state."""
 
     num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the number of heads, and of depths that they draft")
-    num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="number of residual blocks in a head")
-    lm_heads: Literal["separate", "shared"] = Field(
-        "separate",
-        description="`separate`: one LM head per Medusa head, initialised from the target's (as in both papers); "
-        "`shared`: the target's frozen LM head for all, so that only the blocks are trained",
-    )
     loss: Loss = "ce"
 
     @property
@@ -49,18 +43,17 @@ class HeadOptions(DepthOptions):
 
 
 class HeadsDrafter(Drafter):
-    """Heads that each read one state of the target, with separate LM heads or the target's.
+    """Heads that each read one state of the target, with the target's LM head or, after `add_lm_heads`, one each.
 
     A kind defines the input of an LM head (`head_hidden`). Separate ones have V' rows each, with `draft_vocab_size`.
     """
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
-        """Make one LM head for each depth, unless they share the target's."""
+        """Make one LM head for each depth, unless the option `lm_heads` has them share the target's."""
         if config.lm_heads == "separate":
-            hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
-            rows = config.draft_vocab_size or vocabulary
+            size, rows = config.hidden_size, config.draft_vocab_size or config.target_config["vocab_size"]
             bias = getattr(config, "lm_head_bias", False)
-            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=bias) for _ in range(config.num_heads))
+            self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=bias) for _ in range(config.num_heads))
             for head in self.vocab.own_heads if bias else []:
                 head.bias.requires_grad_(False).zero_()
 
@@ -70,7 +63,7 @@ class HeadsDrafter(Drafter):
         Raises:
             UserError: The target's LM head has a bias, which separate ones lack.
         """
-        if self.config.lm_heads == "separate":
+        if self.vocab.own_heads:
             source = target.get_output_embeddings()
             if source.bias is not None:
                 raise UserError(
@@ -102,6 +95,13 @@ class MedusaConfig(DrafterConfig):
     class Options(HeadOptions):
         """The keys of `drafter.options` in a recipe."""
 
+        num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="number of residual blocks in a head")
+        lm_heads: Literal["separate", "shared"] = Field(
+            "separate",
+            description="`separate`: one LM head per Medusa head, initialised from the target's (as in both papers); "
+            "`shared`: the target's frozen LM head for all, so that only the blocks are trained",
+        )
+
 
 class ResidualBlocks(nn.Module):
     """A stack of `num_layers` blocks x + SiLU(A x + b)."""
@@ -122,8 +122,8 @@ class MedusaDrafter(HeadsDrafter):
     config_class = MedusaConfig
 
     def build(self, config: DrafterConfig) -> None:
-        hidden_size = config.target_config["hidden_size"]
-        self.blocks = nn.ModuleList(ResidualBlocks(hidden_size, config.num_layers) for _ in range(config.num_heads))
+        sizes = config.hidden_size, config.num_layers
+        self.blocks = nn.ModuleList(ResidualBlocks(*sizes) for _ in range(config.num_heads))
         self.add_lm_heads(config)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.options import Loss
-from draftsmith.models.drafters.medusa import HeadOptions, MedusaDrafter
+from draftsmith.models.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.models.groups.layout import previous_features
 from draftsmith.models.target.features import required_layers
 
@@ -16,7 +16,7 @@ from draftsmith.models.target.features import required_layers
 class InnerConfig(DrafterConfig):
     model_type = "draftsmith_inner"
 
-    class Options(HeadOptions):
+    class Options(MedusaConfig.Options):
         """Options of a kind that reads another layer by `feature_layers`, as in CONTRIBUTING.md."""
 
         feature_layers: list[int] = Field([1])
