@@ -78,15 +78,18 @@ ALL_TOKENS = TokenColumns()
 
 
 class SequenceDecoder(Protocol):
-    """A drafter while it decodes one sequence. `start` and `observe` only queue."""
+    """A drafter while it decodes one sequence, in `torch.inference_mode`. `start` and `observe` only queue."""
 
     columns: TokenColumns  # what its logits are of
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""
+        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i.
+
+        `observe` follows before the first draft: the target predicts the token after the prompt.
+        """
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Queue final tokens. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
+        """Queue n >= 1 final tokens. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
 
 
 class DrafterDecoder(SequenceDecoder, Protocol):

@@ -220,19 +220,17 @@ class HydraDecoder:
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         if self._attended is not None:
             self._attended.start(prompt_ids, features, position_offset)
-        self._newest = prompt_ids[-1:], previous_features(features.unsqueeze(0))[0, -1:]
+        self._newest = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         if self._attended is not None:
             self._attended.observe(committed_ids, features)
-        if len(committed_ids):
-            self._newest = committed_ids[-1:], features[-1:]
+        self._newest = committed_ids[-1:], features[-1:]
 
-    @torch.inference_mode()
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V] of the children of the newest committed token."""
         if self._newest is None:
-            raise ValueError("drafting needs a new token: call start() or observe() first")
+            raise ValueError("drafting needs a new token: call observe() first")
         (newest_id, state_1d), self._newest = self._newest, None
         if self._attended is not None:
             state_1d = self._attended.newest_state()
@@ -240,7 +238,6 @@ class HydraDecoder:
         self._depths = []
         return self._level(newest_id, [0], [0])
 
-    @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")

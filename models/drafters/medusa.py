@@ -160,19 +160,17 @@ class MedusaDecoder:
         self._backend = backend
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        """Begin a sequence: features [P, D] are those AT the prompt's tokens."""
-        self._previous_d = previous_features(features.unsqueeze(0))[0, -1]
+        """Begin a sequence: h_{t-1} comes with the first observed token."""
+        self._previous_d = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         """Keep the last of the features [n, D] that predicted the n new tokens: it is h_{t-1}."""
-        if len(committed_ids):
-            self._previous_d = features[-1]
+        self._previous_d = features[-1]
 
-    @torch.inference_mode()
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token."""
         if self._previous_d is None:
-            raise ValueError("drafting needs a sequence: call start() first")
+            raise ValueError("drafting needs a new token: call observe() first")
         previous, drafter = self._previous_d, self._drafter
         if self._backend is not None:
             if self._static is None:

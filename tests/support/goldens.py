@@ -103,8 +103,8 @@ def _drafts(drafter: Drafter, target: Any, ids: list[int]) -> list[list[float]]:
     prompt, drafts = torch.tensor(ids), list[list[float]]()
     features = target_features(target, prompt[None], None, None, drafter.feature_layers)[0]
     decoder: Any = drafter.decoder(len(ids) + 16)
-    decoder.start(prompt[:5], features[:5])
-    for first, last in ((5, 5), (5, 8)):
+    decoder.start(prompt[:4], features[:4])
+    for first, last in ((4, 5), (5, 8)):
         decoder.observe(prompt[first:last], features[first - 1 : last - 1])
         for row in greedy_logits(decoder, 3 if isinstance(decoder, StepwiseDecoder) else drafter.config.num_depths):
             column = int(row.argmax())
