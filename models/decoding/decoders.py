@@ -234,11 +234,9 @@ class CachedDecoder:
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
-        if not self._drafter.reads_first_token and len(prompt_ids) > 1:
-            self._pending, skipped = [(prompt_ids[1:], features[:-1])], 1
-        else:  # a prompt of a single token keeps its row, since a draft may follow right after it
-            previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-            self._pending, skipped = [(prompt_ids, previous)], 0
+        skipped = int(not self._drafter.reads_first_token)
+        previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        self._pending = [(prompt_ids[skipped:], previous[skipped:])]
         self._begin_sequence(position_offset + skipped)
 
     def _begin_sequence(self, position_offset: int) -> None:
@@ -261,7 +259,7 @@ class CachedDecoder:
     def _take_pending(self) -> tuple[Tensor, Tensor]:
         """Return ids [n] and features [n, F] of all queued tokens, and clear the queue."""
         if not self._pending:
-            raise ValueError("drafting needs a new token: call start() or observe() first")
+            raise ValueError("drafting needs a new token: call observe() first")
         queued = self._pending
         ids, features = queued[0] if len(queued) == 1 else map(torch.cat, zip(*queued, strict=True))
         length = self._cache.length + len(ids)

@@ -108,9 +108,8 @@ def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, of
         training = drafter.group_logits(ids, features, positions if offset else None)[0]
     assert training.shape == (drafter.config.num_depths, LENGTH, VOCABULARY)
     decoder = drafter.decoder(LENGTH)
-    for _second_use_of_the_same_decoder in range(2):
-        decoder.start(ids[0, :2], features[0, :2], position_offset=offset)
-        end = 2
+    for end in (2, 1):  # tokens of the prompt; the second with the same decoder
+        decoder.start(ids[0, :end], features[0, :end], position_offset=offset)
         for chunks in ((1,), (1,), (2, 1), (4,), (1, 1, 1)):
             for size in chunks:
                 decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
