@@ -82,7 +82,7 @@ class HeadsDrafter(Drafter):
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
         """Return the LM head's input [M, D] of head index j, for the groups of these newest tokens [M]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.head_hidden")
 
 
 class MedusaConfig(DrafterConfig):
