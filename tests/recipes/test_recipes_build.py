@@ -58,7 +58,8 @@ def test_smollm2_recipes_cover_every_kind_and_share_one_dataset() -> None:
     """`compare` distils once for recipes with equal target, data and seed, and measures them together."""
     recipes = [load_recipe(name) for name in RECIPES if name.startswith(SMOLLM2)]
     kinds = {file.stem for file in (ROOT / "models" / "drafters").glob("*.py") if file.stem != "__init__"}
-    assert {recipe.drafter.kind for recipe in recipes} == kinds
+    kinds -= {recipe.drafter.kind for recipe in recipes}
+    assert {f"recipes/{SMOLLM2}-{kind}.yaml" for kind in kinds} == set(), "recipes that are missing"
     assert len({recipe.model_dump_json(include={"seed", "target", "data"}) for recipe in recipes}) == 1
     joint = joint_recipe(recipes, "table")
     _check_comparable(recipes, "table")
