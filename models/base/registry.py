@@ -78,7 +78,7 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     if config_class.model_type != MODEL_TYPE_PREFIX + kind:
         raise UserError(
             f"{file}: {drafter_class.__name__}.config_class is {config_class.__name__}, whose model_type is "
-            f"`{config_class.model_type}`: it needs a config of its own with `{MODEL_TYPE_PREFIX}{kind}`"
+            f"`{config_class.model_type}`: give it its own config, with `{MODEL_TYPE_PREFIX}{kind}`"
         )
     return drafter_class
 
