@@ -247,11 +247,11 @@ class Drafter(WithoutEmbeddings):
 
         `features` [B, S, F] are the target's AT each token; `previous_features` gives those that a group may read.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.hidden_states")
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         """Yield each LM head, the places of the labelled rows that it reads among the N, and its inputs [M, D]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.head_inputs")
 
     def auxiliary_loss(
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
@@ -268,7 +268,7 @@ class Drafter(WithoutEmbeddings):
 
     def decoder(self, max_length_tokens: int) -> DrafterDecoder | StepwiseDecoder:
         """Make a decoder for sequences of at most this many tokens, prompt included."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.decoder")
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Compute the logits of all groups that training compares with labels, [B, G, S, V], to compare with drafts.

@@ -23,6 +23,7 @@ from draftsmith.models.weights import load_weights, some_of, weights_sha256
 
 # The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
+DRAFTERS = SHIPPED_DRAFTER.with_name("drafters")  # a file each
 TRAINING_FILE = "training.json"  # in a drafter's folder; written last
 FILES = ["*.json", "*.safetensors"]
 NOT_IN_FOLDERS = ["*/*"]
@@ -64,12 +65,22 @@ def load_drafter_class(kind: str) -> type[Drafter]:
     """Return the class that `drafter.kind` names, the attribute `DRAFTER` of `models/drafters/<kind>.py`.
 
     Raises:
-        UserError: The kind does not exist; the message lists the existing ones.
+        UserError: The kind does not exist, and the message lists the existing ones; or a trained drafter of it could
+            not be loaded, since its config has another `model_type`.
     """
-    kinds = drafter_kinds()
+    kinds, file = drafter_kinds(), f"models/drafters/{kind}.py"
     if kind not in kinds:
+        if (DRAFTERS / f"{kind}.py").is_file():
+            raise UserError(f"{file} has no line `DRAFTER = YourClass`: add it as the last one")
         raise UserError(f"drafter.kind `{kind}` does not exist: use one of {', '.join(kinds)}")
-    return importlib.import_module(f"draftsmith.models.drafters.{kind}").DRAFTER
+    drafter_class: type[Drafter] = importlib.import_module(f"draftsmith.models.drafters.{kind}").DRAFTER
+    config_class = drafter_class.config_class
+    if config_class.model_type != MODEL_TYPE_PREFIX + kind:
+        raise UserError(
+            f"{file}: {drafter_class.__name__}.config_class is {config_class.__name__}, whose model_type is "
+            f"`{config_class.model_type}`: give it its own config, with `{MODEL_TYPE_PREFIX}{kind}`"
+        )
+    return drafter_class
 
 
 def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str, Any]) -> None:
@@ -85,7 +96,7 @@ def check_drafter(kind: str, target_config: PreTrainedConfig, options: dict[str,
 
 def drafter_kinds() -> list[str]:
     """Return the names of the files of `models/drafters/` that define a `DRAFTER`."""
-    files = sorted((Path(__file__).parents[1] / "drafters").glob("*.py"))
+    files = sorted(DRAFTERS.glob("*.py"))
     return [file.stem for file in files if "\nDRAFTER = " in file.read_text(encoding="utf-8")]
 
 

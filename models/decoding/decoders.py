@@ -78,15 +78,18 @@ ALL_TOKENS = TokenColumns()
 
 
 class SequenceDecoder(Protocol):
-    """A drafter while it decodes one sequence. `start` and `observe` only queue."""
+    """A drafter while it decodes one sequence, in `torch.inference_mode`. `start` and `observe` only queue."""
 
     columns: TokenColumns  # what its logits are of
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i."""
+        """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i.
+
+        `observe` follows before the first draft: the target predicts the token after the prompt.
+        """
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Queue final tokens. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
+        """Queue n >= 1 final tokens. committed_ids [n]; features [n, F], row i having PREDICTED committed_ids[i]."""
 
 
 class DrafterDecoder(SequenceDecoder, Protocol):
@@ -231,11 +234,9 @@ class CachedDecoder:
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
-        if not self._drafter.reads_first_token and len(prompt_ids) > 1:
-            self._pending, skipped = [(prompt_ids[1:], features[:-1])], 1
-        else:  # a prompt of a single token keeps its row, since a draft may follow right after it
-            previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-            self._pending, skipped = [(prompt_ids, previous)], 0
+        skipped = int(not self._drafter.reads_first_token)
+        previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        self._pending = [(prompt_ids[skipped:], previous[skipped:])]
         self._begin_sequence(position_offset + skipped)
 
     def _begin_sequence(self, position_offset: int) -> None:
@@ -258,7 +259,7 @@ class CachedDecoder:
     def _take_pending(self) -> tuple[Tensor, Tensor]:
         """Return ids [n] and features [n, F] of all queued tokens, and clear the queue."""
         if not self._pending:
-            raise ValueError("drafting needs a new token: call start() or observe() first")
+            raise ValueError("drafting needs a new token: call observe() first")
         queued = self._pending
         ids, features = queued[0] if len(queued) == 1 else map(torch.cat, zip(*queued, strict=True))
         length = self._cache.length + len(ids)

@@ -32,20 +32,16 @@ from draftsmith.models.base.options import Attention, DepthWeights, Layers, Slid
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.decoding.decoders import FEWEST_STATIC_NODES, LONGEST_TREE_NODES, CachedDecoder, depths_below
 from draftsmith.models.decoding.kv_cache import with_tokens, write_level
-from draftsmith.models.drafters.medusa import HeadOptions, HeadsDrafter
+from draftsmith.models.drafters.medusa import HeadsDrafter, MedusaConfig
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
 from draftsmith.models.groups.layout import Groups, previous_features
 
 
-class HydraConfig(DrafterConfig):
+class HydraConfig(MedusaConfig):
     model_type = MODEL_TYPE_PREFIX + "hydra"
 
-    @property
-    def has_own_heads(self) -> bool:
-        return self.lm_heads == "separate"
-
-    class Options(HeadOptions):
+    class Options(MedusaConfig.Options):
         """The keys of `drafter.options` in a recipe. Hydra++ has 4 layers, prefix attention and the loss `kl`."""
 
         prefix_attention: bool = Field(False, description="add Hydra++'s decoder layer over the prefix")
@@ -133,7 +129,7 @@ class HydraDrafter(HeadsDrafter):
     config_class = HydraConfig
 
     def build(self, config: DrafterConfig) -> None:
-        hidden_size = config.target_config["hidden_size"]
+        hidden_size = config.hidden_size
         # Head index j reads the state and j+1 embeddings.
         self.heads = nn.ModuleList(
             nn.Sequential(
@@ -206,7 +202,7 @@ class HydraDecoder:
         self._drafter = drafter
         self._attended = None if drafter.prefix is None else _AttendedPrefix(drafter.prefix, max_length_tokens, 0)
         self._newest: tuple[Tensor, Tensor] | None = None  # the newest token [1] and the feature before it [1, D]
-        self._hidden_size = drafter.config.target_config["hidden_size"]
+        self._hidden_size = drafter.config.hidden_size
         # Of all nodes; a node at depth d has (d + 2) * D numbers.
         shape = 2 * LONGEST_TREE_NODES, (self.num_depths + 1) * self._hidden_size
         self._rows = torch.zeros(shape, dtype=drafter.dtype, device=drafter.device)
@@ -224,19 +220,17 @@ class HydraDecoder:
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
         if self._attended is not None:
             self._attended.start(prompt_ids, features, position_offset)
-        self._newest = prompt_ids[-1:], previous_features(features.unsqueeze(0))[0, -1:]
+        self._newest = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         if self._attended is not None:
             self._attended.observe(committed_ids, features)
-        if len(committed_ids):
-            self._newest = committed_ids[-1:], features[-1:]
+        self._newest = committed_ids[-1:], features[-1:]
 
-    @torch.inference_mode()
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V] of the children of the newest committed token."""
         if self._newest is None:
-            raise ValueError("drafting needs a new token: call start() or observe() first")
+            raise ValueError("drafting needs a new token: call observe() first")
         (newest_id, state_1d), self._newest = self._newest, None
         if self._attended is not None:
             state_1d = self._attended.newest_state()
@@ -244,7 +238,6 @@ class HydraDecoder:
         self._depths = []
         return self._level(newest_id, [0], [0])
 
-    @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"there are {self.num_depths} heads")

@@ -35,12 +35,6 @@ class HeadOptions(DepthOptions):
     """Options of drafters that are heads on the target's last hidden state."""
 
     num_heads: int = Field(5, ge=1, le=MOST_DEPTHS, description="G, the number of heads, and of depths that they draft")
-    num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="number of residual blocks in a head")
-    lm_heads: Literal["separate", "shared"] = Field(
-        "separate",
-        description="`separate`: one LM head per Medusa head, initialised from the target's (as in both papers); "
-        "`shared`: the target's frozen LM head for all, so that only the blocks are trained",
-    )
     loss: Loss = "ce"
 
     @property
@@ -49,18 +43,17 @@ class HeadOptions(DepthOptions):
 
 
 class HeadsDrafter(Drafter):
-    """Heads that each read one state of the target, with separate LM heads or the target's.
+    """Heads that each read one state of the target, with the target's LM head or, after `add_lm_heads`, one each.
 
     A kind defines the input of an LM head (`head_hidden`). Separate ones have V' rows each, with `draft_vocab_size`.
     """
 
     def add_lm_heads(self, config: DrafterConfig) -> None:
-        """Make one LM head for each depth, unless they share the target's."""
+        """Make one LM head for each depth, unless the option `lm_heads` has them share the target's."""
         if config.lm_heads == "separate":
-            hidden_size, vocabulary = (config.target_config[key] for key in ("hidden_size", "vocab_size"))
-            rows = config.draft_vocab_size or vocabulary
+            size, rows = config.hidden_size, config.draft_vocab_size or config.target_config["vocab_size"]
             bias = getattr(config, "lm_head_bias", False)
-            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, rows, bias=bias) for _ in range(config.num_heads))
+            self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=bias) for _ in range(config.num_heads))
             for head in self.vocab.own_heads if bias else []:
                 head.bias.requires_grad_(False).zero_()
 
@@ -70,7 +63,7 @@ class HeadsDrafter(Drafter):
         Raises:
             UserError: The target's LM head has a bias, which separate ones lack.
         """
-        if self.config.lm_heads == "separate":
+        if self.vocab.own_heads:
             source = target.get_output_embeddings()
             if source.bias is not None:
                 raise UserError(
@@ -89,7 +82,7 @@ class HeadsDrafter(Drafter):
 
     def head_hidden(self, j: int, groups: Groups, states_pd: Tensor, token_m: Tensor) -> Tensor:
         """Return the LM head's input [M, D] of head index j, for the groups of these newest tokens [M]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.head_hidden")
 
 
 class MedusaConfig(DrafterConfig):
@@ -101,6 +94,13 @@ class MedusaConfig(DrafterConfig):
 
     class Options(HeadOptions):
         """The keys of `drafter.options` in a recipe."""
+
+        num_layers: int = Field(1, ge=1, le=MOST_LAYERS, description="number of residual blocks in a head")
+        lm_heads: Literal["separate", "shared"] = Field(
+            "separate",
+            description="`separate`: one LM head per Medusa head, initialised from the target's (as in both papers); "
+            "`shared`: the target's frozen LM head for all, so that only the blocks are trained",
+        )
 
 
 class ResidualBlocks(nn.Module):
@@ -122,8 +122,8 @@ class MedusaDrafter(HeadsDrafter):
     config_class = MedusaConfig
 
     def build(self, config: DrafterConfig) -> None:
-        hidden_size = config.target_config["hidden_size"]
-        self.blocks = nn.ModuleList(ResidualBlocks(hidden_size, config.num_layers) for _ in range(config.num_heads))
+        sizes = config.hidden_size, config.num_layers
+        self.blocks = nn.ModuleList(ResidualBlocks(*sizes) for _ in range(config.num_heads))
         self.add_lm_heads(config)
 
     def initialize_from_target(self, target: PreTrainedModel) -> None:
@@ -160,19 +160,17 @@ class MedusaDecoder:
         self._backend = backend
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        """Begin a sequence: features [P, D] are those AT the prompt's tokens."""
-        self._previous_d = previous_features(features.unsqueeze(0))[0, -1]
+        """Begin a sequence: h_{t-1} comes with the first observed token."""
+        self._previous_d = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         """Keep the last of the features [n, D] that predicted the n new tokens: it is h_{t-1}."""
-        if len(committed_ids):
-            self._previous_d = features[-1]
+        self._previous_d = features[-1]
 
-    @torch.inference_mode()
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token."""
         if self._previous_d is None:
-            raise ValueError("drafting needs a sequence: call start() first")
+            raise ValueError("drafting needs a new token: call observe() first")
         previous, drafter = self._previous_d, self._drafter
         if self._backend is not None:
             if self._static is None:

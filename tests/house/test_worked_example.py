@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from support.places import PACKAGES, ROOT, make_importable
 
 import draftsmith.models.drafters
 from draftsmith.models.base import registry
+from draftsmith.models.base.registry import load_drafter_class
+from draftsmith.train.drafter.card import _papers
 
 PAGE = (ROOT / "docs" / "guides" / "write-a-drafter.md").read_text(encoding="utf-8")
 FILE, CHECK = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -75,12 +78,19 @@ def test_drafter_is_one_file(tmp_path: Path) -> None:
     assert answers
 
 
-def test_training_equals_decoding_for_the_pages_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's file is loaded as if it were in `models/drafters/`."""
-    (tmp_path / f"{KIND}.py").write_text(FILE, encoding="utf-8")
+@pytest.mark.parametrize("row", ["-1", "0"])
+def test_training_equals_decoding_for_the_pages_drafter(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's file is loaded as if it were in `models/drafters/`; the page's check finds the feature shifted."""
+    (tmp_path / f"{KIND}.py").write_text(FILE.replace("features[-1]", f"features[{row}]"), encoding="utf-8")
     kinds = registry.drafter_kinds()
     monkeypatch.setattr(registry, "drafter_kinds", lambda: [*kinds, KIND])
     monkeypatch.setattr(draftsmith.models.drafters, "__path__", [*draftsmith.models.drafters.__path__, str(tmp_path)])
     importlib.invalidate_caches()
-    exec(compile(CHECK, "write-a-drafter.md", "exec"), {})
+    with nullcontext() if row == "-1" else pytest.raises(AssertionError, match="prefix_tokens=7"):
+        exec(compile(CHECK, "write-a-drafter.md", "exec"), {})
+    assert not {"num_layers", "lm_heads"} & set(load_drafter_class(KIND).config_class.Options.model_fields)
+    assert _papers(KIND) == ["2401.10774"]
+    assert max(map(len, FILE.splitlines())) <= 120
     sys.modules.pop(f"draftsmith.models.drafters.{KIND}", None)

@@ -898,15 +898,15 @@ def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple
     decoder.start(ids[:prompt], features[:prompt])
     recipe = MethodConfig.model_validate({"name": "x", "tree": "best_first", "nodes": 9, "branch": 3})
     builder = tree_builder(recipe, decoder)
-    for size in (0, 1, 3, 2, 5):
+    for size in (1, 3, 2, 5):
         for again in range(2):
             decoder.observe(ids[end : end + size], features[end - 1 : end + size - 1])
             end += size
-            if again and size:
+            if again:
                 trees.append(builder.propose(int(ids[end - 1]), decoder, GREEDY, None))
-            elif size and isinstance(decoder, StepwiseDecoder):
+            elif isinstance(decoder, StepwiseDecoder):
                 logits += [decoder.begin(), decoder.expand([5, 9], [0, 0]), decoder.expand([7, 8, 11], [1, 2, 2])]
-            elif size:
+            else:
                 logits.append(decoder.draft())
     return logits, trees
 

@@ -225,7 +225,7 @@ def test_error_about_an_override_names_no_line(tmp_path: Path) -> None:
 def test_shipped_recipes_stay_short_and_chains_shallow() -> None:
     files = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("base/*.yaml")]
     texts = {file: file.read_text(encoding="utf-8") for file in files}
-    assert all(text.startswith("# ") for text in texts.values())
+    assert [file.name for file, text in texts.items() if not text.startswith("# ")] == []  # says what it trains
     assert sum(bool(line.strip()) for text in texts.values() for line in text.splitlines()) <= 1200
     assert max(len(_with_parents(file)) for file in files) == 3
 

@@ -43,7 +43,9 @@ def test_recipe_builds(name: str, tmp_path: Path) -> None:
     target = small_target("qwen3" if name.startswith("qwen3") else "llama", layers, vocabulary)
     drafter = load_drafter_class(recipe.drafter.kind).from_target(target, recipe.drafter.options)
     decoder = drafter.decoder(16)
-    decoder.start(torch.tensor([1, 2, 3]), torch.zeros(3, 32 * len(drafter.feature_layers)))
+    features = torch.zeros(3, 32 * len(drafter.feature_layers))
+    decoder.start(torch.tensor([1, 2, 3]), features)
+    decoder.observe(torch.tensor([4]), features[-1:])
     stepwise = isinstance(decoder, StepwiseDecoder)
     drafted = decoder.begin() if stepwise else decoder.draft()
     columns = recipe.drafter.options.get("draft_vocab_size", vocabulary)
@@ -56,7 +58,8 @@ def test_smollm2_recipes_cover_every_kind_and_share_one_dataset() -> None:
     """`compare` distils once for recipes with equal target, data and seed, and measures them together."""
     recipes = [load_recipe(name) for name in RECIPES if name.startswith(SMOLLM2)]
     kinds = {file.stem for file in (ROOT / "models" / "drafters").glob("*.py") if file.stem != "__init__"}
-    assert {recipe.drafter.kind for recipe in recipes} == kinds
+    kinds -= {recipe.drafter.kind for recipe in recipes}
+    assert {f"recipes/{SMOLLM2}-{kind}.yaml" for kind in kinds} == set(), "recipes that are missing"
     assert len({recipe.model_dump_json(include={"seed", "target", "data"}) for recipe in recipes}) == 1
     joint = joint_recipe(recipes, "table")
     _check_comparable(recipes, "table")

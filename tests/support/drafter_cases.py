@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.drafter import Drafter, label_all_groups
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.train.drafter import parity
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer
 # Every mechanism that an option enables, once, combined with independent ones.
@@ -110,7 +111,9 @@ FREQUENT = datasets.Dataset.from_dict(
 # By default a lattice is a quarter as wide, and labels of 61 tokens are rarely among 8 candidates.
 TINY = {"lilicorr": {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": 30}}
 CASES = [
-    (kind, {**TINY.get(kind, {}), **options}) for kind in drafter_kinds() for options in [{}, *VARIANTS.get(kind, [])]
+    (kind, {**TINY.get(kind, {}), **options})
+    for kind in drafter_kinds()
+    for options in [{}, *VARIANTS.get(kind, [{"draft_vocab_size": 40}])]
 ]
 # Row weights that depend on their group.
 BY_GROUPS: list[tuple[str, dict[str, Any]]] = [
@@ -153,16 +156,8 @@ def group_hidden(drafter: Drafter, ids: Tensor, features: Tensor) -> Tensor:
 
 
 def drafted_logits(drafter: Drafter, decoder: Any, ids: Tensor, newest: int) -> Tensor:
-    """[G, V] after the token at `newest`, following the true tokens where the drafter reads drafted ones."""
-    if not isinstance(decoder, StepwiseDecoder):
-        return decoder.draft()
-    rows, parent = [decoder.begin()[0]], 0
-    for depth in range(1, min(drafter.config.num_depths, len(ids) - newest)):
-        token = int(ids[newest + depth])
-        # The true token's sibling comes first: it must not affect the true one.
-        rows.append(decoder.expand([(token + 1) % VOCABULARY, token], [parent, parent])[1])
-        parent += 2
-    return torch.stack(rows)
+    """Return logits [G, V] after the token at `newest`, where the drafter reads drafted tokens after the true ones."""
+    return torch.stack([*parity.drafted_logits(drafter, decoder, ids[newest + 1 :], VOCABULARY)])
 
 
 def greedy_logits(decoder: Any, depths: int) -> Tensor:

@@ -81,7 +81,7 @@ def worst_difference(
         for end in prefixes:
             decoder.observe(ids_s[begin:end], features_sf[begin - 1 : end - 1])
             begin = end
-            for depth, logits_v in enumerate(_drafted(drafter, decoder, ids_s[end:], vocabulary), start=1):
+            for depth, logits_v in enumerate(drafted_logits(drafter, decoder, ids_s[end:], vocabulary), start=1):
                 size = _scaled_difference(training_gsv[depth - 1, end - 1], logits_v)
                 differences.append(Difference(end, depth, size))
     return max(differences, key=lambda difference: difference.size)
@@ -162,12 +162,20 @@ def loop_like_prefixes(length: int) -> list[int]:
     return prefixes
 
 
-def _drafted(
+def drafted_logits(
     drafter: Drafter, decoder: DrafterDecoder | StepwiseDecoder, following_s: Tensor, vocabulary: int
 ) -> Iterator[Tensor]:
-    """Yield logits [V] of depths 1, 2, ...; a stepwise drafter is given the true tokens that follow."""
+    """Yield logits [V] of depths 1, 2, ...; a stepwise drafter is given the true tokens that follow.
+
+    Raises:
+        TypeError: The decoder has `begin`, and lacks other members of a `StepwiseDecoder`.
+        ValueError: The decoder drafts another number of depths than its config has.
+    """
     num_depths, all_tokens = drafter.config.num_depths, partial(decoder.columns.widened, elsewhere=-torch.inf)
     if not isinstance(decoder, StepwiseDecoder):
+        if hasattr(decoder, "begin"):
+            missing = [name for name in ("num_depths", "expand") if not hasattr(decoder, name)]
+            raise TypeError(f"{type(decoder).__name__} has begin() as a StepwiseDecoder, but no {', '.join(missing)}")
         drafted_gv = decoder.draft()
         if len(drafted_gv) != num_depths:
             raise ValueError(f"draft() gives {len(drafted_gv)} depths, config.num_depths is {num_depths}")

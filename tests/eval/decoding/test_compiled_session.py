@@ -207,6 +207,7 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog
     assert "running without" not in caplog.text
 
 
+@torch.inference_mode()
 def drafts(drafter: Any, decoder: Any, rounds: list[int]) -> list[torch.Tensor]:
     """Return the logits of the last draft after a prompt of 20 tokens and rounds that commit `rounds` tokens each."""
     generator = torch.Generator().manual_seed(1)

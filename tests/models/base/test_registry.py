@@ -1,6 +1,7 @@
-"""Untrusted drafter folders: values that would exhaust memory or break trees are refused."""
+"""Kinds by name, and untrusted drafter folders: values that would exhaust memory or break trees are refused."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_target
 
+import draftsmith.models.drafters
 from draftsmith.errors import UserError
 from draftsmith.eval.commands.artifacts import resolve_tuned
+from draftsmith.models.base import registry
 from draftsmith.models.base.registry import load_drafter_class, read_drafter
 from draftsmith.recipes.schema import MethodConfig
 
@@ -95,3 +98,30 @@ def test_tuned_tree_too_large_for_a_session_is_refused(tmp_path: Path, target: A
     change(folder, tuned_tree=tree)
     with pytest.raises(UserError, match="key `tuned_tree` holds no valid tree: delete that key"):
         resolve_tuned(MethodConfig(name="x", tree="tuned"), folder)
+
+
+NO_LINE = r"/mine.py has no line `DRAFTER = YourClass`"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("class Mine(MedusaDrafter):\n    pass\n", NO_LINE),
+        ("DRAFTER: type[MedusaDrafter] = MedusaDrafter\n", NO_LINE),
+        (
+            "class Mine(MedusaDrafter):\n    pass\n\nDRAFTER = Mine\n",
+            r"mine.py: Mine.config_class is .*Config, whose model_type is `draftsmith-medusa`: .* `draftsmith-mine`$",
+        ),
+    ],
+)
+def test_incomplete_file_of_a_kind_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
+) -> None:
+    """With another `model_type` a drafter could be trained, and not be loaded."""
+    text = f"from draftsmith.models.drafters.medusa import MedusaDrafter\n\n\n{text}"
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.setattr(registry, "DRAFTERS", tmp_path)
+    monkeypatch.setattr(draftsmith.models.drafters, "__path__", [str(tmp_path)])
+    with pytest.raises(UserError, match=sentence):
+        load_drafter_class("mine")
+    sys.modules.pop("draftsmith.models.drafters.mine", None)

@@ -140,6 +140,7 @@ def test_drafting_with_a_vocabulary_smaller_than_the_branching(kind: str, tree: 
             assert drafted.ids == generate(session, Autoregressive(), prompt, sampling, 30).ids
         features = torch.zeros(LENGTH, len(drafter.feature_layers) * 32, dtype=torch.float64)
         method.start(list(range(LENGTH)), features)
+        method.observe([LENGTH], features[-1:])
         nodes = method.propose().tokens[1:]
     assert nodes
     assert set(nodes) <= {5, 7, 9}

@@ -106,7 +106,8 @@ def test_tree_equals_its_paths(prefix_attention: bool) -> None:
     batch = random_batch(target, 1)
     ids, features = batch["input_ids"][0], batch["features"][0]
     decoder = drafter.decoder(LENGTH)
-    decoder.start(ids[:6], features[:6])
+    decoder.start(ids[:5], features[:5])
+    decoder.observe(ids[5:6], features[4:5])
     decoder.begin()
     # Nodes 1, 2, 3 below the root; 4 below 2; then in one call 5 below 1 and 6 below the root.
     grown = [*decoder.expand([7, 8, 9], [0, 0, 0]), *decoder.expand([10], [2]), *decoder.expand([11, 12], [1, 0])]

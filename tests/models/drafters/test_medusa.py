@@ -5,19 +5,12 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
-from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models.drafters.medusa import MedusaDrafter
 from draftsmith.models.target.features import target_features
 
 HIDDEN = 32
-
-
-def tiny_medusa(target: PreTrainedModel, **options: Any) -> MedusaDrafter:
-    drafter = tiny_drafter_of("medusa", target, **{"num_heads": 3, **options})
-    assert isinstance(drafter, MedusaDrafter)
-    return drafter
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -35,19 +28,15 @@ def test_every_head_starts_as_the_targets(model_type: str, lm_heads: str) -> Non
         assert torch.equal(logits[:, j, 1:], own[:, :-1])
 
 
-def test_first_token_has_no_previous_feature() -> None:
-    """A prompt of one token is drafted from zeros, as group 0 in training."""
-    target = tiny_target()
-    drafter = tiny_medusa(target)
-    batch = random_batch(target, 1)
-    ids, features = batch["input_ids"], batch["features"]
-    decoder = drafter.decoder(LENGTH)
-    with pytest.raises(ValueError, match="call start"):
-        decoder.draft()
-    decoder.start(ids[0, :1], features[0, :1])
-    with torch.no_grad():
-        expected = drafter.group_logits(ids, torch.zeros_like(features))[0, :, 0]
-    torch.testing.assert_close(decoder.draft(), expected)
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_draft_needs_an_observed_token(kind: str) -> None:
+    """The last sequence's state is not left to the first draft of the next."""
+    decoder: Any = tiny_drafter_of(kind, tiny_target()).decoder(LENGTH)
+    for _ in range(2):
+        decoder.start(torch.tensor([5, 9]), torch.randn(2, HIDDEN))
+        with pytest.raises(ValueError, match=r"call observe\(\) first"):
+            (decoder.begin if kind == "hydra" else decoder.draft)()
+        decoder.observe(torch.tensor([7]), torch.randn(1, HIDDEN))
 
 
 def test_lm_head_with_a_bias_can_only_be_shared() -> None:

@@ -24,7 +24,7 @@ def test_prompt_and_first_token_in_one_draft() -> None:
     torch.testing.assert_close(decoder.draft(), training[:, 30], atol=1e-5, rtol=1e-5)
     decoder.observe(ids[31:59], features[30:58])
     torch.testing.assert_close(decoder.draft(), training[:, 58], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="call start"):
+    with pytest.raises(ValueError, match="call observe"):
         decoder.draft()
 
 

@@ -39,9 +39,9 @@ def test_draft_equals_the_targets_forward(model_type: str) -> None:
     with torch.no_grad():
         own_logits = target(batch["input_ids"]).logits[0]
         training = drafter.group_logits(batch["input_ids"], batch["features"])[0]
-    decoder, end = drafter.decoder(LENGTH), 4
+    decoder, end = drafter.decoder(LENGTH), 3
     decoder.start(ids[:end], features[:end])
-    for size in (0, 1, 3, 2):
+    for size in (1, 1, 3, 2):
         decoder.observe(ids[end : end + size], features[end - 1 : end + size - 1])
         end += size
         draft = decoder.draft()

@@ -192,12 +192,12 @@ def features_of(drafter: Drafter) -> Tensor:
 
 
 def check_drafts(drafter: Drafter, expected: Tensor) -> None:
-    """Check the logits [depths, V'] of a chain along the true tokens after NEWEST."""
+    """Check the logits of a chain along the true tokens after NEWEST; `expected` are [depths, V']."""
     features, decoder = features_of(drafter), drafter.decoder(IDS.shape[1])
     decoder.start(IDS[0, :3], features[:3])
     decoder.observe(IDS[0, 3 : NEWEST + 1], features[2:NEWEST])
     drafted = drafted_logits(drafter, decoder, IDS[0], NEWEST)[: len(expected)]
-    torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(drafted, drafter.vocab.widen(expected), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
