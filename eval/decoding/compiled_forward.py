@@ -92,10 +92,9 @@ class CompiledForward:
         if not isinstance(places, Tensor):
             places = self._model.cache.columns(0, self._device)[places : places + len(ids)]
         # Copies, not views: what is compiled may depend on where in a larger tensor an input begins.
-        inputs = (ids[None], positions[None], places)
+        inputs = [ids[None], positions[None], places, mask]
         if not self.is_static:
-            return self._dynamic(*(part.clone() for part in inputs), mask)
-        inputs = (*inputs, mask)
+            return self._dynamic(*(part.clone() for part in inputs[:3]), mask)
         call = self._static_call(self._forward, False, len(ids), lambda: [part.clone() for part in inputs])
         for held, given in zip(call.inputs, inputs, strict=True):
             held.copy_(given)
