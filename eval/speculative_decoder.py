@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
 from draftsmith.eval.bench.costs import MeasuredCosts
+from draftsmith.eval.bench.measured_methods import compile_decoder
 from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
-from draftsmith.eval.decoding.session import TargetSession
+from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.cpu_kernels import pack_linears
@@ -28,6 +29,7 @@ from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig
 
 DEFAULT_LENGTH_TOKENS = 1024
+COSTS_TOKENS = 64  # of the first prompt, after which the costs of rounds are measured
 CHAIN = MethodConfig(name="chain")
 
 
@@ -42,7 +44,7 @@ class SpeculativeDecoder:
         tree: The draft tree, as a row of `eval.methods`.
         max_length_tokens: Most tokens of a prompt with its answer; by default 1024, or the target's limit if it is
             lower.
-        lenience: Below 1 the answers are not the target's any more (arXiv 2211.17192, A.5).
+        seed: Of sampled answers.
 
     Raises:
         UserError: The target cannot be decoded with trees, or the tree is invalid.
@@ -66,11 +68,12 @@ class SpeculativeDecoder:
                 pack_linears(model)
         self.generator = torch.Generator(target.device).manual_seed(seed)
         self.method: Method = Autoregressive()
+        self.session = open_session(target, length, compiles=None)
         if drafter is None:
-            self.session = TargetSession(target, length)
             return
-        self.method = build_tree_drafter(tree, drafter.decoder(length), sampling, self.generator)
-        self.session = TargetSession(target, length, drafter.feature_layers)
+        decoder = compile_decoder(drafter.decoder(length), target.device, compiles=None)
+        self.method = build_tree_drafter(tree, decoder, sampling, self.generator)
+        self.session.read_layers(drafter.feature_layers)
 
     def ask(
         self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None
@@ -93,7 +96,8 @@ class SpeculativeDecoder:
         Raises:
             UserError: Prompt and answer are longer than `max_length_tokens`.
         """
-        MeasuredCosts(self.session, prompt_ids).set_costs(self.method)  # with the first prompt, once
+        self.session.check_room(prompt_ids, max_new_tokens)
+        MeasuredCosts(self.session, prompt_ids[:COSTS_TOKENS]).set_costs(self.method)  # with the first prompt, once
         return generate(
             self.session,
             self.method,

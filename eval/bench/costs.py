@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 from draftsmith.eval.bench.measured_methods import Arm
 from draftsmith.eval.decoding.generate import generate
@@ -39,8 +40,9 @@ class MeasuredCosts:
     """Costs of rounds after a prompt, measured when they are first needed; the session's KV cache is overwritten."""
 
     def __init__(self, session: TargetSession, prompt: list[int]) -> None:
-        self._session, self._prompt = session, prompt
-        self._by_decoder: dict[int, RoundCosts] = {}
+        # Half of the session remains for the answer whose drafts are timed.
+        self._session, self._prompt = session, prompt[: max(1, session.max_length_tokens // 2)]
+        self._by_decoder = WeakKeyDictionary[SequenceDecoder, RoundCosts]()
 
     @cached_property
     def curve(self) -> Curve:
@@ -55,9 +57,9 @@ class MeasuredCosts:
         if not isinstance(method, TreeDrafter) or method.adaptive is None or method.adaptive.costs is not None:
             return
         decoder = method.decoder
-        if id(decoder) not in self._by_decoder:
-            self._by_decoder[id(decoder)] = self._round_costs(decoder)
-        method.adaptive.costs = self._by_decoder[id(decoder)]
+        if decoder not in self._by_decoder:
+            self._by_decoder[decoder] = self._round_costs(decoder)
+        method.adaptive.costs = self._by_decoder[decoder]
 
     def _round_costs(self, decoder: SequenceDecoder) -> RoundCosts:
         """Measure the cost of a draft, and of each further level if it is drafted level by level."""
@@ -78,7 +80,7 @@ def verify_curve(session: TargetSession, prompt: list[int]) -> Curve:
     Returns:
         (number of nodes with the root, median seconds of a forward over that many nodes), ascending, never falling.
     """
-    sizes = [size for size in (1, *(size + 1 for size in SIZES)) if len(prompt) + size <= session.max_length_tokens]
+    sizes = [1, *(size + 1 for size in SIZES)]
     session.prefill(prompt)
     trees = {size: DraftTree([prompt[-1]] * size, bushy(size)) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
@@ -100,7 +102,7 @@ def bushy(size: int) -> TreeShape:
 def draft_seconds(
     session: TargetSession, decoder: SequenceDecoder, depth: int | None, prompt: list[int], new_tokens: int
 ) -> float:
-    """Measure the mean seconds of a draft of `depth` depths (None: all), over the rounds of one answer."""
+    """Measure the mean seconds of a draft of `depth` depths (None: all), over an answer's rounds after the first."""
     recipe = MethodConfig(name="x", tree="best_first", nodes=12, branch=4, max_depth=depth)
     out = generate(session, build_tree_drafter(recipe, decoder, Sampling()), prompt, Sampling(), new_tokens)
-    return out.draft_s / max(1, out.rounds)
+    return out.usual_draft_s / max(1, out.rounds)

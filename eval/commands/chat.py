@@ -126,16 +126,16 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     """
     model, tokenizer, drafters = load_models(recipe)
     length = session_tokens(model, LONGEST_TOKENS)
-    methods = measured_methods(recipe, drafters, model, tokenizer, length)
+    methods = measured_methods(recipe, drafters, model, tokenizer, length)[:2]
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     answers: list[ChatAnswer] = []
     with open_session(model, length, recipe.eval.compile) as session:
         hello = prompt_token_ids(tokenizer, [Turn("user", "Hello")])
         measure_round_costs(session, methods, hello)
-        for measured in methods[:2]:  # compile now: in the first answer it would lower the tokens/s
+        for measured in methods:  # compile now: in the first answer it would lower the tokens/s
             measured.answer(session, hello, min(WARM_UP_TOKENS, length - len(hello)), end_ids)
             measured.generator.manual_seed(recipe.seed)
-        talk = Chat(session, tokenizer, methods[:2], end_ids, new_tokens)
+        talk = Chat(session, tokenizer, methods, end_ids, new_tokens)
         console.print(LEGEND)
         console.print(Text(HELP, style="dim"))
         paste_as_one_message()

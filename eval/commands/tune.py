@@ -158,7 +158,7 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     prompts = [(task[name], ids) for name, ids in first_turns]
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(len(ids) for _, ids in prompts) + new_tokens
-    decoder = compile_decoder(recipe, drafter.decoder(length))
+    decoder = compile_decoder(drafter.decoder(length), target.device, recipe.eval.compile)
     # The models are loaded outside inference mode: packed layers need their weights' version counters.
     with torch.inference_mode(), open_session(target, length, recipe.eval.compile) as session:
         session.read_layers(drafter.feature_layers)

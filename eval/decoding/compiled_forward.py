@@ -22,6 +22,7 @@ from torch import Tensor
 from draftsmith.models.compiling import BACKEND, StaticCall, compiled, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.cached_model import CachedModel
+from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import aligned, write_numbers
 from draftsmith.models.fused_projections import fuse_projections
 
@@ -75,6 +76,8 @@ class CompiledForward:
             # Sequences come and go: few sizes, as each is compiled.
             one_sequence = self.same_size and self._model.cache.sequences == 1
             known = aligned(num_rows) if one_sequence else padded_rows(num_rows)
+            # The cache has room for the largest tree with its root, and for no padding after it.
+            known = max(num_rows, min(known, LONGEST_TREE_NODES + 1))
             self.sizes = [known] if self.same_size else sorted([*self.sizes, known])
         return known
 
@@ -89,11 +92,11 @@ class CompiledForward:
         if not isinstance(places, Tensor):
             places = self._model.cache.columns(0, self._device)[places : places + len(ids)]
         # Copies, not views: what is compiled may depend on where in a larger tensor an input begins.
-        inputs = [part.clone() for part in (ids[None], positions[None], places)]
+        inputs = [ids[None], positions[None], places, mask]
         if not self.is_static:
-            return self._dynamic(*inputs, mask)
-        call = self._static_call(self._forward, False, len(ids), lambda: [*inputs, mask.clone()])
-        for held, given in zip(call.inputs, (*inputs, mask), strict=True):
+            return self._dynamic(*(part.clone() for part in inputs[:3]), mask)
+        call = self._static_call(self._forward, False, len(ids), lambda: [part.clone() for part in inputs])
+        for held, given in zip(call.inputs, inputs, strict=True):
             held.copy_(given)
         return self._kept(call)
 

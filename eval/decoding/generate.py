@@ -47,6 +47,7 @@ class AnswerRecord:
     round_s: seconds of each round, of which the four phases below are the parts.
     first_token_s: from the prompt to its first token; prefill_s: to the beginning of the first round.
     draft_s, verify_s, choose_s, commit_s: drafting; the target's forward over the tree; choosing the path; keeping it.
+    first_draft_s: of draft_s, the first round's, in which the drafter reads the prompt; None: not recorded.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -66,6 +67,7 @@ class AnswerRecord:
     verify_s: float = 0.0
     choose_s: float = 0.0
     commit_s: float = 0.0
+    first_draft_s: float | None = None
 
     @property
     def rounds(self) -> int:
@@ -74,6 +76,13 @@ class AnswerRecord:
     @property
     def accepted_drafts(self) -> int:
         return sum(self.draft_lengths)
+
+    @property
+    def usual_draft_s(self) -> float:
+        """Return the seconds of drafting if the first round's draft took as long as the others in the mean."""
+        if self.first_draft_s is None or self.rounds < 2:
+            return self.draft_s
+        return (self.draft_s - self.first_draft_s) * self.rounds / (self.rounds - 1)
 
     def add_round(self, tree: DraftTree, verification: Verification, kept: int, columns: TokenColumns) -> None:
         """Count a round of which `kept` tokens belong to the answer; `columns` are what the method can draft."""
@@ -94,8 +103,9 @@ class AnswerRecord:
 class Round:
     """Result of one round: draft, verification and commit.
 
-    logits: [N, V] of the target at the tree's nodes. kept: the number of committed tokens (those of the accepted path's
-    nodes, then the target's own) that belong to the answer. The i-th of them was decided at the path's i-th node.
+    logits: [N, V] of the target at the tree's nodes; a compiled target's next forward may overwrite them. kept: the
+    number of committed tokens (those of the accepted path's nodes, then the target's own) that belong to the answer.
+    The i-th of them was decided at the path's i-th node.
     features: [a+1, F] of the target at the path's nodes: row i predicted the i-th committed token.
     """
 
@@ -228,7 +238,7 @@ def generate(
     Neither holds with a lenience below 1, see `draftsmith.eval.trees.verify`.
 
     Args:
-        generator: For the target's draws; the method has its own.
+        generator: For the target's draws; usually shared with the method.
         stop: A new one for each answer.
         on_round: Called at the end of every round; its time counts to the commit.
 
@@ -251,6 +261,7 @@ def generate(
     phases = np.diff(clock.seconds()).reshape(-1, 4)  # of each round
     record.round_s = phases.sum(1).tolist()
     record.draft_s, record.verify_s, record.choose_s, record.commit_s = phases.sum(0).tolist()
+    record.first_draft_s = float(phases[:1, 0].sum())
     return record
 
 

@@ -1,4 +1,4 @@
-"""What the loop asks of a way of proposing tokens: three calls. It does not know which one it runs.
+"""A drafting method: `start`, `propose` and `observe`, and optionally `read_logits`.
 
 Shapes: P prompt, n newly committed tokens, F features (those of the session's layers, one after the other), N tree
 nodes, V vocabulary.

@@ -239,7 +239,8 @@ class TargetSession:
         sizes = [len(tree) for _, tree in trees]
         ends = [lengths[number] + size for (number, _), size in zip(trees, sizes, strict=True)]
         if max(ends) > self.cache.longest_tokens:
-            raise UserError(f"a draft tree of {max(sizes)} nodes is too large: use at most {LONGEST_TREE_NODES}")
+            drafted = max(sizes) - 1
+            raise UserError(f"a draft tree of {drafted} draft tokens is too large: use at most {LONGEST_TREE_NODES}")
         if self.model.states is not None:
             return [self._run_chain(trees[0][1], self.model.states)]
         # Beyond a sliding window each type of layer has its own mask, for which no graph was compiled.

@@ -47,14 +47,21 @@ from draftsmith.recipes.schema import MethodConfig
 
 
 def build_tree_drafter(
-    recipe: MethodConfig, decoder: SequenceDecoder, sampling: Sampling, generator: torch.Generator | None = None
+    recipe: MethodConfig,
+    decoder: SequenceDecoder,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+    adaptive: AdaptiveTree | None = None,
 ) -> TreeDrafter:
     """Build the method of a drafter's decoder with the tree of a recipe's method.
+
+    Args:
+        adaptive: For `tree: adaptive`: what is known of earlier answers by this decoder. None: nothing.
 
     Raises:
         UserError: The static paths are no tree.
     """
-    adaptive = AdaptiveTree() if recipe.tree == "adaptive" else None
+    adaptive = (adaptive or AdaptiveTree()) if recipe.tree == "adaptive" else None
     builder = tree_builder(recipe, decoder, adaptive)
     lookup_nodes = recipe.nodes if recipe.lookup else 0
     return TreeDrafter(recipe.name, decoder, builder, sampling, generator, lookup_nodes, adaptive)
@@ -92,6 +99,8 @@ class TreeDrafter(Method):
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
         if self._lookup is not None:
             self._lookup.start(prompt_ids)
+        if self.adaptive is not None:
+            self.adaptive.start()
         self.decoder.start(to_device(prompt_ids, features.device), features)
 
     def propose(self) -> DraftTree:

@@ -11,9 +11,10 @@ tau_by_context       tau by the number of tokens before the round, of prompt and
                      tau_by_position: of the answer alone
 over_tasks           means over tasks of each task's pooled tau and speedup (all runs together), with intervals, if
                      there are two tasks or more. They are then the headline, by which methods are ordered and chosen
-t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds
+t_draft, ...         seconds of a round's phases (see `AnswerRecord`), medians over questions of means over rounds;
+                     t_draft without each answer's first draft, which reads the prompt
 loop efficiency      measured decoding speedup / (tau * t_target_step / (t_draft + t_verify_forward)): below 1 by the
-                     overhead of the loop's Python code; decoding = without the prefill
+                     overhead of the loop's Python code and by first drafts; decoding = without the target's prefill
 cost ratio           t_draft / t_target_step, of a whole round
 seeds                `recipe/method`, `recipe-seed-1/method`, ...: the same recipe trained with several seeds
 
@@ -271,7 +272,7 @@ def _timing_row(pairs: list[Pair]) -> Row:
     baselines = [baseline for _, _, baseline in pairs]
     turns, first = _turns(answers), answers[0]
     t_target_s = _median_per_round(baselines, lambda turn: turn.verify_s)
-    t_draft_s = _median_per_round(answers, lambda turn: turn.draft_s)
+    t_draft_s = _median_per_round(answers, lambda turn: turn.usual_draft_s)
     t_verify_s = _median_per_round(answers, lambda turn: turn.verify_s)
     tau = sum(sum(turn.accept_lengths) for turn in turns) / sum(turn.rounds for turn in turns)
     predicted = tau * t_target_s / (t_draft_s + t_verify_s)

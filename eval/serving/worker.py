@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.errors import reason
+from draftsmith.errors import UserError, reason
 from draftsmith.eval.bench.costs import MeasuredCosts
 from draftsmith.eval.bench.measured_methods import compile_decoder, load_models
 from draftsmith.eval.decoding.generate import AnswerRecord, Generation, Round, decode_round
@@ -32,12 +33,15 @@ from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.decoding.stop_strings import GrowingText, StopMatcher
 from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.trees.adaptive import AdaptiveTree
+from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 
+MOST_SAMPLINGS = 64  # whose adaptive trees are remembered
 LONGEST_TOKENS = 4096  # of a prompt with its answer, unless the target's context is shorter
 STOPS_WITHIN_S = 0.5  # how long an idle worker waits for a job before it checks for `stop`
 
@@ -90,14 +94,14 @@ class Job:
 class Running:
     """An answer that is being generated.
 
-    layers: feature layers of the drafter at its start. features: of the committed tokens, from these layers, as tensors
-    [n, F] in order. text: what was sent. counted: False for warm-up.
+    layers: feature layers of the drafter at its start; None after a drafter with others. features: of the committed
+    tokens, from these layers, as tensors [n, F] in order. text: what was sent. counted: False for warm-up.
     """
 
     job: Job
     generation: Generation
     growing: GrowingText
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None
     features: list[Tensor]
     started_s: float
     counted: bool
@@ -135,7 +139,7 @@ class Worker:
         concurrency: Number of concurrent answers, each with its KV cache.
 
     Raises:
-        UserError: The target or the drafter cannot be loaded.
+        UserError: The target or the drafter cannot be loaded, or the method has a lenience below 1.
     """
 
     def __init__(
@@ -147,8 +151,13 @@ class Worker:
         concurrency: int = 1,
     ) -> None:
         self.recipe, self.on_answer, self._get_newer = recipe, on_answer, get_newer
+        if (method := recipe.eval.methods[0]).lenience < 1:
+            raise UserError(
+                f"eval.methods, {method.name}: with lenience {method.lenience:g} answers would not be the target's, "
+                "which a server promises: leave lenience out"
+            )
         self.target, self.tokenizer, drafters = load_models(recipe)
-        ((_, self.drafter),) = drafters.items()
+        ((_, drafter),) = drafters.items()
         self.length = session_tokens(self.target, LONGEST_TOKENS)
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
         self.jobs: queue.Queue[Job] = queue.Queue(queue_length)
@@ -169,7 +178,7 @@ class Worker:
         Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
         self._session = open_session(self.target, self.length, recipe.eval.compile, concurrency)
-        self._decoder = compile_decoder(recipe, self.drafter.decoder(self.length))
+        self._set_drafter(drafter)
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)
 
@@ -253,14 +262,19 @@ class Worker:
                 return
             drafter = load_drafter(folder, self.target)
             pack_linears(drafter)
-            self._decoder = compile_decoder(self.recipe, drafter.decoder(self.length))
+            self._set_drafter(drafter)
         except Exception:  # of any kind: the server continues with the current drafter
             logger.exception("the newer drafter could not be loaded; the current one stays")
             return
-        self.drafter = drafter
         self._measure()
         self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
+
+    def _set_drafter(self, drafter: Drafter) -> None:
+        self._decoder = compile_decoder(drafter.decoder(self.length), self.target.device, self.recipe.eval.compile)
+        self.drafter = drafter
+        # Adaptive trees learn from answer to answer; of few samplings, as each request may have its own.
+        self._adaptive_of = lru_cache(MOST_SAMPLINGS)(lambda _: AdaptiveTree())
 
     def _get_free_sequence(self) -> int:
         """Return the number of a free sequence of the session."""
@@ -308,7 +322,9 @@ class Worker:
     def _set_method(self, running: Running, is_alone: bool) -> None:
         """Set the next round's method: the drafter if the answer runs alone and started with its feature layers."""
         generation, method = running.generation, running.generation.method
-        decoder = self._decoder if is_alone and running.layers == self.drafter.feature_layers else None
+        if running.layers != self.drafter.feature_layers:
+            running.layers = None  # for good: some features may be of the other layers
+        decoder = self._decoder if is_alone and running.layers else None
         if decoder is (method.decoder if isinstance(method, TreeDrafter) else None):
             return
         features = torch.cat(running.features)
@@ -317,7 +333,8 @@ class Worker:
             method = Autoregressive()
         else:
             recipe = self.recipe.eval.methods[0]
-            method = build_tree_drafter(recipe, decoder, generation.sampling, generation.generator)
+            adaptive = self._adaptive_of(generation.sampling)
+            method = build_tree_drafter(recipe, decoder, generation.sampling, generation.generator, adaptive)
             self._costs.set_costs(method)  # already measured by `_measure`
         *ids, newest = *running.job.prompt_ids, *generation.record.ids  # the newest is not in the KV cache yet
         method.start(ids, features)

@@ -88,9 +88,13 @@ class AdaptiveTree:
         self._promised = [PRIOR_ACCEPTED] * BINS
         self._accepted = [PRIOR_ACCEPTED] * BINS
         self._share = [1.0] * BINS  # accepted / promised; cached, as it is read dozens of times per round
-        self._tree: DraftTree | None = None
         self._rounds = 0
         self._tokens, self._spent = 0.0, 0.0  # tokens and cost of all rounds since `costs` were set
+        self.start()
+
+    def start(self) -> None:
+        """Begin a sequence: forget the last round, which `observe` was not called for if it ended an answer."""
+        self._tree: DraftTree | None = None
         self._levels = 0  # levels drafted in this round, level by level
 
     @property

@@ -103,7 +103,7 @@ def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
     heap: list[tuple[float, int, int, int, int]] = []
     arrivals = 0
     place, source = 0, 0
-    while True:
+    while len(tokens) <= nodes:
         hit = lookup.find(paths[place])
         children = () if source < 0 else tree.children(source)
         hit_log = -math.inf if hit is None else lookup.log_probability(hit.length)
@@ -116,7 +116,7 @@ def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
         if hit is not None:
             heapq.heappush(heap, (-log_confidence[place] - hit_log, arrivals, place, hit.token, -1))
             arrivals += 1
-        if not heap or len(tokens) > nodes:
+        if not heap:
             break
         cost, _, parent, token, source = heapq.heappop(heap)
         place = len(tokens)

@@ -14,9 +14,9 @@ with p, and the residual is not changed. Then no token is more likely than p / l
 
 Pure: no model and no cache. All randomness goes through a `Chooser`, so that `enumeration.py` can run this very code
 for every outcome. On a GPU the host waits once for a greedy verdict, and for that of a sampled chain, which is decided
-at all nodes in one pass; for a sampled tree, of which only the nodes on the path are looked at, once for each tried
-draw and once for the last token, 10 to 20 us each. Where nobody waits, one pass would draw, or sort for top-p, at every
-node for nothing: on a CPU many times the work.
+at all nodes in one pass. Of other trees only the nodes on the path are looked at: it waits once for each of these if
+the tree is deterministic, else for each tried draw and for the last token, 10 to 20 us each. Where nobody waits, one
+pass would draw, or sort for top-p, at every node for nothing: on a CPU many times the work.
 
 Shapes: N tree nodes (root included), V vocabulary. p = target, q = drafter.
 """
@@ -24,7 +24,7 @@ Shapes: N tree nodes (root included), V vocabulary. p = target, q = drafter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -293,15 +293,16 @@ def verify(
     if lenience < 1:
         return _verify_greedy_leniently(tree, logits, lenience)
     best_n, tokens = largest(logits), tree.tokens
-    return verify_greedy(tree, tokens.read_with(best_n) if isinstance(tokens, DeviceTokens) else best_n.tolist())
+    best = tokens.read_with(best_n) if isinstance(tokens, DeviceTokens) else best_n.tolist()
+    return follow(tree, best.__getitem__)
 
 
-def verify_greedy(tree: DraftTree, argmax_ids: list[int]) -> Verification:
-    """Follow, from the root, the child that equals the target's most likely token [N] at its parent."""
+def follow(tree: DraftTree, choose: Callable[[int], int]) -> Verification:
+    """Follow, from the root, the child that equals the target's token at its parent, which `choose` returns."""
     tokens, children = tree.tokens, tree.shape.children
     path = [0]
     while True:
-        next_token = argmax_ids[path[-1]]
+        next_token = choose(path[-1])
         for child in children[path[-1]]:
             if tokens[child] == next_token:
                 path.append(child)
@@ -325,7 +326,13 @@ def _verify_greedy_leniently(tree: DraftTree, logits: Tensor, lenience: float) -
 
 
 def walk(tree: DraftTree, logits: Tensor, sampling: Sampling, chooser: Chooser, lenience: float = 1.0) -> Verification:
-    """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`."""
+    """Verify the tree by rejection sampling, from the root down. Arguments as in `verify`.
+
+    Where q is a point mass, a child x is accepted with probability p(x), and otherwise p without x remains (Leviathan
+    et al.): one draw from p, which is followed if a child has the drawn token, has the same distribution.
+    """
+    if tree.q is None and lenience == 1:
+        return follow(tree, lambda node: int(chooser.draw(sampling.probabilities(logits[node]))))
     if isinstance(tree.tokens, DeviceTokens) and tree.q is not None:
         return _walk_chain(tree.tokens, tree.q, logits, sampling, chooser, lenience)
     path = [0]

@@ -6,6 +6,7 @@ import pytest
 from support.tiny_models import tiny_parallel, tiny_target
 from support.tiny_runs import save_target
 
+from draftsmith.errors import UserError
 from draftsmith.eval.bench import costs
 from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
@@ -42,6 +43,23 @@ def test_costs_of_adaptive_trees_are_measured_with_the_first_prompt(monkeypatch:
         assert known is not None
         decoder.answer(PROMPT, 8)
         assert decoder.method.adaptive.costs is known
+
+
+def test_refused_prompt_leaves_costs_to_be_measured_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs after a prompt that fills the session but for one token are whole too."""
+    monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
+    target = tiny_target()
+    adaptive = MethodConfig(name="x", tree="adaptive", nodes=6, branch=3)
+    with SpeculativeDecoder(target, None, tiny_parallel(target), adaptive, max_length_tokens=32) as decoder:
+        with pytest.raises(UserError, match="a prompt of 32 tokens and an answer of 1 do not fit into a session of 32"):
+            decoder.answer([5] * 32, 1)
+        decoder.answer([5] * 31, 1)
+        assert isinstance(decoder.method, TreeDrafter)
+        assert decoder.method.adaptive is not None
+        known = decoder.method.adaptive.costs
+        assert known is not None
+        assert [size for size, _ in known.verify] == [1, *(size + 1 for size in costs.SIZES)]
+        assert known.draft > 0
 
 
 def test_question_needs_a_tokenizer(tmp_path: Path) -> None:

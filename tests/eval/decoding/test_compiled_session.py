@@ -115,6 +115,15 @@ def test_features_of_each_method(static: bool) -> None:
         torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("same_size", [True, False])
+def test_tree_of_the_most_nodes_fits_at_the_end(same_size: bool) -> None:
+    target, compiler = tiny_target(), Compiler("eager", is_static=True, same_size=same_size)
+    tree = DraftTree([7] * 257, TreeShape.of((-1, *[0] * 256)))
+    with TargetSession(target, 40, compiler=compiler) as session:
+        session.prefill([5] * 40)
+        assert len(session.forward_tree(tree).logits) == 257
+
+
 def test_tree_larger_than_any_known_runs_without_compilation() -> None:
     target = tiny_target()
     torch.compiler.set_stance("fail_on_recompile")

@@ -97,11 +97,17 @@ def test_a_sampled_chain_waits_once(kind: str) -> None:
     assert waits_and_calls(kind, "chain", Sampling(1.0, top_p=0.9))[:2] == (1, 0)
 
 
-@pytest.mark.parametrize("tree", ["static", "best_first", "adaptive"])
-def test_a_sampled_tree_waits_for_every_draw_that_is_tried(tree: str) -> None:
+def test_a_sampled_tree_waits_for_every_draw_that_is_tried() -> None:
     """Between three times, where the first draw is accepted and the last, and six in the mean."""
-    back, sent, *_ = waits_and_calls("parallel", tree, Sampling(1.0))
+    back, sent, *_ = waits_and_calls("parallel", "static", Sampling(1.0))
     assert 3 <= back < 6
+    assert sent == 0
+
+
+@pytest.mark.parametrize("tree", ["best_first", "adaptive"])
+def test_a_deterministic_tree_at_t_1_waits_for_the_draft_and_each_committed_token(tree: str) -> None:
+    back, sent, (ids, trees), _ = waits_and_calls("parallel", tree, Sampling(1.0))
+    assert back == pytest.approx(1 + (len(ids) - 1) / len(trees))
     assert sent == 0
 
 

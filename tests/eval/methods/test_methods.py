@@ -21,7 +21,7 @@ from draftsmith.eval.methods.lookahead import Lookahead
 from draftsmith.eval.methods.ngram import NgramModel
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.methods.registry import DecodingSetting, make_method
-from draftsmith.eval.trees.verify import DraftTree, verify_greedy
+from draftsmith.eval.trees.verify import DraftTree, follow
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
@@ -161,7 +161,7 @@ class TestLookahead:
         def accepted_tokens() -> list[int]:
             tree = method.propose()
             next_ids = {20: 1, 1: 4, 4: 7}
-            verification = verify_greedy(tree, [next_ids.get(token, 0) for token in tree.tokens])
+            verification = follow(tree, lambda node: next_ids.get(tree.tokens[node], 0))
             return [tree.tokens[node] for node in verification.path[1:]]
 
         assert accepted_tokens() == accepted

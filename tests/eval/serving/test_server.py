@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -26,6 +27,7 @@ from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError, read_api_key
 from draftsmith.eval.commands.cli import app
+from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.serving import protection, server, worker
 from draftsmith.eval.serving.api import application
 from draftsmith.eval.serving.protection import LARGEST_BODY_BYTES, Guard
@@ -36,13 +38,14 @@ from draftsmith.eval.serving.worker import (
     Job,
     Piece,
     RequestCancelled,
+    Running,
     Worker,
     count_held_characters,
 )
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import MethodConfig, Recipe
 
 KEY = "secret-key"
 QUESTIONS = [f"What does {name} do?" for name in ("os.path.join", "json.dumps", "re.match", "time.sleep", "sorted")]
@@ -489,6 +492,55 @@ def test_worker_ends_immediately_despite_a_full_queue(recipe: Recipe) -> None:
     assert worker.jobs.empty()
     with pytest.raises(RequestCancelled):
         worker.submit(Job([5, 6, 7], 9, Sampling(), 0, (), told.put))
+
+
+def test_lenience_is_refused(recipe: Recipe) -> None:
+    lenient = recipe.model_copy(deep=True)
+    lenient.eval.methods[0].lenience = 0.5
+    with pytest.raises(UserError, match=r"eval\.methods, tree: with lenience 0\.5 .* leave lenience out"):
+        Worker(lenient, 2)
+
+
+def answer_alone(worker: Worker, question: str, tokens: int = NEW_TOKENS) -> Running:
+    """Answer without another request, in this thread."""
+    ids = prompt_token_ids(worker.tokenizer, [Turn("user", question)])
+    running = worker._start_answer(Job(ids, tokens, Sampling(), 0, (), lambda _: None))
+    while not running.generation.finished:
+        worker._round([running])
+    worker._running.clear()
+    return running
+
+
+def test_adaptive_trees_learn_from_answer_to_answer(recipe: Recipe) -> None:
+    adaptive = recipe.model_copy(deep=True)
+    adaptive.eval.methods[0] = MethodConfig(name="tree", tree="adaptive", nodes=6, branch=3)
+    worker = Worker(adaptive, 2)
+    counted = 0
+    for question in QUESTIONS[:3]:
+        running = answer_alone(worker, question)
+        method = running.generation.method
+        assert isinstance(method, TreeDrafter)
+        assert method.adaptive is not None
+        counted += running.generation.record.rounds - 1  # nothing observes the last round
+        assert method.adaptive._rounds == counted
+
+
+def test_drafters_with_other_layers_come_and_go_during_an_answer(
+    recipe: Recipe, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(recipe, 2)
+    own, rounds = worker.drafter, [0]
+    round_of = worker._round
+
+    def changing(answers: Any) -> None:
+        rounds[0] += 1
+        worker.drafter = SimpleNamespace(feature_layers=(0, -1)) if rounds[0] == 2 else own  # type: ignore[assignment]
+        worker._session.read_layers(worker.drafter.feature_layers)
+        round_of(answers)
+
+    monkeypatch.setattr(worker, "_round", changing)
+    assert answer_alone(worker, QUESTIONS[0]).generation.record.ids == greedy[QUESTIONS[0]]
+    assert rounds[0] > 3
 
 
 @pytest.mark.slow

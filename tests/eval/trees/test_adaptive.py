@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from support.half_right import HalfRightDecoder, HalfRightStepwiseDecoder, greedy_reference
 from support.tiny_models import VOCABULARY, tiny_target
 
@@ -118,6 +119,21 @@ def test_rate_counts_all_rounds_with_their_drafted_levels() -> None:
     assert adaptive.rate == pytest.approx((1 + 3) / (1.2 + STEADY.of(3, levels=3) + STEADY.of(3)))
 
 
+def test_new_answer_does_not_count_the_round_that_ended_the_last() -> None:
+    """An answer's only round is not observed; the next answer's first token is none of its draft."""
+    recipe = MethodConfig(name="x", tree="adaptive", nodes=3, branch=2)
+    method = build_tree_drafter(recipe, HalfRightStepwiseDecoder([1] * 60, VOCABULARY), GREEDY)
+    assert method.adaptive is not None
+    method.adaptive.costs = STEADY
+    features = torch.zeros(1, 4)
+    for first_token in (5, 6):
+        method.start([1], features)
+        method.observe([first_token], features)
+        assert method.adaptive.rate == 1 / STEADY.of(2)
+        assert all(method.adaptive.probability(math.log(p)) == pytest.approx(p) for p in (0.9, 0.4, 0.01))
+        method.propose()
+
+
 def answered(decoder_of: Any, round_costs: RoundCosts | None, lookup_nodes: int = 0) -> tuple[AnswerRecord, list[int]]:
     target = tiny_target().double()
     prompt = [5, 6, 7, 8]
@@ -161,6 +177,21 @@ def test_costs_are_measured_once_per_decoder(monkeypatch: pytest.MonkeyPatch) ->
     assert parallel.verify == grown.verify
     assert [size for size, _ in parallel.verify] == [1, *(size + 1 for size in costs.SIZES)]
     assert parallel.level == 0 < parallel.draft
+
+
+def test_costs_of_a_decoder_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next decoder may have its id."""
+    monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
+    recipe, known = MethodConfig(name="x", tree="adaptive"), list[RoundCosts | None]()
+    with TargetSession(tiny_target(), 96) as session:
+        measured = costs.MeasuredCosts(session, [5, 6, 7])
+        for _ in range(3):
+            method = build_tree_drafter(recipe, HalfRightDecoder([1] * 60, VOCABULARY), GREEDY)
+            assert method.adaptive is not None
+            measured.set_costs(method)
+            known.append(method.adaptive.costs)
+            del method
+    assert len(set(map(id, known))) == 3
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "ngram"}, {"kind": "draft_model"}])

@@ -8,7 +8,7 @@ from support.table_decoder import DepthsDecoder, leaf_paths
 
 from draftsmith.errors import UserError
 from draftsmith.eval.methods.drafter import BestFirstBuilder, ChainBuilder, StaticBuilder
-from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, Verification, verify_greedy
+from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, Verification, follow
 from draftsmith.models.sampling import Sampling
 
 GREEDY = Sampling()
@@ -42,8 +42,8 @@ def test_only_candidates_are_accepted() -> None:
     tree = DraftTree([7, 1, 2, 3], TreeShape.of((-1, 0, 0, 1), num_candidates=2))
     assert tree.shape.attention_mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert leaf_paths(tree) == [[0, 2], [0, 1, 3]]
-    assert verify_greedy(tree, [1, 3, 0, 0]) == Verification([0, 1], 3)
-    assert verify_greedy(tree, [2, 3, 0, 0]) == Verification([0], 2)
+    assert follow(tree, [1, 3, 0, 0].__getitem__) == Verification([0, 1], 3)
+    assert follow(tree, [2, 3, 0, 0].__getitem__) == Verification([0], 2)
     cut = DraftTree([7, 1, 5, 2], TreeShape.of((-1, 0, 1, 0), num_candidates=3)).cut_to_depth(1)
     assert (cut.tokens, cut.parents, cut.children(0)) == ([7, 1, 2], (-1, 0, 0), (1,))
 
