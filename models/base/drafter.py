@@ -22,7 +22,7 @@ from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
 from draftsmith.models.base.options import Credit
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
-from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
+from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, active, depth_labels, document_starts
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 from draftsmith.models.target_logits import LogitShape, logit_shape
@@ -157,8 +157,17 @@ class Drafter(WithoutEmbeddings):
 
     def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
         """Return the groups of a batch: its labels, and the rows that are computed for them."""
+        if position_ids is not None:  # no label is in another document than its group
+            loss_mask = loss_mask.masked_fill(document_starts(position_ids.expand_as(input_ids)), 0)
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
+        # The sequences of a batch follow each other in one for attention, so that padding costs nothing.
+        in_documents = getattr(self.config, "attention", None) == "folded" and len(input_ids) > 1
+        active_brs = self.active_rows(labels_bgs)
+        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
+
+    def active_rows(self, labels_bgs: Tensor) -> Tensor:
+        """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
+        return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
@@ -193,8 +202,7 @@ class Drafter(WithoutEmbeddings):
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
             features: [B, S, F] of the target, AT each token.
             loss_mask: [B, S], 1 at tokens that may be predicted.
-            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on, and at their
-                first token a `loss_mask` of 0.
+            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on.
             teacher_features: [B, S, D] that the LM head reads, if the loss compares with the target's distribution and
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up

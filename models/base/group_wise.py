@@ -29,7 +29,7 @@ from draftsmith.models.decoding.decoders import (
 )
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
-from draftsmith.models.groups.layout import Groups, active, depth_labels, previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -154,17 +154,6 @@ class GroupWiseDrafter(Drafter):
         return self.config.init == "target" and self.config.layers == "target"
 
     # ---- training ----
-
-    def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        # The sequences of a batch follow each other in one for attention, so that padding costs nothing.
-        in_documents = self.config.attention == "folded" and len(input_ids) > 1
-        active_brs = self.active_rows(labels_bgs)
-        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
-
-    def active_rows(self, labels_bgs: Tensor) -> Tensor:
-        """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
-        return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
     def features_read(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the features of the target that a training step reads, [B, S, F]."""

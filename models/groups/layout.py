@@ -109,7 +109,8 @@ def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) 
 def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:
     """Return labels [B, G, S]: of depth j+1 at t, x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
 
-    A run of ones in the mask is one assistant turn, so no label crosses the end of a turn.
+    A run of ones is an answer, or a part of one (`data.loops`, `data.reasoning`): no label crosses a token without
+    loss, so the G-1 groups before a hole lack deep labels.
     """
     batch, length = input_ids_bs.shape
     labels = input_ids_bs.new_full((batch, num_depths, length), IGNORED_LABEL)
@@ -141,7 +142,7 @@ class Groups:
     def of(
         input_ids: Tensor,
         labels_bgs: Tensor,
-        active_brs: Tensor | None = None,
+        active_brs: Tensor,
         position_ids: Tensor | None = None,
         first_token: bool = True,
         in_documents: bool = False,
@@ -151,13 +152,12 @@ class Groups:
         Args:
             input_ids: [B, S].
             labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
-            active_brs: [B, R, S] bool, by default `active(labels_bgs)`. If R > G, a group has rows at all depths but
-                the first, or none; if no group has any, one is added.
+            active_brs: [B, R, S] bool. If R > G, a group has rows at all depths but the first, or none; if no group has
+                any, one is added.
             position_ids: [B, S], which start again at each document of packed sequences.
             first_token: Whether documents have a row for their first token.
             in_documents: Join the sequences of a batch to one too, each as one document or several.
         """
-        active_brs = active(labels_bgs) if active_brs is None else active_brs
         batch, num_rows, length = active_brs.shape
         shape = (batch, num_rows, length)
         first_depth = num_rows - labels_bgs.shape[1]

@@ -127,13 +127,10 @@ def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`.
-
-    A document's first token carries no loss: nothing comes before it, so it is never predicted.
-    """
+    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`."""
     return {
         "input_ids": np.concatenate([row["input_ids"] for row in rows]),
-        "loss_mask": np.concatenate([[0, *row["loss_mask"][1:]] for row in rows]),
+        "loss_mask": np.concatenate([row["loss_mask"] for row in rows]),
         "position_ids": np.concatenate([np.arange(len(row["input_ids"])) for row in rows]),
     }
 
