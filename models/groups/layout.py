@@ -155,11 +155,12 @@ class Groups:
             active_brs: [B, R, S] bool. If R > G, a group has rows at all depths but the first, or none; if no group has
                 any, one is added.
             position_ids: [B, S], which start again at each document of packed sequences.
-            first_token: Whether documents have a row for their first token.
+            first_token: Whether documents have a row for their first token; sequences of one token have it.
             in_documents: Join the sequences of a batch to one too, each as one document or several.
         """
         batch, num_rows, length = active_brs.shape
         shape = (batch, num_rows, length)
+        first_token = first_token or length == 1
         first_depth = num_rows - labels_bgs.shape[1]
         starts_bs = None
         if position_ids is not None:

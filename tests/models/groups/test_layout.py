@@ -1,11 +1,15 @@
 """Labels of groups by hand; training computes only the active rows, which does not change the result."""
 
+from typing import Any
+
 import pytest
 import torch
-from support.tiny_models import LENGTH, random_batch, tiny_parallel, tiny_target
+from support.tiny_models import LENGTH, random_batch, tiny_drafter_of, tiny_parallel, tiny_target
 
 from draftsmith.models.base.group_wise import MaskOptions
 from draftsmith.models.groups.layout import Groups, active, depth_labels
+
+WITHOUT = {"first_token": False}
 
 
 def test_labels_and_rows_by_hand() -> None:
@@ -60,6 +64,21 @@ def test_batch_without_labels_keeps_one_row(first_token: bool) -> None:
     assert (groups.index_n.tolist(), groups.counts_r, groups.labelled_m.tolist()) == (
         [int(not first_token)], [1, 0, 0], [],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dflash", {}), ("dflash2", {}), ("dspark", {}), ("lilicorr", {}), ("eagle3", WITHOUT), ("peagle", WITHOUT)],
+)
+@pytest.mark.parametrize("documents", [1, 2])
+def test_documents_of_one_token_have_no_loss(kind: str, options: dict[str, Any], documents: int) -> None:
+    """Alone and packed, their only token is never predicted, whatever the loss mask says."""
+    target = tiny_target(num_hidden_layers=4)
+    drafter, ids = tiny_drafter_of(kind, target, **options).train(), torch.full((1, documents), 7)
+    features, teacher = drafter.training_features(target, ids)
+    output = drafter(ids, features, torch.ones_like(ids), torch.zeros_like(ids), teacher)
+    output.loss.backward()
+    assert (output.loss.item(), output.depth_count.sum().item()) == (0.0, 0)
 
 
 def test_no_label_is_in_another_document() -> None:
