@@ -93,15 +93,17 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """Return a token that texts hardly contain: the target's padding token, or the last one of its vocabulary."""
+    """Return the target's padding token, or the last one of its vocabulary; targets often pad with an end token."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
     return padding if padding is not None and 0 <= padding <= last else last
 
 
 def _mask_token(token: int | None, info: ValidationInfo) -> int:
-    last = (info.context or {}).get("vocab_size", 1) - 1
+    config = info.context or {}
+    last, ends = config.get("vocab_size", 1) - 1, config.get("eos_token_id")
     if token is None:
-        return rarest_token(info.context or {})
+        is_end = config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends])
+        return last if is_end else rarest_token(config)
     if not 0 <= token <= last:
         raise ValueError(f"must be a token id from 0 to {last}")
     return token
@@ -112,8 +114,8 @@ MaskTokenId = Annotated[
     int | None,
     AfterValidator(_mask_token),
     Field(
-        description="id of the token whose embedding every [MASK] reads, preferably one that never occurs in text; by "
-        "default the target's padding token, or the last one of its vocabulary"
+        description="id of the token whose embedding every [MASK] reads, preferably one that is in no text; by default "
+        "the padding token if it is no end token, or the vocabulary's last one"
     ),
 ]
 
