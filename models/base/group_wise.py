@@ -134,7 +134,8 @@ def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
 class GroupWiseDrafter(Drafter):
     """Base of drafters that are trained on groups.
 
-    A kind defines the inputs of rows (`real_inputs`, `mask_inputs`), the layers and the loss.
+    A kind defines the inputs of rows (`real_inputs`, `mask_inputs`); it may replace the layers and add an
+    `auxiliary_loss`.
     """
 
     layers: nn.ModuleList
