@@ -31,11 +31,11 @@ V vocabulary, V' columns of the logits, W tree nodes of a call.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -59,15 +59,20 @@ def _divides_the_hidden_size(size: int, info: ValidationInfo) -> int:
 
 
 def within_the_vocabulary(count: int, info: ValidationInfo) -> int:
-    vocabulary = (info.context or {}).get("vocab_size", count)
+    vocabulary, drafted = (info.context or {}).get("vocab_size", count), info.data.get("draft_vocab_size")
     if count > vocabulary:
         raise ValueError(f"must be at most the target's vocabulary of {vocabulary}")
+    if drafted is not None and count > drafted:
+        raise ValueError(f"must be at most `draft_vocab_size`, {drafted}")
     return count
 
 
-class ConvolutionOptions(DFlashConfig.Options):
-    """Options of all kinds with convolutions around their sublayers."""
+class CandidateOptions(DFlashConfig.Options):
+    """Options of all kinds with convolutions around their sublayers, and scores of candidates."""
 
+    markov_rank: Annotated[Literal[0], one_message("must be 0: the candidates' scores read the token before")] = Field(
+        0, description="always 0: the candidates' scores read the previous token instead"
+    )
     conv_kernel_size: int = Field(
         2,
         ge=1,
@@ -84,28 +89,20 @@ class ConvolutionOptions(DFlashConfig.Options):
 class DFlash2Config(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash2"
 
-    class Options(ConvolutionOptions):
+    class Options(CandidateOptions):
         """The keys of `drafter.options` in a recipe."""
 
         selector_rank: int = Field(256, ge=1, description="rank of the selector (published: 256)")
         selector_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             16,
             ge=1,
+            validate_default=True,
             description="number of candidates per row among which the selector chooses (published: 16; llama.cpp "
             "needs k(k + 1) of at most the hidden size)",
         )
         selector_weight: float = Field(
             1.0, gt=0, description="weight of the selector's loss, relative to 1 for the loss of the drafts"
         )
-        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector is what reads the token before")] = (
-            Field(0, description="always 0: in place of a Markov head, the selector reads the previous token")
-        )
-
-        @model_validator(mode="after")
-        def _enough_to_choose_from(self) -> Self:
-            if self.draft_vocab_size is not None and self.selector_top_k > self.draft_vocab_size:
-                raise ValueError(f"`selector_top_k` must be at most `draft_vocab_size`, {self.draft_vocab_size}")
-            return self
 
 
 class GroupedConvolution(nn.Module):
