@@ -50,7 +50,7 @@ class HeadRows:
     depth_m: Tensor
     before_m: Tensor  # place of the token before each label, see `Groups.labels`
     tokens_m: Tensor  # that token
-    rows_m: Tensor  # the labels' rows of the head, see `DraftVocab.rows_of`
+    column_m: Tensor  # the labels' columns of the logits, see `DraftVocab.columns_of`
     mask_m: Tensor  # 1 for the rows with loss, see `DraftVocab.mask_of`
     weights_m: Tensor  # of the rows' losses, by depth
     linear: nn.Linear
@@ -221,14 +221,14 @@ class Drafter(WithoutEmbeddings):
         shares_g = as_tensor_like(options.depth_shares, hidden_nd)
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
-            tokens_m, rows_m = groups.input_ids.flatten()[before_m], vocab.rows_of(label_m)
-            mask_m = vocab.mask_of(rows_m, shares_g.dtype)
+            tokens_m, column_m = groups.input_ids.flatten()[before_m], vocab.columns_of(label_m)
+            mask_m = vocab.mask_of(column_m, shares_g.dtype)
             counts_g = None if label_counts is None else label_counts[1]
             weights_m = weigh_by_depth(shares_g, depth_m, mask_m, counts_g)
             result = head_loss(
                 normed_md,
                 linear,
-                rows_m,
+                column_m,
                 weights_m if options.credit is None else None,
                 options.loss,
                 vocab.teacher(features_pd, before_m, mass_p),
@@ -237,7 +237,9 @@ class Drafter(WithoutEmbeddings):
                 is_reduced=vocab.is_reduced,
                 needs_acceptance=self.needs_acceptance,
             )
-            rows = HeadRows(place_m, depth_m, before_m, tokens_m, rows_m, mask_m, weights_m, linear, normed_md, result)
+            rows = HeadRows(
+                place_m, depth_m, before_m, tokens_m, column_m, mask_m, weights_m, linear, normed_md, result
+            )
             heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
         return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, options.credit)
 
@@ -355,7 +357,7 @@ def sum_losses(
         result = rows.result
         depths.append(rows.depth_m)
         slots.append(groups.token_n[rows.place_m] * num_depths + rows.depth_m)
-        nats.append(result.cross_entropy_n.masked_fill(rows.rows_m < 0, float("inf")))
+        nats.append(result.cross_entropy_n.masked_fill(rows.column_m < 0, float("inf")))
         correct.append(result.correct_n)
         losses.append(weight * result.loss)
         terms.append((slots[-1], weight * result.losses_n, rows.weights_m))

@@ -288,7 +288,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         scored = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
         columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in scored]
         scores_mk = self.scores_after(of_labels, rows.tokens_m)
-        is_label_mk = columns_mk == rows.rows_m[:, None]
+        is_label_mk = columns_mk == rows.column_m[:, None]
         is_inside_m, rank_m = is_label_mk.any(-1), is_label_mk.int().argmax(-1)
         correct_m = is_inside_m & (scores_mk.argmax(-1) == rank_m)
         is_inside_r = is_inside_m.new_zeros(len(columns_rk)).index_copy(0, slot_m, is_inside_m)
@@ -337,7 +337,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         before_agk = torch.cat([torch.full_like(tokens_agk[:, :1], ANY_TOKEN), tokens_agk[:, :-1]], dim=1)
         return columns_agk, log_q_agk, scores_agkk, before_agk
 
-    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+    def score_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         logits = self.vocab.logits(normed)
         log_q, columns = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype)).topk(self.config.lattice_top_k)
         columns_agk, log_q_agk, normed_agd = (each.reshape(-1, *each.shape[-2:]) for each in (columns, log_q, normed))

@@ -208,20 +208,15 @@ class Groups:
         return self.index_n // self.shape[2] % self.shape[1]
 
     @cached_property
-    def column_n(self) -> Tensor:
-        """Return the position [N] of each row's newest token in its sequence of the batch."""
-        return self.index_n % self.shape[2]
-
-    @cached_property
     def token_n(self) -> Tensor:
         """Return the index [N] of each row's newest token among the batch's P = B * S tokens."""
-        return self.index_n // (self.shape[1] * self.shape[2]) * self.shape[2] + self.column_n
+        return self.index_n // (self.shape[1] * self.shape[2]) * self.shape[2] + self.index_n % self.shape[2]
 
     @cached_property
     def position_n(self) -> Tensor:
         """Return the rows' position ids [N]: a mask or a drafted token comes after its group's newest token."""
         if self.position_ids is None:
-            return self.column_n + self.depth_n
+            return self.token_n % self.shape[2] + self.depth_n
         batch, _, length = self.shape
         return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.depth_n
 

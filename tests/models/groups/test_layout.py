@@ -18,7 +18,7 @@ def test_labels_and_rows_by_hand() -> None:
     expected = [[-100, 12, 13, -100, 15, -100, -100], [-100, 13, -100, -100, -100, -100, -100], [-100] * 7]
     assert labels[0].tolist() == expected
     groups = Groups.of(torch.arange(10, 17)[None], labels, active(labels))
-    found = list(zip(groups.depth_n.tolist(), groups.column_n.tolist(), strict=True))
+    found = list(zip(groups.depth_n.tolist(), groups.token_n.tolist(), strict=True))
     assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
     assert groups.position_n.tolist() == [0, 1, 2, 3, 4, 2]
     # Depth, label and previous token of groups 1, 2 and 4, and of group 1 at depth 2.
@@ -122,4 +122,4 @@ def test_first_token_of_a_later_document_has_no_place_without_first_tokens() -> 
     positions = torch.tensor([[0, 0, 1, 2, 3]])
     groups = Groups.of(labels[:, 0], labels, active(labels), positions, first_token=False)
     assert groups.documents is not None
-    assert (groups.documents[0].tolist(), groups.column_n.tolist()) == ([0, 0, 2], [2, 3])
+    assert (groups.documents[0].tolist(), groups.token_n.tolist()) == ([0, 0, 2], [2, 3])
