@@ -170,14 +170,6 @@ at::Tensor norm(const at::Tensor& rows, const at::Tensor& weight, double eps, bo
   return out;
 }
 
-// Parts [R, D] side by side, each divided by its root mean square and times a weight [D] where it has one, times a packed
-// weight [N, parts * D]: [R, N].
-at::Tensor fused(
-    const std::vector<at::Tensor>& parts, const std::vector<std::optional<at::Tensor>>& norms, double eps,
-    const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias) {
-  return linear(normed_parts(parts, norms, eps, packed), packed, outputs, bias);
-}
-
 constexpr int64_t FEW_LOGITS = 1 << 16;  // one thread has read them before another begins
 
 // The `count` largest of each row [R, V] of logits, the first of equals first: their columns, and the logarithms of
@@ -334,7 +326,6 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("pack(Tensor weight) -> Tensor");
   library.def("linear(Tensor rows, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("norm(Tensor rows, Tensor weight, float eps, bool rounds_twice) -> Tensor");
-  library.def("fused(Tensor[] parts, Tensor?[] norms, float eps, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("most_likely(Tensor logits, int count) -> Tensor");
   library.def("largest(Tensor logits) -> Tensor");
   library.def("cross_entropy(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!) is_largest) -> ()");
@@ -346,7 +337,6 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("pack", pack);
   library.impl("linear", linear);
   library.impl("norm", norm);
-  library.impl("fused", fused);
   library.impl("most_likely", most_likely);
   library.impl("largest", largest);
   library.impl("cross_entropy", cross_entropy);

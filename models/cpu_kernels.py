@@ -276,22 +276,6 @@ class FastNorm(nn.RMSNorm):
         return torch.ops.draftsmith.norm(x, self.weight, self.eps, False)
 
 
-def can_fuse(linear: nn.Linear, rows: Tensor) -> bool:
-    """Return True if `fused` supports this linear layer with rows [R, ...] of one sequence."""
-    known = isinstance(linear, PackedLinear) and rows.dtype == linear.weight.dtype and not torch.is_grad_enabled()
-    return known and rows.dim() == 2 and len(rows) <= MOST_ROWS
-
-
-def fused(parts: Sequence[Tensor], norms: Sequence[nn.RMSNorm], linear: nn.Linear) -> Tensor:
-    """Return [R, N] of a packed linear layer over parts [R, D] next to each other, each through its norm first."""
-    assert isinstance(linear, PackedLinear)
-    linear.pack()
-    weights = [norm.weight for norm in norms]
-    return torch.ops.draftsmith.fused(
-        parts, weights, norms[0].eps, linear.packed, linear.out_features, linear.packed_bias
-    )
-
-
 def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
     """Return the columns [R, count] of the largest of each row of logits [R, V], and their log probabilities."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels():

@@ -156,16 +156,16 @@ class DraftVocab:
 
     # ---- losses ----
 
-    def rows_of(self, labels_m: Tensor) -> Tensor:
-        """Return rows of the head [M] for tokens [M], -100 for those that it does not have."""
+    def columns_of(self, labels_m: Tensor) -> Tensor:
+        """Return the columns of the logits [M] for tokens [M], -100 for those that a head does not have."""
         if not self.is_reduced:
             return labels_m
         t2d = self._drafter.t2d
         return (t2d.cumsum(0) - 1).masked_fill(~t2d, IGNORED_LABEL)[labels_m]
 
-    def mask_of(self, rows_m: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a mask [M] of the rows with loss, given `rows_of(labels)`; without teacher, those with a label."""
-        has_label_m = rows_m >= 0
+    def mask_of(self, column_m: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a mask [M] of the rows with loss, given `columns_of(labels)`; without teacher, those with a label."""
+        has_label_m = column_m >= 0
         return (torch.ones_like(has_label_m) if has_teacher(self._drafter.config.loss) else has_label_m).to(dtype)
 
     def teacher(self, features_pd: Tensor | None, token_m: Tensor, mass_p: Tensor | None) -> Teacher | None:

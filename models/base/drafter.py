@@ -22,7 +22,7 @@ from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.draft_vocab import DraftVocab, MarkovHead
 from draftsmith.models.base.options import GroupWeighting
 from draftsmith.models.decoding.decoders import DrafterDecoder, StepwiseDecoder
-from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, depth_labels
+from draftsmith.models.groups.layout import IGNORED_LABEL, Groups, active, depth_labels, document_starts
 from draftsmith.models.loss import DrafterOutput, HeadLoss, as_tensor_like, has_teacher, head_loss, safe_denominator
 from draftsmith.models.target.features import FINAL_FEATURES, required_layers, split_features, target_features
 from draftsmith.models.target_logits import LogitShape, logit_shape
@@ -50,7 +50,7 @@ class HeadRows:
     depth_m: Tensor
     before_m: Tensor  # place of the token before each label, see `Groups.labels`
     tokens_m: Tensor  # that token
-    rows_m: Tensor  # the labels' rows of the head, see `DraftVocab.rows_of`
+    column_m: Tensor  # the labels' columns of the logits, see `DraftVocab.columns_of`
     mask_m: Tensor  # 1 for the rows with loss, see `DraftVocab.mask_of`
     weights_m: Tensor  # of the rows' losses, by depth
     linear: nn.Linear
@@ -165,8 +165,17 @@ class Drafter(WithoutEmbeddings):
 
     def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
         """Return the groups of a batch: its labels, and the rows that are computed for them."""
+        if position_ids is not None:  # no label is in another document than its group
+            loss_mask = loss_mask.masked_fill(document_starts(position_ids.expand_as(input_ids)), 0)
         labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        return Groups.of(input_ids, labels_bgs, position_ids=position_ids)
+        # The sequences of a batch follow each other in one for attention, so that padding costs nothing.
+        in_documents = getattr(self.config, "attention", None) == "folded" and len(input_ids) > 1
+        active_brs = self.active_rows(labels_bgs)
+        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
+
+    def active_rows(self, labels_bgs: Tensor) -> Tensor:
+        """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
+        return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
@@ -202,8 +211,7 @@ class Drafter(WithoutEmbeddings):
             input_ids: [B, S], padded on the right if at all: then causal order alone keeps padding out.
             features: [B, S, F] of the target, AT each token.
             loss_mask: [B, S], 1 at tokens that may be predicted.
-            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on, and at their
-                first token a `loss_mask` of 0.
+            position_ids: [B, S], 0..S-1 by default; packed documents each have their own, from 0 on.
             teacher_features: [B, S, D] that the LM head reads, if the loss compares with the target's distribution and
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
@@ -222,14 +230,14 @@ class Drafter(WithoutEmbeddings):
         shares_g, weighting = as_tensor_like(options.depth_shares, hidden_nd), options.group_weighting
         for linear, place_m, normed_md in self.head_inputs(groups, hidden_nd):
             depth_m, label_m, before_m = groups.labels(place_m)
-            tokens_m, rows_m = groups.input_ids.flatten()[before_m], vocab.rows_of(label_m)
-            mask_m = vocab.mask_of(rows_m, shares_g.dtype)
+            tokens_m, column_m = groups.input_ids.flatten()[before_m], vocab.columns_of(label_m)
+            mask_m = vocab.mask_of(column_m, shares_g.dtype)
             counts_g = None if label_counts is None else label_counts[1]
             weights_m = weigh_by_depth(shares_g, depth_m, mask_m, counts_g)
             result = head_loss(
                 normed_md,
                 linear,
-                rows_m,
+                column_m,
                 weights_m if weighting is None else None,
                 self.config.loss,
                 vocab.teacher(features_pd, before_m, mass_p),
@@ -238,7 +246,9 @@ class Drafter(WithoutEmbeddings):
                 is_reduced=vocab.is_reduced,
                 needs_acceptance=self.needs_acceptance,
             )
-            rows = HeadRows(place_m, depth_m, before_m, tokens_m, rows_m, mask_m, weights_m, linear, normed_md, result)
+            rows = HeadRows(
+                place_m, depth_m, before_m, tokens_m, column_m, mask_m, weights_m, linear, normed_md, result
+            )
             heads.append((rows, self.auxiliary_loss(rows, groups, hidden_nd, features_pd)))
         return sum_losses(groups, heads, self.head_weight, shares_g, label_counts, weighting, self.kept_shares)
 
@@ -358,7 +368,7 @@ def sum_losses(
         result = rows.result
         depths.append(rows.depth_m)
         slots.append(groups.token_n[rows.place_m] * num_depths + rows.depth_m)
-        nats.append(result.cross_entropy_n.masked_fill(rows.rows_m < 0, float("inf")))
+        nats.append(result.cross_entropy_n.masked_fill(rows.column_m < 0, float("inf")))
         correct.append(result.correct_n)
         losses.append(weight * result.loss)
         terms.append((slots[-1], weight * result.losses_n, rows.weights_m, rows.mask_m))

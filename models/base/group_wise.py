@@ -29,7 +29,7 @@ from draftsmith.models.decoding.decoders import (
 )
 from draftsmith.models.groups.attention import GroupAttention
 from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
-from draftsmith.models.groups.layout import Groups, active, depth_labels, previous_features
+from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
 
@@ -93,15 +93,17 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """Return a token that texts hardly contain: the target's padding token, or the last one of its vocabulary."""
+    """Return the target's padding token, or the last one of its vocabulary; targets often pad with an end token."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
     return padding if padding is not None and 0 <= padding <= last else last
 
 
 def _mask_token(token: int | None, info: ValidationInfo) -> int:
-    last = (info.context or {}).get("vocab_size", 1) - 1
+    config = info.context or {}
+    last, ends = config.get("vocab_size", 1) - 1, config.get("eos_token_id")
     if token is None:
-        return rarest_token(info.context or {})
+        is_end = config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends])
+        return last if is_end else rarest_token(config)
     if not 0 <= token <= last:
         raise ValueError(f"must be a token id from 0 to {last}")
     return token
@@ -112,8 +114,8 @@ MaskTokenId = Annotated[
     int | None,
     AfterValidator(_mask_token),
     Field(
-        description="id of the token whose embedding every [MASK] reads, preferably one that never occurs in text; by "
-        "default the target's padding token, or the last one of its vocabulary"
+        description="id of the token whose embedding every [MASK] reads, preferably one that is in no text; by default "
+        "the padding token if it is no end token, or the vocabulary's last one"
     ),
 ]
 
@@ -132,7 +134,8 @@ def layers_or(default: Callable[[int], list[int]]) -> AfterValidator:
 class GroupWiseDrafter(Drafter):
     """Base of drafters that are trained on groups.
 
-    A kind defines the inputs of rows (`real_inputs`, `mask_inputs`), the layers and the loss.
+    A kind defines the inputs of rows (`real_inputs`, `mask_inputs`); it may replace the layers and add an
+    `auxiliary_loss`.
     """
 
     layers: nn.ModuleList
@@ -154,17 +157,6 @@ class GroupWiseDrafter(Drafter):
         return self.config.init == "target" and self.config.layers == "target"
 
     # ---- training ----
-
-    def groups(self, input_ids: Tensor, loss_mask: Tensor, position_ids: Tensor | None = None) -> Groups:
-        labels_bgs = depth_labels(input_ids, loss_mask, self.config.num_depths)
-        # The sequences of a batch follow each other in one for attention, so that padding costs nothing.
-        in_documents = self.config.attention == "folded" and len(input_ids) > 1
-        active_brs = self.active_rows(labels_bgs)
-        return Groups.of(input_ids, labels_bgs, active_brs, position_ids, self.reads_first_token, in_documents)
-
-    def active_rows(self, labels_bgs: Tensor) -> Tensor:
-        """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
-        return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
 
     def features_read(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the features of the target that a training step reads, [B, S, F]."""

@@ -58,6 +58,13 @@ from draftsmith.recipes.schema import MOST_DEPTHS
 # Target types whose layers have the parts of Qwen 3's, with the same names and meaning.
 LIKE_QWEN3 = ("llama", "mistral", "qwen2", "qwen3")
 PUBLISHED_FEATURE_LAYERS = 5
+SampleFromAnchor = Annotated[
+    bool,
+    Field(
+        description="true: a row predicts the token after its position, so that a block drafts `block_size` tokens; "
+        "false: it predicts the token at its position, so that a block drafts one token less"
+    ),
+]
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -80,11 +87,7 @@ class DFlashConfig(DrafterConfig):
             6, ge=2, le=MOST_DEPTHS, description="rows of a block, including the newest token's (published: 7 to 16)"
         )
         num_layers: NumLayers = 3
-        sample_from_anchor: bool = Field(
-            False,
-            description="true: a row predicts the token after its position, so that a block drafts `block_size` "
-            "tokens; false: it predicts the token at its position, so that a block drafts one token less",
-        )
+        sample_from_anchor: SampleFromAnchor = False
         causal: bool = Field(
             False,
             description="inside a block a row attends only to itself and the rows before it (vLLM supports this, "

@@ -31,11 +31,11 @@ V vocabulary, V' columns of the logits, W tree nodes of a call.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -59,15 +59,20 @@ def _divides_the_hidden_size(size: int, info: ValidationInfo) -> int:
 
 
 def within_the_vocabulary(count: int, info: ValidationInfo) -> int:
-    vocabulary = (info.context or {}).get("vocab_size", count)
+    vocabulary, drafted = (info.context or {}).get("vocab_size", count), info.data.get("draft_vocab_size")
     if count > vocabulary:
         raise ValueError(f"must be at most the target's vocabulary of {vocabulary}")
+    if drafted is not None and count > drafted:
+        raise ValueError(f"must be at most `draft_vocab_size`, {drafted}")
     return count
 
 
-class ConvolutionOptions(DFlashConfig.Options):
-    """Options of all kinds with convolutions around their sublayers."""
+class CandidateOptions(DFlashConfig.Options):
+    """Options of all kinds with convolutions around their sublayers, and scores of candidates."""
 
+    markov_rank: Annotated[Literal[0], one_message("must be 0: the candidates' scores read the token before")] = Field(
+        0, description="always 0: the candidates' scores read the previous token instead"
+    )
     conv_kernel_size: int = Field(
         2,
         ge=1,
@@ -84,28 +89,20 @@ class ConvolutionOptions(DFlashConfig.Options):
 class DFlash2Config(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "dflash2"
 
-    class Options(ConvolutionOptions):
+    class Options(CandidateOptions):
         """The keys of `drafter.options` in a recipe."""
 
         selector_rank: int = Field(256, ge=1, description="rank of the selector (published: 256)")
         selector_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
             16,
             ge=1,
+            validate_default=True,
             description="number of candidates per row among which the selector chooses (published: 16; llama.cpp "
             "needs k(k + 1) of at most the hidden size)",
         )
         selector_weight: float = Field(
             1.0, gt=0, description="weight of the selector's loss, relative to 1 for the loss of the drafts"
         )
-        markov_rank: Annotated[Literal[0], one_message("must be 0: the selector is what reads the token before")] = (
-            Field(0, description="always 0: in place of a Markov head, the selector reads the previous token")
-        )
-
-        @model_validator(mode="after")
-        def _enough_to_choose_from(self) -> Self:
-            if self.draft_vocab_size is not None and self.selector_top_k > self.draft_vocab_size:
-                raise ValueError(f"`selector_top_k` must be at most `draft_vocab_size`, {self.draft_vocab_size}")
-            return self
 
 
 class GroupedConvolution(nn.Module):
@@ -202,7 +199,7 @@ class CandidateDrafter(DFlashDrafter):
         """Return the target's token ids of columns of the logits."""
         return columns if self.vocab.ids is None else self.vocab.ids[columns]
 
-    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+    def score_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs of `scores_after`, from final-normed rows of whole blocks and their newest c.
 
         Args:
@@ -215,7 +212,7 @@ class CandidateDrafter(DFlashDrafter):
         raise NotImplementedError
 
     def scores_after(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
-        """Return fp32 scores [N, K] of the candidates after the tokens before [N], given `rows_of` of N rows."""
+        """Return fp32 scores [N, K] of the candidates after the tokens before [N], given `score_inputs` of N rows."""
         raise NotImplementedError
 
     def path_logits(self, rows: Sequence[Tensor], before_n: Tensor) -> Tensor:
@@ -243,7 +240,7 @@ class CandidateDrafter(DFlashDrafter):
         place_m = groups.labelled_m
         _, _, before_m = groups.labels(place_m)
         normed_agd, context_ad, slot_m = self.blocks(groups, self.hidden_states(groups, features), place_m)
-        rows = [row.flatten(0, 1)[slot_m] for row in self.rows_of(normed_agd, context_ad)]
+        rows = [row.flatten(0, 1)[slot_m] for row in self.score_inputs(normed_agd, context_ad)]
         logits_mv = self.vocab.widen(self.path_logits(rows, groups.input_ids.flatten()[before_m]))
         return groups.on_grid(place_m, logits_mv, float("-inf"))[:, :, : input_ids.shape[1]]
 
@@ -251,7 +248,7 @@ class CandidateDrafter(DFlashDrafter):
         return num_rows * len(self.layers) * 4 * self.config.conv_kernel_size * self.config.hidden_size
 
     def block_outputs(self, hidden: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        return self.rows_of(self.norm(hidden), context)
+        return self.score_inputs(self.norm(hidden), context)
 
     def decoder(self, max_length_tokens: int) -> "CandidateDecoder":
         return CandidateDecoder(BlockDecoder(self, max_length_tokens), self)
@@ -271,8 +268,8 @@ class DFlash2Drafter(CandidateDrafter):
         self, rows: HeadRows, groups: Groups, hidden_nd: Tensor, features_pd: Tensor | None
     ) -> AuxiliaryLoss:
         """Return the selector's loss of the rows of the loss through the LM head, and whether its choice is right."""
-        linear, selector, rows_m = rows.linear, self.candidate_selector, rows.rows_m
-        known_m, labels_m = rows_m >= 0, rows_m.clamp(min=0)
+        linear, selector, column_m = rows.linear, self.candidate_selector, rows.column_m
+        known_m, labels_m = column_m >= 0, column_m.clamp(min=0)
         columns_mk = top_columns(rows.normed_md, linear, self.config.selector_top_k)
         missing_m = (columns_mk != labels_m[:, None]).all(-1)
         columns_mk[:, -1] = torch.where(missing_m, labels_m, columns_mk[:, -1])
@@ -287,7 +284,7 @@ class DFlash2Drafter(CandidateDrafter):
         of_selector = self.config.hidden_size + (self.config.selector_top_k + 3) * self.config.selector_rank
         return super().saved_values(num_rows, num_labels) + num_labels * of_selector
 
-    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+    def score_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         values, columns = self.vocab.logits(normed).topk(self.config.selector_top_k)
         return columns, values.to(softmax_dtype(values.dtype)), self.candidate_selector.gates(normed)
 

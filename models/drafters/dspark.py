@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
 from draftsmith.models.base.options import Loss
-from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.models.drafters.dflash import DFlashConfig, DFlashDrafter, SampleFromAnchor
 from draftsmith.models.groups.layout import Groups
 from draftsmith.recipes.schema import MOST_DEPTHS
 
@@ -45,11 +45,7 @@ class DSparkConfig(DFlashConfig):
             le=MOST_DEPTHS,
             description="rows of a block, including the newest token's, and number of tokens it drafts (published: 7)",
         )
-        sample_from_anchor: bool = Field(
-            True,
-            description="true: a row predicts the token after its position, so that a block drafts `block_size` "
-            "tokens; false: it predicts the token at its position, so that a block drafts one token less",
-        )
+        sample_from_anchor: SampleFromAnchor = True
         markov_rank: int = Field(
             256,
             ge=1,
@@ -87,6 +83,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
+        # Not in `build`, after which transformers draws all linear layers anew.
         if config.confidence_weight:
             self.needs_acceptance = True
             self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)

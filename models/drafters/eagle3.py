@@ -25,8 +25,9 @@ runs through all of them, and that attention drifts from the prompt to the draft
 Where we decide or differ: a step reads the true token, as the authors' code does, not the drafted one; every depth's
 loss is a separate mean, the weights 0.8**j are normalised; KL stands for soft cross entropy: the same gradient,
 and 0 at the optimum. With a draft vocabulary the authors' code (SafeAILab/EAGLE, eagle/traineagle3/cnets.py) leaves out
-the rows where the teacher's most likely token is not in it; we keep them, the teacher renormalised over the tokens that
-are (with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by default 5. Neither is measured here.
+the rows where the teacher's most likely token is not in it; we keep them, weighted with the teacher's probability of
+the tokens that are (`base/draft_vocab.py`; with `loss: ce` rows go whose *label* is not). It trains 7 steps, we by
+default 5. Neither is measured here.
 
 Shapes: B batch, S sequence, G depths, P tokens, N active rows, D hidden, E = 2D input width of the first layer, F = 3D
 features.
@@ -251,24 +252,23 @@ class Eagle3Drafter(Eagle3Shape):
 
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the active rows before the final norm [N, D], computed depth after depth."""
-        length = groups.shape[2]
         previous_bsf = previous_features(features, groups.position_ids)
         # Input of the next depth next to its tokens: first g, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
         attention = GroupAttention(self.config.attention, groups, keeps=True, window=self.sliding_window)
         outputs, places = [], []
         for j, depths in enumerate(groups.rows_of_depths(*[1] * groups.shape[1])):
+            if outputs:
+                before_n = groups.token_n[places[-1]]
+                feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, before_n, outputs[-1])
             place_n = depths[0]
-            token_n, column_n = groups.token_n[place_n], groups.column_n[place_n]
-            # Past the end of the sequence there is neither a token nor a label: any token will do.
-            read_n = token_n + (column_n + j).clamp_max(length - 1) - column_n
+            token_n = groups.token_n[place_n]
             read = self.drafted_inputs if j else self.token_inputs
-            hidden = read(ids_p[read_n], feedback_pd.index_select(0, token_n)).unsqueeze(0)
+            hidden = read(ids_p[token_n + j], feedback_pd.index_select(0, token_n)).unsqueeze(0)
             rotary = self.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
             attention.resume(depths)
             outputs.append(self.run_layers(hidden, rotary, cached_attention=attention)[0])
             places.append(place_n)
-            feedback_pd = outputs[-1].new_zeros(feedback_pd.shape).index_copy(0, token_n, outputs[-1])
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
 
     def drafted_inputs(self, input_ids: Tensor, feedback: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ factor, V' columns of the logits.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +48,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import AuxiliaryLoss, HeadRows
-from draftsmith.models.base.options import one_message
 from draftsmith.models.drafters.dflash import DFlashConfig
 from draftsmith.models.drafters.dflash2 import (
     CandidateDrafter,
-    ConvolutionOptions,
+    CandidateOptions,
     logits_at,
     within_the_vocabulary,
 )
@@ -83,7 +82,7 @@ def _width_of_a_factor(width: int | None, info: ValidationInfo) -> int:
 class LiLiCorrConfig(DFlashConfig):
     model_type = MODEL_TYPE_PREFIX + "lilicorr"
 
-    class Options(ConvolutionOptions):
+    class Options(CandidateOptions):
         """The keys of `drafter.options` in a recipe."""
 
         conv_kernel_size: int = Field(
@@ -94,7 +93,10 @@ class LiLiCorrConfig(DFlashConfig):
             "included; 0: no convolutions",
         )
         lattice_top_k: Annotated[int, AfterValidator(within_the_vocabulary)] = Field(
-            8, ge=1, description="number of candidates per row (published: 8; engines need a power of two up to 16)"
+            8,
+            ge=1,
+            validate_default=True,
+            description="number of candidates per row (published: 8; engines need a power of two up to 16)",
         )
         lattice_heads: int = Field(8, ge=1, description="attention heads of the lattice")
         lattice_hidden_size: Annotated[int | None, AfterValidator(_width_of_the_lattice)] = Field(
@@ -137,14 +139,9 @@ class LiLiCorrConfig(DFlashConfig):
             description="weight of the target's logit gap between the label and the candidates, averaged with "
             "the candidates' probabilities",
         )
-        markov_rank: Annotated[Literal[0], one_message("must be 0: the lattice is what reads the token before")] = (
-            Field(0, description="always 0: in place of a Markov head, the lattice reads the previous token")
-        )
 
         @model_validator(mode="after")
         def _something_to_learn(self) -> Self:
-            if self.draft_vocab_size is not None and self.lattice_top_k > self.draft_vocab_size:
-                raise ValueError(f"`lattice_top_k` must be at most `draft_vocab_size`, {self.draft_vocab_size}")
             if not (self.lattice_ce_weight or self.lattice_margin_weight or self.lattice_penalty_weight):
                 raise ValueError(
                     "one of `lattice_ce_weight`, `lattice_margin_weight` and `lattice_penalty_weight` must be above 0"
@@ -291,7 +288,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         scored = self._rows(columns_agk, log_q_agk, normed_agd, context_ad)
         columns_mk, *_ = of_labels = [row.flatten(0, 1)[slot_m] for row in scored]
         scores_mk = self.scores_after(of_labels, rows.tokens_m)
-        is_label_mk = columns_mk == rows.rows_m[:, None]
+        is_label_mk = columns_mk == rows.column_m[:, None]
         is_inside_m, rank_m = is_label_mk.any(-1), is_label_mk.int().argmax(-1)
         correct_m = is_inside_m & (scores_mk.argmax(-1) == rank_m)
         is_inside_r = is_inside_m.new_zeros(len(columns_rk)).index_copy(0, slot_m, is_inside_m)
@@ -340,7 +337,7 @@ class LiLiCorrDrafter(CandidateDrafter):
         before_agk = torch.cat([torch.full_like(tokens_agk[:, :1], ANY_TOKEN), tokens_agk[:, :-1]], dim=1)
         return columns_agk, log_q_agk, scores_agkk, before_agk
 
-    def rows_of(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
+    def score_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, ...]:
         logits = self.vocab.logits(normed)
         log_q, columns = logits.log_softmax(-1, dtype=softmax_dtype(logits.dtype)).topk(self.config.lattice_top_k)
         columns_agk, log_q_agk, normed_agd = (each.reshape(-1, *each.shape[-2:]) for each in (columns, log_q, normed))

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions, draw_near_mean_embedding
 from draftsmith.models.base.options import Init, Layers, Loss, MaskResidual, NumLayers, ascending_layers
-from draftsmith.models.cpu_kernels import can_fuse, fused
 from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.target.features import FINAL_FEATURES
 
@@ -101,11 +100,6 @@ class ParallelDrafter(GroupWiseDrafter):
             return self.attached.embedding(input_ids).to(dtype)
         # Each layer's own part is normalised by itself: residual streams grow from layer to layer.
         num_layers = len(self.config.feature_layers)
-        if can_fuse(self.fuse, previous_features):
-            parts, norms = [*previous_features.chunk(num_layers, dim=-1)], [self.feature_norm] * num_layers
-            if self.config.inputs == "both":
-                parts, norms = [self.attached.embedding(input_ids), *parts], [self.embedding_norm, *norms]
-            return fused(parts, norms, self.fuse)
         parts = previous_features.to(dtype).unflatten(-1, (num_layers, -1))
         read = self.feature_norm(parts).flatten(-2)
         if self.config.inputs == "both":

@@ -26,7 +26,7 @@ Two backends compute the same thing:
   kernel once; (b) is an M x K product per position; the two merge by their log-sum-exp. The backward of (a) is the
   flash backward called with the *merged* output and log-sum-exp (as in ring attention, arXiv 2310.01889), because
   dS = P * (dP - rowsum(dO * O)) only needs P normalised by the merged sum. Exact; memory linear in S. In half
-  precision (b) is computed in fp32 both ways, under autocast too.
+  precision (b) is computed in fp32 both ways, under autocast too, and the merged output rounded to the values' dtype.
 
 On a CUDA device (a) is one call of the variable-length flash kernel, however many documents there are, or with a window
 one call per depth. Where that does not run (on a CPU, in fp32, before sm80) there is one call for each document; a
@@ -79,7 +79,8 @@ class GroupAttention:
     """Group attention of the packed query rows of all groups: of all depths together, or of some depths at a time.
 
     Args:
-        backend, groups, causal, window: As in `group_attention`.
+        groups: Layout of the rows, with the documents of `group_attention`.
+        backend, causal, window: As in `group_attention`.
         depths: Rows of the first depths (`Groups.rows_of_depths`); None: the rows of all depths.
         keeps: Keep keys and values, as rows of further depths follow that attend to them.
     """
@@ -109,16 +110,16 @@ class GroupAttention:
         _, self._shape, self._index_n = depths
         self._is_full = False
 
-    def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_index: int, q_bhnd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, scale: float) -> Tensor:
         """Return [1, N, H, Dh] for queries [1, H, N, Dh], keys and values [1, Hkv, N, Dh]."""
-        keys_values = [*self._earlier.get(layer_index, []), (self._to_grid(k_bhrd), self._to_grid(v_bhrd))]
+        keys_values = [*self._earlier.get(layer_index, []), (self._to_grid(k_bhnd), self._to_grid(v_bhnd))]
         if self._keeps:
             self._earlier[layer_index] = keys_values
         k_bhgsd, v_bhgsd = (
             parts[-1] if len(parts) == 1 else torch.cat([part.to(parts[-1].dtype) for part in parts], dim=2)
             for parts in zip(*keys_values, strict=True)
         )
-        parts = self._to_grid(q_bhrd), k_bhgsd, v_bhgsd
+        parts = self._to_grid(q_bhnd), k_bhgsd, v_bhgsd
         out = group_attention(*parts, self._backend, scale, self._documents, self._causal, self._window)
         rows = out.permute(0, 2, 3, 1, 4).flatten(0, 2)
         return (rows if self._is_full else rows.index_select(0, self._index_n)).unsqueeze(0)
@@ -150,7 +151,7 @@ def group_attention(
         scale: Factor on the scores; 1/sqrt(Dh) by default.
         documents: Documents that the S positions consist of, if several, which do not see each other.
         causal: Whether a mask sees only the earlier masks of its group.
-        window: Number of tokens that a query sees, up to and including its own position; at least G; None: all.
+        window: Number of tokens that a query sees, its own position included; above the rows of a draft; None: all.
 
     Returns:
         [B, H, Q, S, Dh].

@@ -12,11 +12,12 @@ drop, arXiv 2602.01469). Norms, projections and the MLP therefore run on the *ac
 else. Real keys that an active row may see are always active, and so are the earlier masks of its group.
 
 Where several documents are packed into a sequence, or `in_documents`, the sequences follow each other on the grid of
-the attention core, as one sequence of documents, without the tokens after the last active row of each: nothing is seen
-across a border, and attention costs the sum of the documents' squares, whatever the padding.
+the attention core, as one sequence of documents, without the tokens after the last active row of each sequence: nothing
+is seen across a border, and attention costs the sum of the documents' squares, whatever the padding. Tokens after the
+last label of an earlier document keep their row, 0.24% of all rows of the quickstart's answers.
 
 The number of rows has to be known before anything can be computed with them: all such numbers are read from the device
-in one copy, the only time that the host waits for it.
+in one copy for each micro-batch.
 
 Shapes: B batch, G depths, R rows of a group, S positions, N active rows, M of them labelled, P = B*S tokens, D
 documents, F features.
@@ -109,7 +110,8 @@ def previous_features(features_bsf: Tensor, position_ids: Tensor | None = None) 
 def depth_labels(input_ids_bs: Tensor, loss_mask_bs: Tensor, num_depths: int) -> Tensor:
     """Return labels [B, G, S]: of depth j+1 at t, x_{t+1+j} if loss_mask[t+1..t+1+j] are all 1, else -100.
 
-    A run of ones in the mask is one assistant turn, so no label crosses the end of a turn.
+    A run of ones is an answer, or a part of one (`data.loops`, `data.reasoning`): no label crosses a token without
+    loss, so the G-1 groups before a hole lack deep labels.
     """
     batch, length = input_ids_bs.shape
     labels = input_ids_bs.new_full((batch, num_depths, length), IGNORED_LABEL)
@@ -141,7 +143,7 @@ class Groups:
     def of(
         input_ids: Tensor,
         labels_bgs: Tensor,
-        active_brs: Tensor | None = None,
+        active_brs: Tensor,
         position_ids: Tensor | None = None,
         first_token: bool = True,
         in_documents: bool = False,
@@ -150,16 +152,16 @@ class Groups:
 
         Args:
             input_ids: [B, S].
-            labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
-            active_brs: [B, R, S] bool, by default `active(labels_bgs)`. If R > G, a group has rows at all depths but
-                the first, or none; if no group has any, one is added.
+            labels_bgs: [B, G, S], -100 without a label. A label at depth j implies labels at all smaller depths.
+            active_brs: [B, R, S] bool. If R > G, a group has rows at all depths but the first, or none; if no group has
+                any, one is added.
             position_ids: [B, S], which start again at each document of packed sequences.
-            first_token: Whether documents have a row for their first token.
+            first_token: Whether documents have a row for their first token; sequences of one token have it.
             in_documents: Join the sequences of a batch to one too, each as one document or several.
         """
-        active_brs = active(labels_bgs) if active_brs is None else active_brs
         batch, num_rows, length = active_brs.shape
         shape = (batch, num_rows, length)
+        first_token = first_token or length == 1
         first_depth = num_rows - labels_bgs.shape[1]
         starts_bs = None
         if position_ids is not None:
@@ -206,20 +208,15 @@ class Groups:
         return self.index_n // self.shape[2] % self.shape[1]
 
     @cached_property
-    def column_n(self) -> Tensor:
-        """Return the position [N] of each row's newest token in its sequence of the batch."""
-        return self.index_n % self.shape[2]
-
-    @cached_property
     def token_n(self) -> Tensor:
         """Return the index [N] of each row's newest token among the batch's P = B * S tokens."""
-        return self.index_n // (self.shape[1] * self.shape[2]) * self.shape[2] + self.column_n
+        return self.index_n // (self.shape[1] * self.shape[2]) * self.shape[2] + self.index_n % self.shape[2]
 
     @cached_property
     def position_n(self) -> Tensor:
         """Return the rows' position ids [N]: a mask or a drafted token comes after its group's newest token."""
         if self.position_ids is None:
-            return self.column_n + self.depth_n
+            return self.token_n % self.shape[2] + self.depth_n
         batch, _, length = self.shape
         return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.depth_n
 
@@ -272,7 +269,10 @@ class Groups:
 
     @cached_property
     def labelled_by_depth(self) -> list[Tensor]:
-        """Return for each depth the places of its labelled rows among the N. All rows of masks are labelled."""
+        """Return for each depth the places of its labelled rows among the N, if all rows of masks have labels.
+
+        They have, unless a group is computed whole, as DFlash's.
+        """
         masks = self.counts_r[1:]
         order_m = self.labelled_m[self.depth_n[self.labelled_m].argsort(stable=True)]
         return list(order_m.split([len(order_m) - sum(masks), *masks]))
@@ -282,7 +282,7 @@ def active(labels_bgs: Tensor, shares_g: list[float] | None = None, generator: t
     """Return [B, G, S] bool: the masks that carry a label, and the real tokens up to the last group that has one.
 
     Args:
-        labels_bgs: [B, G, S], -100 without a label. A label at depth j implies those at depths below.
+        labels_bgs: [B, G, S], -100 without a label. A label at depth j implies labels at all smaller depths.
         shares_g: For each depth the share of its active masks to keep, at random and only where the
             mask before it is kept: P-EAGLE's conditional drop. By default all are kept.
         generator: On the labels' device; torch's own by default.

@@ -11,7 +11,9 @@ do the features that a group reads. The loss equals that of the documents in sep
 
 The answers are the target's own, so a greedy chain can be replayed without decoding: it is known how many depths of the
 group after a round's newest token are right, and the next round starts after these and the target's token. At T = 0
-this equals the decoding loop, except for the target's ties and for drafters that read their own drafts.
+this equals the decoding loop, except for the target's ties. Held-out answers are whole for it: copies that
+`data.loops: mask` takes out of training have their loss again. Thoughts that `data.reasoning: mask` leaves out are not
+replayed. The held-out loss is a mean over batches, weighted by their labels: their size changes it a little.
 
 Shapes: B batch, S sequence, D hidden, G depths.
 """
@@ -29,6 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import keeps_documents_apart
@@ -42,6 +45,8 @@ def split_rows(
     tokens: Dataset, eval_rows_frac: float, answer_tokens: int | None = None
 ) -> tuple[Dataset, Dataset | None]:
     """Split the examples into training and held-out ones, all with their numbers (`ROWS_COLUMN`).
+
+    Held-out answers have loss on their copies too (`with_copies`).
 
     Args:
         tokens: Examples; without a conversation column each counts as a separate conversation.
@@ -74,7 +79,15 @@ def split_rows(
                 f"{held[-1]:,}: distil more, or leave the key out to train on all"
             )
         to_train = np.sort(by_place[: np.searchsorted(held, answer_tokens) + 1])
-    return numbered.select(to_train), numbered.select(np.flatnonzero(out)) if eval_rows_frac else None
+    return numbered.select(to_train), _whole_answers(numbered.select(np.flatnonzero(out))) if eval_rows_frac else None
+
+
+def _whole_answers(heldout: Dataset) -> Dataset:
+    """Return the examples with loss on the copies that `data.loops: mask` took out: a hole would end an answer."""
+    columns = heldout[:]
+    rows = zip(columns["input_ids"], columns["loss_mask"], strict=True)
+    masks = [TokenizedConversation(*row).with_copies().loss_mask for row in rows]
+    return Dataset.from_dict({**columns, "loss_mask": masks}, features=heldout.features)
 
 
 def _place(ids_s: np.ndarray) -> float:
@@ -114,13 +127,10 @@ def pack_by_length(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_documents(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`.
-
-    A document's first token carries no loss: nothing comes before it, so it is never predicted.
-    """
+    """Make one row of token rows: `input_ids`, `loss_mask` and `position_ids`."""
     return {
         "input_ids": np.concatenate([row["input_ids"] for row in rows]),
-        "loss_mask": np.concatenate([[0, *row["loss_mask"][1:]] for row in rows]),
+        "loss_mask": np.concatenate([row["loss_mask"] for row in rows]),
         "position_ids": np.concatenate([np.arange(len(row["input_ids"])) for row in rows]),
     }
 
@@ -190,7 +200,7 @@ def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[li
 
     Args:
         correct_bgs: Whether depth j of the group at t is the token x_{t+1+j}; False where there is no label.
-        loss_mask_bs: 1 at the tokens of answers. An answer's first token comes from the prefill.
+        loss_mask_bs: 1 at the tokens of answers, without holes. An answer's first token comes from the prefill.
     """
     if correct_bgs is None:
         raise ValueError("the drafter's forward does not say which labels are right: DrafterOutput.correct_bgs")
@@ -215,7 +225,7 @@ def _count_rounds(right_s: list[int], first: int, last: int, depth: int) -> int:
 
 
 def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
-    """Return the first and last token of every run of ones."""
+    """Return the first and last token of every run of ones; with `data.loops: mask` an answer may be several."""
     begins = [s for s, is_answer in enumerate(mask_s) if is_answer and (s == 0 or not mask_s[s - 1])]
     ends = [s for s, is_answer in enumerate(mask_s) if is_answer and (s + 1 == len(mask_s) or not mask_s[s + 1])]
     return list(zip(begins, ends, strict=True))

