@@ -83,7 +83,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
-        # Not in `build`, after which transformers draws all linear layers anew.
+        # Not in `build`, after which transformers draws all linear layers again.
         if config.confidence_weight:
             self.needs_acceptance = True
             self.confidence_head = ConfidenceHead(self.layers_config.hidden_size + config.markov_rank)

@@ -256,7 +256,7 @@ class Eagle3Drafter(Eagle3Shape):
         # Input of the next depth next to its tokens: first g, then the outputs of the depth before.
         feedback_pd, ids_p = self.fused(previous_bsf).flatten(0, 1), groups.input_ids.flatten()
         attention = GroupAttention(self.config.attention, groups, keeps=True, window=self.sliding_window)
-        outputs, places = [], []
+        outputs, places = list[Tensor](), list[Tensor]()
         for j, depths in enumerate(groups.rows_of_depths(*[1] * groups.shape[1])):
             if outputs:
                 before_n = groups.token_n[places[-1]]
