@@ -175,7 +175,7 @@ class Drafter(WithoutEmbeddings):
 
     def active_rows(self, labels_bgs: Tensor) -> Tensor:
         """Return a mask [B, R, S] of the rows to compute; a group's last G rows predict the labels [B, G, S]."""
-        return active(labels_bgs, self.config.options.kept_shares if self.training else None, self.generator)
+        return active(labels_bgs, self.kept_shares, self.generator)
 
     def label_counts(self, groups: Groups) -> Tensor:
         """Return the divisors of a batch's loss, [2, G]: for each depth its labels, and its labels that the head reads.
