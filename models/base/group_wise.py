@@ -93,17 +93,18 @@ class MaskOptions(OneForwardOptions):
 
 
 def rarest_token(target_config: dict[str, Any]) -> int:
-    """Return the target's padding token, or the last one of its vocabulary; targets often pad with an end token."""
+    """Return the target's padding token, or the last of its vocabulary if it pads with a token that ends answers."""
     last, padding = target_config.get("vocab_size", 1) - 1, target_config.get("pad_token_id")
-    return padding if padding is not None and 0 <= padding <= last else last
+    ends = target_config.get("eos_token_id")
+    is_end = padding in (ends if isinstance(ends, list) else [ends])
+    return last if padding is None or is_end or not 0 <= padding <= last else padding
 
 
 def _mask_token(token: int | None, info: ValidationInfo) -> int:
     config = info.context or {}
-    last, ends = config.get("vocab_size", 1) - 1, config.get("eos_token_id")
+    last = config.get("vocab_size", 1) - 1
     if token is None:
-        is_end = config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends])
-        return last if is_end else rarest_token(config)
+        return rarest_token(config)
     if not 0 <= token <= last:
         raise ValueError(f"must be a token id from 0 to {last}")
     return token

@@ -207,13 +207,16 @@ def test_a_window_is_written_for_each_layer(to: str, place: str | None, tmp_path
     assert "sliding" not in (tmp_path / "theirs" / "config.json").read_text()
 
 
-def test_shared_mask_is_the_embedding_of_the_mask_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("padding", "mask"), [(0, 0), (2, VOCABULARY - 1)])
+def test_shared_mask_is_the_embedding_of_the_mask_token(padding: int, mask: int, tmp_path: Path) -> None:
+    """It is the padding token's, but not if that is the token which ends answers, as a prompt contains it."""
     drafter = build_drafter("parallel", "llama", PARD)
+    drafter.config.target_config["pad_token_id"] = padding
     config, tensors = export_to(drafter, "vllm", tmp_path)
-    embedding = drafter.attached.embedding.weight
-    assert config["pard_token"] == 0  # the tiny target's padding token
-    assert torch.equal(tensors["model.embed_tokens.weight"][0], drafter.masks[0])
-    assert torch.equal(tensors["model.embed_tokens.weight"][1:], embedding[1:])
+    expected = drafter.attached.embedding.weight.clone()
+    expected[mask] = drafter.masks[0]
+    assert config["pard_token"] == mask
+    assert torch.equal(tensors["model.embed_tokens.weight"], expected)
 
 
 @pytest.mark.parametrize(
