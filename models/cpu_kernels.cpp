@@ -34,6 +34,7 @@ void attend_all(
       values.stride(1), keys.stride(2), values.stride(2), seen.data(), counts.data(), static_cast<float>(scale)};
   const auto common = attention.count_common();
   at::parallel_for(0, attention.readers(), 1, [&](int64_t begin, int64_t end) {
+    const Tiles tiles;
     typename Attention<Dtype>::Scratch scratch(attention);
     attention.run(begin, end, common.data(), scratch);
   });
@@ -100,6 +101,7 @@ at::Tensor linear(const at::Tensor& rows, const at::Tensor& packed, int64_t outp
     const auto* from = static_cast<const Element*>(flat.const_data_ptr());
     auto* to = static_cast<Element*>(out.data_ptr());
     at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+      const Tiles tiles;
       for (int64_t block = begin; block < end; ++block)
         multiply_block(from, flat.size(0), inputs, weight, block, [&](int64_t row, int v, Floats values) {
           const int64_t first = block * BLOCK + v * LANES;

@@ -235,6 +235,7 @@ struct Forward {
   int64_t place(int64_t row) const { return places ? places[row] : start + row; }
 
   void run(int64_t thread, int64_t threads) {
+    const Tiles tiles;
     std::vector<Element> normed(rows * padded(std::max(hidden_size, input_width)));
     typename Attention<Dtype>::Scratch scratch(attention(0, 0));
     std::vector<float> gates(rows * BLOCK);

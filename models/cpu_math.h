@@ -23,6 +23,11 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -227,6 +232,121 @@ inline void sum_products_of(int64_t count, Arguments... arguments) {
     sum_products_of<Dtype, ROWS - 1>(count, arguments...);
 }
 
+#ifdef TILES
+// AMX: one instruction multiplies 32 inputs of 16 rows by 16 outputs, so that a tree's rows cost little more than one.
+constexpr int64_t TILE_INPUTS = 32, TILE_ROWS = 16, MOST_TILED_ROWS = 2 * TILE_ROWS;
+constexpr int64_t TILE_BYTES = 64;  // of a tile's row
+
+// Returns true if the system lets this process use tiles, which it must be asked once.
+inline bool has_tiles() {
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+  return allowed;
+}
+
+// The tiles of a thread: sums of 32 rows and a block of outputs (0 to 3), rows (4, 5) and weights (6, 7). Other libraries
+// have theirs in the same registers, so that ours are given back at the end of each of a thread's parts of the work.
+struct Tiles {
+  static inline thread_local int64_t rows = 0;
+
+  static void set_rows(int64_t count) {
+    if (rows == count) return;
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    const auto first = static_cast<uint8_t>(std::min(count, TILE_ROWS)), second = static_cast<uint8_t>(count - first);
+    const uint8_t of_tile[] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
+    for (int tile = 0; tile < 8; ++tile)
+      if (of_tile[tile] > 0) config.rows[tile] = of_tile[tile], config.row_bytes[tile] = TILE_BYTES;
+    _tile_loadconfig(&config);
+    rows = count;
+  }
+
+  ~Tiles() {
+    if (rows > 0) _tile_release();
+    rows = 0;
+  }
+};
+
+// As `sum_products`, of at most 16 rows, or of at most 32; added to what is there, or not.
+template <bool SECOND>
+void sum_tiles(
+    const uint16_t* rows, int64_t row_stride, const uint16_t* weights, int64_t inputs, Floats (*to)[VECTORS], bool adds) {
+  constexpr int64_t OUT_BYTES = BLOCK * sizeof(float), PAIRS_BYTES = BLOCK_BYTES<BFloat16>;
+  const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof *rows);
+  if (adds) {
+    _tile_loadd(0, to, OUT_BYTES);
+    _tile_loadd(1, &to[0][1], OUT_BYTES);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  if (SECOND && adds) {
+    _tile_loadd(2, to + TILE_ROWS, OUT_BYTES);
+    _tile_loadd(3, &to[TILE_ROWS][1], OUT_BYTES);
+  } else if (SECOND) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < inputs; k += TILE_INPUTS, weights += TILE_INPUTS * BLOCK) {
+    for (int64_t line = 0; line < TILE_INPUTS / 2 * PAIRS_BYTES; line += LINE)
+      __builtin_prefetch(reinterpret_cast<const char*>(weights) + AHEAD + line, 0, SECOND_LEVEL);
+    _tile_loadd(4, rows + k, row_bytes);
+    _tile_loadd(6, weights, PAIRS_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, weights + TILE_INPUTS, PAIRS_BYTES);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (SECOND) {
+      _tile_loadd(5, rows + TILE_ROWS * row_stride + k, row_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, to, OUT_BYTES);
+  _tile_stored(1, &to[0][1], OUT_BYTES);
+  if constexpr (SECOND) {
+    _tile_stored(2, to + TILE_ROWS, OUT_BYTES);
+    _tile_stored(3, &to[TILE_ROWS][1], OUT_BYTES);
+  }
+}
+#else
+struct Tiles {};
+constexpr int64_t MOST_TILED_ROWS = MOST_ROWS;
+#endif
+
+template <class Dtype>
+inline bool in_tiles([[maybe_unused]] int64_t inputs) {
+#ifdef TILES
+  if constexpr (std::is_same_v<Dtype, BFloat16>) return inputs % TILE_INPUTS == 0 && has_tiles();
+#endif
+  return false;
+}
+
+// Rows whose products with one block of a weight are summed together.
+template <class Dtype>
+inline int64_t most_rows(int64_t inputs) {
+  return in_tiles<Dtype>(inputs) ? MOST_TILED_ROWS : MOST_ROWS;
+}
+
+// The sums of one block of outputs, by tiles where the processor has them, for any number of rows alike. Only tiles add
+// to what is there.
+template <class Dtype>
+inline void sum_rows(
+    int64_t count, const typename Dtype::Element* rows, int64_t row_stride, const typename Dtype::Element* weights,
+    int64_t inputs, Floats (*to)[VECTORS], [[maybe_unused]] bool adds = false) {
+#ifdef TILES
+  if constexpr (std::is_same_v<Dtype, BFloat16>)
+    if (in_tiles<Dtype>(inputs)) {
+      Tiles::set_rows(count);
+      return count > TILE_ROWS ? sum_tiles<true>(rows, row_stride, weights, inputs, to, adds)
+                               : sum_tiles<false>(rows, row_stride, weights, inputs, to, adds);
+    }
+#endif
+  sum_products_of<Dtype, MOST_ROWS>(count, rows, row_stride, weights, inputs, to);
+}
+
 // A weight [N, K] and a bias [N] or nothing, packed: [blocks, K / PACK, BLOCK, PACK], what is not there being zero.
 template <class Dtype>
 struct Weight {
@@ -244,13 +364,13 @@ template <class Dtype, class Sink>
 inline void multiply_block(
     const typename Dtype::Element* rows, int64_t num_rows, int64_t row_stride, const Weight<Dtype>& weight,
     int64_t block, Sink sink) {
-  const int64_t parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS, first = block * BLOCK;
+  const int64_t most = most_rows<Dtype>(weight.inputs), parts = (num_rows + most - 1) / most, first = block * BLOCK;
   float bias[BLOCK] = {};
   if (weight.bias) std::copy(weight.bias + first, weight.bias + std::min(first + BLOCK, weight.outputs), bias);
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t from = part * num_rows / parts, to = (part + 1) * num_rows / parts;
-    Floats sums[MOST_ROWS][VECTORS];
-    sum_products_of<Dtype, MOST_ROWS>(
+    Floats sums[MOST_TILED_ROWS][VECTORS];
+    sum_rows<Dtype>(
         to - from, rows + from * row_stride, row_stride, weight.packed + block * weight.block_elements(), weight.inputs, sums);
     for (int64_t row = from; row < to; ++row)
       for (int v = 0; v < VECTORS; ++v) sink(row, v, sums[row - from][v] + Float32::load(bias + v * LANES));
@@ -325,17 +445,24 @@ struct Attention {
   const int64_t* counts;  // [R] how many these are
   float scale;
 
+  static constexpr int64_t MIXED = 256;  // columns whose values tiles mix at a time
+
   int64_t readers() const { return rows * heads; }
+  bool mixes_in_tiles() const { return in_tiles<Dtype>(BLOCK) && head_size % BLOCK == 0; }
+  // Columns whose values are summed together, wherever they stand among those that a row sees.
+  int64_t columns_mixed() const { return mixes_in_tiles() ? BLOCK : Dtype::COLUMNS; }
   int64_t score_stride() const { return columns + BLOCK; }
 
   // What a thread works on.
   struct Scratch {
     std::vector<float> scores, sums;          // [readers, S + BLOCK], [readers, D]
     std::vector<Element> queries, key_block;  // [readers, D], [D / PACK, BLOCK, PACK]
+    std::vector<Element> value_block;         // [MIXED / PACK, BLOCK, PACK]
 
     explicit Scratch(const Attention& of)
         : scores(MOST_READERS * of.score_stride()), sums(MOST_READERS * of.head_size),
-          queries(MOST_READERS * of.head_size), key_block(BLOCK * of.head_size) {}
+          queries(MOST_READERS * of.head_size), key_block(BLOCK * of.head_size),
+          value_block(of.mixes_in_tiles() ? MIXED * BLOCK : 0) {}
   };
 
   // How many columns each row sees as the row before it does, from the first on: [R].
@@ -357,7 +484,7 @@ struct Attention {
       int64_t together = counts[row], last_row = row + 1;
       for (; last_row * shared < most && 2 * common[last_row] >= counts[row]; ++last_row)
         together = std::min(together, common[last_row]);
-      together -= together % Dtype::COLUMNS;
+      together -= together % columns_mixed();
       const int64_t last = std::min(most, last_row * shared);
       attend_parts<MOST_PARTS>(number, first, last, together, scratch);
       begin += last - first;
@@ -402,6 +529,7 @@ struct Attention {
       totals[reader] = to_shares(scores + reader * score_stride(), counts[at(reader).first]);
     std::fill(sums, sums + count * head_size, 0.0f);
     for_columns([&](int64_t from, int64_t to, const int32_t* of, int64_t n, int64_t end) {
+      if (mixes_in_tiles()) return mix_in_tiles(from, to, value, of, n, end, scratch);
       // As many vectors of a head at a time as leave registers for several readers.
       constexpr int WIDTH = PARTS <= 6 ? PARTS : PARTS % 4 == 0 ? 4 : PARTS % 3 == 0 ? 3 : PARTS % 2 == 0 ? 2 : 1;
       constexpr int MOST = std::clamp(MOST_SUMS / WIDTH, 1, 6), FEW = std::min(MOST, 3);
@@ -445,10 +573,10 @@ struct Attention {
         for (int64_t line = 0; line < head_size; line += LINE / static_cast<int64_t>(sizeof(Element)))
           __builtin_prefetch(value + of[n + i] * value_stride + line, 0, SECOND_LEVEL);
       for (int64_t reader = from, some; reader < to; reader += some) {
-        some = std::min(MOST_ROWS, to - reader);
+        some = std::min(most_rows<Dtype>(head_size), to - reader);
         for (int64_t k = 0; k < head_size; k += SUMMED) {
-          Floats products[MOST_ROWS][VECTORS];
-          sum_products_of<Dtype, MOST_ROWS>(
+          Floats products[MOST_TILED_ROWS][VECTORS];
+          sum_rows<Dtype>(
               some, queries + reader * head_size + k, head_size, key_block + k * BLOCK, std::min(SUMMED, head_size - k),
               products);
           for (int64_t i = 0; i < some; ++i)
@@ -510,12 +638,40 @@ struct Attention {
       for (int p = 0; p < WIDTH; ++p) Float32::store(to + reader * head_size + p * LANES, sums[reader][p]);
   }
 
+  // As `mix_values`, for the readers [from, to): their shares times blocks of values, a weight that is packed here.
+  void mix_in_tiles(
+      int64_t from, int64_t to, const Element* value, const int32_t* of, int64_t n, int64_t end, Scratch& scratch) const {
+    for (; n < end; n += MIXED) {
+      const int64_t count = std::min(MIXED, end - n), whole = (count + BLOCK - 1) / BLOCK * BLOCK;
+      for (int64_t first = 0; first < head_size; first += BLOCK) {
+        auto* packed = scratch.value_block.data();
+        for (int64_t i = 0; i < count; i += 2) {
+          const Element *one = value + of[n + i] * value_stride + first;
+          const Element *two = value + of[n + std::min(i + 1, count - 1)] * value_stride + first;
+          for (int64_t v = 0; v < VECTORS; ++v, packed += 2 * LANES) {
+            const auto both = Dtype::values(one + v * LANES, two + v * LANES);
+            std::memcpy(packed, &both, sizeof both);
+          }
+        }
+        std::fill(packed, scratch.value_block.data() + whole * BLOCK, Element{});
+        Floats sums[MOST_TILED_ROWS][VECTORS];
+        for (int64_t reader = from; reader < to; ++reader)
+          std::memcpy(sums[reader - from], &scratch.sums[reader * head_size + first], sizeof *sums);
+        sum_rows<Dtype>(
+            to - from, reinterpret_cast<const Element*>(scratch.scores.data() + from * score_stride()) + n,
+            score_stride() * 2, scratch.value_block.data(), whole, sums, true);
+        for (int64_t reader = from; reader < to; ++reader)
+          std::memcpy(&scratch.sums[reader * head_size + first], sums[reader - from], sizeof *sums);
+      }
+    }
+  }
+
   // A reader's shares, which lie where its scores were.
   static typename Dtype::Share* shares_of(float* scores) { return reinterpret_cast<typename Dtype::Share*>(scores); }
 
-  // Turns scores into 2 ** (score - largest), with zeros up to a whole vector; returns their sum.
+  // Turns scores into 2 ** (score - largest), with zeros up to a whole block; returns their sum.
   static float to_shares(float* of, int64_t count) {
-    const int64_t padded = (count + LANES - 1) / LANES * LANES;
+    const int64_t padded = (count + BLOCK - 1) / BLOCK * BLOCK;
     std::fill(of + count, of + padded, -INFINITY);
     Floats most = Float32::load(of);
     for (int64_t n = LANES; n < padded; n += LANES) {

@@ -69,12 +69,14 @@ def random_target(
 ) -> PreTrainedModel:
     """Build an unpacked target with random biases and norms, whose sizes do not fill whole blocks.
 
+    Qwen 3's hidden size fills tiles (AMX), 32 inputs each; the others' does not.
+
     Args:
         heads: Query heads and key-value heads.
     """
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" and heads == (9, 3) else {}
     values: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": NUM_LAYERS,
+        "vocab_size": VOCAB_SIZE, "hidden_size": 96 if family == "qwen3" else 72, "intermediate_size": 100, "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_size,
         "max_position_embeddings": 8192, "sliding_window": None, "initializer_range": 0.1, "tie_word_embeddings": False,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -999,8 +1001,8 @@ def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype)
 
 # ---- other processors ----
 
-# Baseline x86-64 has 4 lanes, AVX2 has 8, AVX-512 16, with or without bf16 products.
-INSTRUCTION_SETS = ("x86-64", "x86-64-v3", "x86-64-v4", "native")
+# Baseline x86-64 has 4 lanes, AVX2 has 8, AVX-512 16, without bf16 products, with them, and with tiles (AMX).
+INSTRUCTION_SETS = ("x86-64", "x86-64-v3", "x86-64-v4", "cooperlake", "native")
 # Runs in a separate process, which loads one library: for each case the outputs of 13 rows are written to a file.
 COMPUTE = """
 import sys
