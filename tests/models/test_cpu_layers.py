@@ -75,8 +75,9 @@ def random_target(
         heads: Query heads and key-value heads.
     """
     biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" and heads == (9, 3) else {}
+    hidden_size = 96 if family == "qwen3" else 72
     values: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 96 if family == "qwen3" else 72, "intermediate_size": 100, "num_hidden_layers": NUM_LAYERS,
+        "vocab_size": VOCAB_SIZE, "hidden_size": hidden_size, "intermediate_size": 100, "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_size,
         "max_position_embeddings": 8192, "sliding_window": None, "initializer_range": 0.1, "tie_word_embeddings": False,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
