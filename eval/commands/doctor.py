@@ -308,9 +308,7 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, row_counts = tokenize_rows(
-                expected.tokenizer, whole, recipe.data.max_length_tokens, list(whole.answer_ids) or None
-            )
+            found_rows, row_counts = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
         except TemplateProblem as problem:
             problems.append(problem)
             continue
