@@ -170,6 +170,18 @@ def test_streamed_answer_equals_the_whole(running: RunningServer, greedy: dict[s
         assert pieces[-2].choices[0].finish_reason in ("stop", "length")
 
 
+def test_whole_answer_is_decoded_once(
+    small: RunningServer, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's token, its text again as the context of all others, and these: no round decodes."""
+    tokenizer, decoded = small.worker.tokenizer, list[int]()
+    decode, ids = tokenizer.decode, greedy[QUESTIONS[0]]
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how))
+    answer = small.ask(QUESTIONS[0])
+    assert answer.choices[0].message.content == decode(ids, skip_special_tokens=True)
+    assert decoded == [1, 1, len(ids)]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_are_cut_off(running: RunningServer, greedy: dict[str, list[int]], stream: bool) -> None:
     """The text ends before the string, even if it spans tokens and rounds."""
