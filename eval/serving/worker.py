@@ -346,7 +346,7 @@ class Worker:
         job, record = running.job, running.generation.record
         record.wall_time_s = time.perf_counter() - running.started_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
-        if not job.streamed and record.text is None:  # decoded at once: rounds decode streamed answers only
+        if not job.streamed and record.text is None:  # rounds decode streamed answers only
             running.growing.add(*record.ids[1:])
         running.send(running.growing.text if record.text is None else record.text)
         finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", running.text)
