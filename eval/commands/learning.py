@@ -466,9 +466,8 @@ class Learner:
         for answer in answers:
             ids, first = answer.row[0], len(answer.prompt_ids)
             ids_1s = torch.tensor([ids], device=self.target.device)
-            with torch.inference_mode():
-                features_sf = target_features(self.target, ids_1s, layers=drafter.feature_layers)[0]
-                rounds.append(len(accepted_lengths(method, ids, features_sf, first, len(ids) - 1)))
+            features_sf = target_features(self.target, ids_1s, layers=drafter.feature_layers)[0]
+            rounds.append(len(accepted_lengths(method, ids, features_sf, first, len(ids) - 1)))
         rounds_q, tokens_q = np.array(rounds, float), np.array([len(answer.ids) - 1 for answer in answers], float)
         return QuestionSums(tokens_q, rounds_q, tokens_q, rounds_q, tokens_q, tokens_q)
 
