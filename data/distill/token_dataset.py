@@ -290,16 +290,9 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         counts["too_long"] += not rows
         counts += lost
         counts["extra_rows"] += max(0, len(rows) - 1)
-        if work.reasoning is not None:
-            masked = [row.without_reasoning(*work.reasoning) for row in rows]
-            counts["reasoning_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
-            rows = [row for row in masked if any(row.loss_mask)]
-            counts["thoughts_alone"] += len(masked) - len(rows)
-        if work.mask_copies:
-            masked = [row.without_copies() for row in rows]
-            counts["copied_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
-            rows = masked
-        found += [(number, row) for row in rows]
+        masked, taken = mask_rows(rows, work.reasoning, work.mask_copies)
+        counts += taken
+        found += [(number, row) for row in masked]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
     counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
@@ -312,6 +305,27 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
         }
         for number, row in found
     ]
+
+
+def mask_rows(
+    rows: list[TokenizedConversation], reasoning: tuple[int, int] | None, mask_copies: bool
+) -> tuple[list[TokenizedConversation], Counter[str]]:
+    """Return the rows that still carry loss, without loss on thoughts and copies, and what was taken out of the loss.
+
+    Args:
+        reasoning, mask_copies: As of `Work`.
+    """
+    taken: Counter[str] = Counter()
+    if reasoning is not None:
+        masked = [row.without_reasoning(*reasoning) for row in rows]
+        taken["reasoning_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
+        rows = [row for row in masked if any(row.loss_mask)]
+        taken["thoughts_alone"] = len(masked) - len(rows)
+    if mask_copies:
+        masked = [row.without_copies() for row in rows]
+        taken["copied_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
+        rows = masked
+    return rows, taken
 
 
 def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
