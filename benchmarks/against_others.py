@@ -49,7 +49,7 @@ from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.models.base.registry import load_drafter, load_drafter_class
 from draftsmith.models.drafters.draft_model import DraftModel, as_causal_lm
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target.loading import load_target, longest_sequence_tokens
+from draftsmith.models.target.loading import load_target
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodConfig, Recipe
@@ -284,8 +284,7 @@ def main() -> None:
     theirs, _ = load_target(recipe.target)
     target, tokenizer, drafters = load_models(ours)
     questions = load_questions(recipe.eval.question_sets, 1)
-    limit = longest_sequence_tokens(target)
-    prompts = first_turn_prompts(tokenizer, questions, arguments.prompts, arguments.new_tokens, limit)
+    prompts = first_turn_prompts(target, tokenizer, questions, arguments.prompts, arguments.new_tokens)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     workload = Workload([ids for _, ids in prompts], arguments.new_tokens, end_ids)
     draft = load_draft_model(recipe, theirs)

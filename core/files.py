@@ -1,4 +1,4 @@
-"""Files of a run: atomic writes, reads with validation; hashes, disks, the cache folder."""
+"""Files of a run: writes that are whole or not there, reads with validation; hashes, disks, the cache folder."""
 
 from __future__ import annotations
 
@@ -58,6 +58,26 @@ def write_atomically(file: Path, text: str) -> None:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def append_whole(file: Path, lines: bytes) -> None:
+    """Append lines to a file, which may be missing, and wait until they are on disk; after an error none is there.
+
+    Raises:
+        OSError: The disk is full; the error names the file.
+    """
+    rest = memoryview(lines)
+    with file.open("ab", buffering=0) as stream:
+        begin = stream.tell()
+        try:
+            while rest:
+                rest = rest[stream.write(rest) :]
+            os.fsync(stream.fileno())
+        except BaseException as error:
+            os.ftruncate(stream.fileno(), begin)
+            if isinstance(error, OSError):
+                error.filename = str(file)
+            raise
 
 
 @contextmanager

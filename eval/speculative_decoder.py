@@ -29,7 +29,6 @@ from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import MethodConfig
 
 DEFAULT_LENGTH_TOKENS = 1024
-COSTS_TOKENS = 64  # of the first prompt, after which the costs of rounds are measured
 CHAIN = MethodConfig(name="chain")
 
 
@@ -97,7 +96,7 @@ class SpeculativeDecoder:
             UserError: Prompt and answer are longer than `max_length_tokens`.
         """
         self.session.check_room(prompt_ids, max_new_tokens)
-        MeasuredCosts(self.session, prompt_ids[:COSTS_TOKENS]).set_costs(self.method)  # with the first prompt, once
+        MeasuredCosts(self.session, prompt_ids).set_costs(self.method)  # with the first prompt, once
         return generate(
             self.session,
             self.method,

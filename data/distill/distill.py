@@ -427,7 +427,7 @@ class _Distillation:
             if len(answer_ids) == 1 and answer_ids[0] is not None:
                 break
             try:
-                tokenize_conversation(self.tokenizer, conversation, answer_ids)
+                tokenize_conversation(self.tokenizer, conversation)
                 break
             except TemplateProblem:  # an answer with two </think>, for instance
                 turns.pop()

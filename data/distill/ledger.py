@@ -31,6 +31,7 @@ from typing_extensions import TypedDict
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.distilled import SHARDS, DistilledLine, kept_conversation, kept_record
 from draftsmith.errors import UserError
+from draftsmith.files import append_whole
 
 UNFINISHED, CLAIMS = "unfinished", "claims.lock"
 
@@ -266,18 +267,8 @@ class Ledger(LedgerView):
                     break
             for changed in (folder, self._folder):
                 _sync_folder(changed)
-        lines = memoryview(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
-        with self._files[kind].open("ab", buffering=0) as stream:
-            begin = stream.tell()
-            try:
-                while lines:
-                    lines = lines[stream.write(lines) :]
-                os.fsync(stream.fileno())
-            except BaseException as error:
-                os.ftruncate(stream.fileno(), begin)
-                if isinstance(error, OSError):
-                    error.filename = str(self._files[kind])
-                raise
+        lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+        append_whole(self._files[kind], lines)
 
     def _lock(self, key: str) -> bool:
         """Lock a conversation for this process. Returns False if another process has locked it."""

@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from draftsmith.data.distill.ledger import LedgerView
 from draftsmith.data.sources.conversation import Conversation
-from draftsmith.data.tokens.chat_tokens import AnswerIds, tokenize_conversation, tokenize_shortened, up_to_turn
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation, tokenize_shortened, up_to_turn
 from draftsmith.data.tokens.loss_mask import TokenizedConversation, reasoning_ids
 from draftsmith.data.tokens.templates import TemplateProblem
 from draftsmith.errors import UserError, reason
@@ -51,7 +51,6 @@ FEATURES = datasets.Features(
     conversation=datasets.Value("int32"),
 )
 
-Answered = tuple[Conversation, AnswerIds | None]
 Chunk = tuple[Counter[str], list[dict[str, Any]]]
 
 
@@ -168,7 +167,7 @@ def build_token_dataset(
         building.mkdir(parents=True)
         with progress_bar(len(view), "tokenise", "conv") as bar:
             report = write_token_rows(
-                ((made, list(made.answer_ids)) for made in view.distilled()),
+                view.distilled(),
                 work,
                 building / "rows.arrow",
                 settings.tokenize_processes or min(os.cpu_count() or 1, MOST_PROCESSES),
@@ -206,19 +205,19 @@ def _first_refusal(view: LedgerView, work: Work) -> UserError:
     """Return the error of the first conversation, for a template that takes none."""
     for made in view.distilled():
         try:
-            tokenize_rows(work.tokenizer, made, work.max_length_tokens, list(made.answer_ids))
+            tokenize_rows(work.tokenizer, made, work.max_length_tokens)
         except TemplateProblem as problem:
             return problem
     return UserError("the target's chat template rejects every conversation: correct tokenizer.chat_template")
 
 
 def write_token_rows(
-    conversations: Iterable[Answered], work: Work, file: Path, processes: int, bar: Progress
+    conversations: Iterable[Conversation], work: Work, file: Path, processes: int, bar: Progress
 ) -> TokenReport:
     """Tokenise conversations to an Arrow file with the columns of `FEATURES`.
 
     Args:
-        conversations: Read once, in the order of the rows; each with the token ids of its answers if they are known.
+        conversations: Read once, in the order of the rows.
         work: Tokenizer and settings.
         file: The Arrow file; an existing one is overwritten.
         processes: Number of processes; 1: this one.
@@ -239,7 +238,7 @@ def write_token_rows(
     return TokenReport(**totals)
 
 
-def _tokenize_in_processes(conversations: Iterator[Answered], work: Work, processes: int) -> Iterator[Chunk]:
+def _tokenize_in_processes(conversations: Iterator[Conversation], work: Work, processes: int) -> Iterator[Chunk]:
     """Tokenise chunks of conversations in order, in this process if there are only a few."""
     chunks = iter(lambda: list(islice(conversations, CHUNK_CONVERSATIONS)), [])
     # Chunks for every process, or none: processes take seconds to start, which few conversations do not repay.
@@ -269,38 +268,31 @@ def _start_process(work: Work) -> None:
     _work.append(work)
 
 
-def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
+def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Chunk:
     """Tokenise a chunk of conversations; returns its rows and counts."""
     work = work or _work[0]
     tokenizer, max_length_tokens = work.tokenizer, work.max_length_tokens
     counts: Counter[str] = Counter(conversations=len(conversations))
     found: list[tuple[int, TokenizedConversation]] = []
-    for number, (conversation, answer_ids) in enumerate(conversations):
+    for number, conversation in enumerate(conversations):
         try:
-            rows, lost = tokenize_rows(tokenizer, conversation, max_length_tokens, answer_ids)
+            rows, lost = tokenize_rows(tokenizer, conversation, max_length_tokens)
         except TemplateProblem:
             counts["refused"] += 1
             continue
-        if not rows and work.cut_answers and answer_ids and answer_ids[0] is not None:
+        if not rows and work.cut_answers and conversation.answer_ids and conversation.answer_ids[0] is not None:
             # Keep the part of the first exchange that fits, if the cut is within its answer.
             end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
-            first = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+            first = tokenize_conversation(tokenizer, up_to_turn(conversation, end))
             cut = first.cut_to(max_length_tokens)
             rows = [cut] if any(cut.loss_mask) else []
             counts["answers_cut"] += len(rows)
         counts["too_long"] += not rows
         counts += lost
         counts["extra_rows"] += max(0, len(rows) - 1)
-        if work.reasoning is not None:
-            masked = [row.without_reasoning(*work.reasoning) for row in rows]
-            counts["reasoning_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
-            rows = [row for row in masked if any(row.loss_mask)]
-            counts["thoughts_alone"] += len(masked) - len(rows)
-        if work.mask_copies:
-            masked = [row.without_copies() for row in rows]
-            counts["copied_tokens"] += _count_loss_tokens(rows) - _count_loss_tokens(masked)
-            rows = masked
-        found += [(number, row) for row in rows]
+        masked, taken = mask_rows(rows, work.reasoning, work.mask_copies)
+        counts += taken
+        found += [(number, row) for row in masked]
     counts["rows"] += len(found)
     counts["tokens"] += sum(len(row.input_ids) for _, row in found)
     counts["loss_tokens"] += _count_loss_tokens(row for _, row in found)
@@ -315,12 +307,33 @@ def _tokenize(conversations: list[Answered], work: Work | None = None) -> Chunk:
     ]
 
 
+def mask_rows(
+    rows: list[TokenizedConversation], reasoning: tuple[int, int] | None, mask_copies: bool
+) -> tuple[list[TokenizedConversation], Counter[str]]:
+    """Return the rows that still carry loss, without loss on thoughts and copies, and what was taken out of the loss.
+
+    Args:
+        reasoning, mask_copies: As of `Work`.
+    """
+    taken: Counter[str] = Counter()
+    if reasoning is not None:
+        masked = [row.without_reasoning(*reasoning) for row in rows]
+        taken["reasoning_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
+        rows = [row for row in masked if any(row.loss_mask)]
+        taken["thoughts_alone"] = len(masked) - len(rows)
+    if mask_copies:
+        masked = [row.without_copies() for row in rows]
+        taken["copied_tokens"] = _count_loss_tokens(rows) - _count_loss_tokens(masked)
+        rows = masked
+    return rows, taken
+
+
 def _count_loss_tokens(rows: Iterable[TokenizedConversation]) -> int:
     return sum(sum(row.loss_mask) for row in rows)
 
 
 def tokenize_rows(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int
 ) -> tuple[list[TokenizedConversation], Counter[str]]:
     """Return the rows of one conversation, none if it does not fit, and what was lost, by the names of `TokenReport`.
 
@@ -328,7 +341,7 @@ def tokenize_rows(
     has a further row, which ends with it and in which it alone carries loss. So every answer is learned after exactly
     the prompt that the target read.
     """
-    result = tokenize_shortened(tokenizer, conversation, max_length_tokens, answer_ids)
+    result = tokenize_shortened(tokenizer, conversation, max_length_tokens)
     if result is None:
         return [], Counter()
     whole, dropped = result
@@ -336,7 +349,7 @@ def tokenize_rows(
     rows = [whole] if any(whole.loss_mask) else []
     for turn in whole.rewritten_turns:
         try:
-            row = tokenize_conversation(tokenizer, *up_to_turn(conversation, turn + 1, answer_ids))
+            row = tokenize_conversation(tokenizer, up_to_turn(conversation, turn + 1))
         except TemplateProblem:
             lost["answers_refused"] += 1
             continue

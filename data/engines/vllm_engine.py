@@ -93,9 +93,7 @@ class VllmServer:
     """
 
     def __init__(self, arguments: Mapping[str, Any], options_key: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}/v1"
         self.options_key = options_key
         self._folder = Path(tempfile.mkdtemp(prefix="draftsmith-vllm-"))
@@ -190,6 +188,13 @@ class VllmEngine(OpenAIEngine):
             f"vLLM's server has died: its own message is in {self.server.log}; if memory ran out lower concurrency, "
             "max_model_len or gpu_memory_utilization in data.distill.options; run the same command to continue"
         )
+
+
+def free_port() -> int:
+    """Return the number of a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def require_vllm(who: str) -> None:

@@ -55,7 +55,8 @@ class Conversation:
     id: hash of everything except the assistant's turns, so that it does not change when these are regenerated; where
     the source's own answers are kept, see `answered_id`.
     source: name of the source in the recipe. tools: the tools that the assistant may call.
-    answer_ids: of a distilled one, token ids of each answer with its end token; None where unknown.
+    answer_ids: of a distilled one, token ids of each answer as it was generated, with its end token unless it was cut
+    short; None where unknown.
     shortened: why later turns of a distilled one are missing.
     """
 

@@ -34,7 +34,6 @@ from draftsmith.errors import UserError
 if TYPE_CHECKING:  # torch, which the processes that tokenise do not need
     from transformers import GenerationConfig
 
-AnswerIds = list[list[int] | None]
 ANSWERS_AT_FIRST = 16  # first number of answers to try; doubled each time that they fit
 END_TOKENS = 16  # more than any template puts after an answer
 CHARACTERS_ALWAYS_READ = 1 << 20
@@ -46,23 +45,20 @@ def prompt_token_ids(tokenizer: Any, turns: tuple[Turn, ...] | list[Turn], tools
     return token_ids(tokenizer, render(tokenizer, tuple(turns), add_generation_prompt=True, tools=tools))
 
 
-def tokenize_conversation(
-    tokenizer: Any, conversation: Conversation, answer_ids: AnswerIds | None = None
-) -> TokenizedConversation:
+def tokenize_conversation(tokenizer: Any, conversation: Conversation) -> TokenizedConversation:
     """Tokenise a conversation with the chat template, and compute its loss mask.
 
     Args:
         tokenizer: The target's, with a chat template.
-        conversation: The conversation.
-        answer_ids: For each assistant turn the ids that the target generated, with the end token unless the answer was
-            cut short; None for a turn that must be tokenised. A conversation whose last answer has ids ends with these,
+        conversation: Answers without `answer_ids` are tokenised. If its last answer has ids, it ends with these,
             whatever the template would write after it.
 
     Raises:
-        UserError: The tokenizer has no chat template, or `answer_ids` does not fit this conversation.
+        UserError: The tokenizer has no chat template, or the conversation has another number of `answer_ids` than of
+            answers.
         TemplateProblem: The template rejects this conversation or hides an answer, or the mask would be empty or full.
     """
-    turns, tools, given = conversation.turns, conversation.tools, _ids_by_turn(conversation, answer_ids)
+    turns, tools, given = conversation.turns, conversation.tools, _ids_by_turn(conversation)
     last = len(turns) - 1
     # If the last answer has ids, they are put after its prompt, so the answer itself is not rendered.
     generation_prompt = last in given
@@ -106,9 +102,9 @@ def tokenize_conversation(
     if last in spans and not (spans[last].follows_prompt or spans[last].never_follows):
         # Tokenise again with the last answer's ids given, so that it follows the prompt that generates it: Mistral's
         # templates write the system prompt in the last turn if it is the user's, and nowhere otherwise.
-        earlier = [None] * (len(spans) - 1) if answer_ids is None else answer_ids[:-1]
+        earlier = conversation.answer_ids[:-1] or (None,) * (len(spans) - 1)
         last_ids = tokenized.answers()[-1] if turns[last].weight else pieces[-2]
-        return tokenize_conversation(tokenizer, conversation, [*earlier, last_ids])
+        return tokenize_conversation(tokenizer, replace(conversation, answer_ids=(*earlier, last_ids)))
     return tokenized
 
 
@@ -129,7 +125,7 @@ def _is_rewritten(
 
 
 def tokenize_shortened(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None = None
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int
 ) -> tuple[TokenizedConversation, int] | None:
     """Tokenise as `tokenize_conversation`, after dropping last turns until the conversation fits.
 
@@ -139,7 +135,7 @@ def tokenize_shortened(
         The tokens and the number of dropped turns; None if the turns up to the first answer with loss do not fit.
     """
     turns = conversation.turns
-    _ids_by_turn(conversation, answer_ids)
+    _ids_by_turn(conversation)
     ends = _ends_in_reach(tokenizer, turns, max_length_tokens)
     if not ends:
         return None
@@ -147,7 +143,7 @@ def tokenize_shortened(
     while True:
         tried, num_tried = ends[:num_tried], 2 * num_tried
         try:
-            longest = tokenize_conversation(tokenizer, *up_to_turn(conversation, tried[-1], answer_ids))
+            longest = tokenize_conversation(tokenizer, up_to_turn(conversation, tried[-1]))
         except TemplateProblem:  # this turn may not be a possible end
             if tried == ends:
                 raise
@@ -161,7 +157,7 @@ def tokenize_shortened(
         if tokens > max_length_tokens + END_TOKENS:  # thoughts may make it longer at the end, nothing makes it shorter
             continue
         whole = end == tried[-1]
-        shortened = longest if whole else tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+        shortened = longest if whole else tokenize_conversation(tokenizer, up_to_turn(conversation, end))
         if len(shortened.input_ids) <= max_length_tokens:
             return shortened, len(turns) - end
     return None
@@ -175,13 +171,11 @@ def _ends_in_reach(tokenizer: Any, turns: tuple[Turn, ...], max_length_tokens: i
     return [number for number, (_, turn) in enumerate(in_reach, start=1) if turn.role == "assistant"]
 
 
-def up_to_turn(
-    conversation: Conversation, end: int, answer_ids: AnswerIds | None
-) -> tuple[Conversation, AnswerIds | None]:
-    """Return the first `end` turns, and the ids of the answers among them."""
+def up_to_turn(conversation: Conversation, end: int) -> Conversation:
+    """Return the first `end` turns, with the ids of the answers among them."""
     turns = conversation.turns[:end]
     answers = sum(turn.role == "assistant" for turn in turns)
-    return replace(conversation, turns=turns), None if answer_ids is None else answer_ids[:answers]
+    return replace(conversation, turns=turns, answer_ids=conversation.answer_ids[:answers])
 
 
 def _check_last_answer_is_whole(turns: tuple[Turn, ...], text: str) -> None:
@@ -204,13 +198,14 @@ def _is_whole(turn: Turn, text: str) -> bool:
     return all("".join(part.split()) in shown for part in (turn.content, turn.reasoning_content, *turn.called))
 
 
-def _ids_by_turn(conversation: Conversation, answer_ids: AnswerIds | None) -> dict[int, list[int]]:
-    """Return the given ids by the index of their turn.
+def _ids_by_turn(conversation: Conversation) -> dict[int, list[int]]:
+    """Return the known ids of answers by the index of their turn.
 
     Raises:
         UserError: There is not one list of ids for each answer.
     """
-    if answer_ids is None:
+    answer_ids = conversation.answer_ids
+    if not answer_ids:
         return {}
     answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
     if len(answers) != len(answer_ids) or [] in answer_ids:

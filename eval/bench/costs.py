@@ -37,7 +37,11 @@ def measure_round_costs(session: TargetSession, methods: Sequence[Arm], prompt: 
 
 
 class MeasuredCosts:
-    """Costs of rounds after a prompt, measured when they are first needed; the session's KV cache is overwritten."""
+    """Costs of rounds after a prompt, measured when they are first needed; the session's KV cache is overwritten.
+
+    Args:
+        prompt: Token ids, of which as many are read as fill half of the session.
+    """
 
     def __init__(self, session: TargetSession, prompt: list[int]) -> None:
         # Half of the session remains for the answer whose drafts are timed.

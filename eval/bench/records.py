@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from draftsmith.data.sources.questions import task_of
 from draftsmith.errors import UserError
 from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
+from draftsmith.files import append_whole
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodName
 
@@ -138,10 +138,8 @@ class RecordLog:
 
     def append(self, record: QuestionRecord) -> None:
         """Append a record and wait until it is on disk."""
-        with self._lock, self.file.open("ab") as stream:
-            stream.write((json.dumps(asdict(record), ensure_ascii=False) + "\n").encode("utf-8"))
-            stream.flush()
-            os.fsync(stream.fileno())
+        with self._lock:
+            append_whole(self.file, json.dumps(asdict(record), ensure_ascii=False).encode() + b"\n")
 
     def __iter__(self) -> Iterator[QuestionRecord]:
         """Read the records one by one.

@@ -207,13 +207,14 @@ def first_turn_ids(tokenizer: Any, question: Question) -> list[int]:
 
 
 def first_turn_prompts(
-    tokenizer: Any, questions: list[Question], count: int, max_new_tokens: int, limit: int | None
+    target: Any, tokenizer: Any, questions: list[Question], count: int, max_new_tokens: int
 ) -> list[tuple[int | str, list[int]]]:
     """Choose (question id, prompt ids) of `count` first turns, spread over the questions that leave room for an answer.
 
     Raises:
         UserError: No question leaves room.
     """
+    limit = longest_sequence_tokens(target)
     tokenised = ((question.question_id, first_turn_ids(tokenizer, question)) for question in questions)
     fitting = [(name, ids) for name, ids in tokenised if limit is None or len(ids) + max_new_tokens <= limit]
     if not fitting:

@@ -25,7 +25,6 @@ from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 
 WARM_UP_TOKENS = 16  # length of a hidden answer, with and without the drafter
-LONGEST_TOKENS = 4096  # longest conversation, unless the target's context is shorter
 ENDED = "The conversation fills the target's context: /reset starts a new one."
 COMMAND = re.compile(r"/[a-z]+")
 HELP = "/plain: switch the drafter off or on; /reset: forget the conversation; /quit: leave. Ctrl-C stops an answer."
@@ -125,7 +124,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
         UserError: The target or the drafter cannot be loaded.
     """
     model, tokenizer, drafters = load_models(recipe)
-    length = session_tokens(model, LONGEST_TOKENS)
+    length = session_tokens(model)
     methods = measured_methods(recipe, drafters, model, tokenizer, length)[:2]
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     answers: list[ChatAnswer] = []

@@ -33,7 +33,7 @@ from draftsmith.data.distill.limits import (
     no_room_sentence,
     target_limits,
 )
-from draftsmith.data.distill.token_dataset import load_tokens, recorded_report, tokenize_rows
+from draftsmith.data.distill.token_dataset import load_tokens, mask_rows, recorded_report, tokenize_rows
 from draftsmith.data.engines.engine import check_engine
 from draftsmith.data.sources.conversation import Conversation
 from draftsmith.data.sources.distilled import check_answers
@@ -296,7 +296,7 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
     rows: list[TokenizedConversation] = []
     problems: list[TemplateProblem] = []
     shortened = too_long = 0
-    thoughts = None
+    thoughts, masks_copies = None, recipe.data.loops == "mask"
     try:
         thoughts = reasoning_ids(expected.tokenizer, recipe.data)
     except UserError as error:
@@ -308,16 +308,14 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
             ending = [] if turns[-1].role == "assistant" else [PROBE[1]]
             whole = replace(conversation, turns=(*turns, *ending))
         try:
-            found_rows, row_counts = tokenize_rows(
-                expected.tokenizer, whole, recipe.data.max_length_tokens, list(whole.answer_ids) or None
-            )
+            found_rows, row_counts = tokenize_rows(expected.tokenizer, whole, recipe.data.max_length_tokens)
         except TemplateProblem as problem:
             problems.append(problem)
             continue
         too_long += not found_rows
         shortened += row_counts["shortened"]
         if conversation.is_answered:
-            rows += _mask_as_in_training(found_rows, recipe, thoughts)
+            rows += mask_rows(found_rows, thoughts, masks_copies)[0]
 
     size, length = len(sample), recipe.data.max_length_tokens
     asks = recipe.data.distill.engine != "none" and not chosen.skip_invalid
@@ -342,8 +340,7 @@ def _check_source(recipe: Recipe, expected: Expected, diagnosis: Diagnosis) -> I
     )
     if recipe.data.distill.engine != "none":
         yield _check_room(recipe, expected, found)
-    masked = recipe.data.loops == "mask"
-    yield from check_rows(rows, expected, "set target.chat_template to a template without this fault", masked)
+    yield from check_rows(rows, expected, "set target.chat_template to a template without this fault", masks_copies)
     if unanswered := sum(not conversation.is_answered for conversation in found):
         sentence = f"{unanswered} of {len(found)} conversations, which the target will answer: not checked yet"
         yield Finding("without answers", "ok", sentence, {"unanswered": unanswered})
@@ -362,16 +359,6 @@ def _describe_invalid(recipe: Recipe, tokenizer: Any, reasons: Counter[str], val
     sentence = f"{counted_reasons(reasons)}, {valid} valid conversations; {what}"
     figures = {"count": reasons.total(), "reasons": dict(reasons), "valid": valid}
     return Finding("invalid conversations", "warning" if is_skipped else "defect", sentence, figures)
-
-
-def _mask_as_in_training(
-    rows: list[TokenizedConversation], recipe: Recipe, thoughts: tuple[int, int] | None
-) -> list[TokenizedConversation]:
-    """Return the examples with the loss mask of training: without thoughts and copies, as the recipe says."""
-    if thoughts is not None:
-        masked = [row.without_reasoning(*thoughts) for row in rows]
-        rows = [row for row in masked if any(row.loss_mask)]
-    return [row.without_copies() for row in rows] if recipe.data.loops == "mask" else rows
 
 
 def _check_room(recipe: Recipe, expected: Expected, conversations: list[Conversation]) -> Finding:

@@ -53,7 +53,7 @@ from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.decoding.generate import AnswerRecord
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, paired_ratio, tau
-from draftsmith.files import read_json, write_atomically
+from draftsmith.files import append_whole, read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
 from draftsmith.models.cpu_kernels import pack_linears
@@ -270,17 +270,9 @@ class Learned:
         """
         if self._lines == 0:
             self._lines = self._trim()
-        line = memoryview(json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n")
+        line = json.dumps({"prompt_ids": prompt_ids, "ids": record.ids}).encode() + b"\n"
         lines, self._lines = self._lines, 0  # an interruption may leave part of the line: the next call trims the file
-        with self.file.open("ab", buffering=0) as stream:
-            begin = stream.tell()
-            try:
-                while line:
-                    line = line[stream.write(line) :]
-                os.fsync(stream.fileno())
-            except BaseException:
-                os.ftruncate(stream.fileno(), begin)
-                raise
+        append_whole(self.file, line)
         self._lines = lines + 1
         if self._lines > 2 * self.kept_answers:
             self._lines = self._trim()
@@ -474,9 +466,8 @@ class Learner:
         for answer in answers:
             ids, first = answer.row[0], len(answer.prompt_ids)
             ids_1s = torch.tensor([ids], device=self.target.device)
-            with torch.inference_mode():
-                features_sf = target_features(self.target, ids_1s, layers=drafter.feature_layers)[0]
-                rounds.append(len(accepted_lengths(method, ids, features_sf, first, len(ids) - 1)))
+            features_sf = target_features(self.target, ids_1s, layers=drafter.feature_layers)[0]
+            rounds.append(len(accepted_lengths(method, ids, features_sf, first, len(ids) - 1)))
         rounds_q, tokens_q = np.array(rounds, float), np.array([len(answer.ids) - 1 for answer in answers], float)
         return QuestionSums(tokens_q, rounds_q, tokens_q, rounds_q, tokens_q, tokens_q)
 

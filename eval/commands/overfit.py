@@ -130,9 +130,8 @@ def overfit(
         depth = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else trained.config.num_depths
         ids_1s = torch.tensor([ids], device=target.device)
         features_sf = target_features(target, ids_1s, layers=trained.feature_layers)[0]
-        with torch.inference_mode():
-            chain = build_tree_drafter(CHAIN, decoder, Sampling())
-            lengths = accepted_lengths(chain, ids, features_sf, first, len(ids) - 1)
+        chain = build_tree_drafter(CHAIN, decoder, Sampling())
+        lengths = accepted_lengths(chain, ids, features_sf, first, len(ids) - 1)
     logs = next(log for log in reversed(trainer.state.log_history) if "loss" in log)
     tokens = sum(lengths)
     return Overfit(

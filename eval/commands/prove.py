@@ -38,7 +38,6 @@ from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.trees.enumeration import largest_error
 from draftsmith.files import write_atomically
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target.loading import longest_sequence_tokens
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
@@ -66,8 +65,8 @@ def prove(recipe: Recipe, prompts: int = 16, samples: int = 4, new_tokens: int =
     evaluation = recipe.eval.model_copy(update={"methods": lossless, "temperatures": [0.0, *temperatures]})
     recipe = recipe.model_copy(update={"eval": evaluation})
     target, tokenizer, drafters = load_models(recipe)
-    limit = longest_sequence_tokens(target)
-    first_turns = first_turn_prompts(tokenizer, load_questions(recipe.eval.question_sets), prompts, new_tokens, limit)
+    questions = load_questions(recipe.eval.question_sets)
+    first_turns = first_turn_prompts(target, tokenizer, questions, prompts, new_tokens)
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(len(ids) for _, ids in first_turns) + new_tokens
     methods = measured_methods(recipe, drafters, target, tokenizer, length)

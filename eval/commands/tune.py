@@ -35,7 +35,7 @@ from draftsmith.models.base.registry import is_published
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target.loading import load_target_config, longest_sequence_tokens
+from draftsmith.models.target.loading import load_target_config
 from draftsmith.progress import progress_bar
 from draftsmith.recipes.run_folder import RunFolder, with_run_lock
 from draftsmith.recipes.schema import DRAFTER_KIND, MethodConfig, Recipe
@@ -151,10 +151,9 @@ def tune(recipe: Recipe, questions: int = 14, new_tokens: int = 96, turns: int =
     only_own = recipe.eval.model_copy(update={"methods": [default]})
     target, tokenizer, drafters = load_models(recipe.model_copy(update={"eval": only_own}))
     drafter = drafters[folder]
-    limit = longest_sequence_tokens(target)
     loaded = load_questions(recipe.eval.question_sets)
     task = {question.question_id: question.task_name for question in loaded}
-    first_turns = first_turn_prompts(tokenizer, loaded, questions, new_tokens, limit)
+    first_turns = first_turn_prompts(target, tokenizer, loaded, questions, new_tokens)
     prompts = [(task[name], ids) for name, ids in first_turns]
     end_ids = frozenset(answer_end_ids(target.generation_config, tokenizer))
     length = max(len(ids) for _, ids in prompts) + new_tokens

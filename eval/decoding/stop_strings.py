@@ -22,9 +22,9 @@ class GrowingText:
         self._context: list[int] = []  # the tokens of that piece
         self._pending: list[int] = []  # those after it
 
-    def add(self, token: int) -> str:
-        """Return the text with one token more."""
-        self._pending = [*self._pending, token]  # a new list, as copies share theirs
+    def add(self, *tokens: int) -> str:
+        """Return the text with one token more, or several."""
+        self._pending = [*self._pending, *tokens]  # a new list, as copies share theirs
         known = self._decode(self._context)
         new = self._decode([*self._context, *self._pending])[len(known) :]
         self.text = self.settled + new.rstrip(UNFINISHED)

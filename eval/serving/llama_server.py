@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import httpx2
 
+from draftsmith.data.engines.vllm_engine import free_port
 from draftsmith.errors import UserError
 from draftsmith.parent import end_program_with_parent
 
@@ -51,9 +51,7 @@ def started_server(
     Raises:
         UserError: The server does not start.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = at_once * max(LEAST_CONTEXT_TOKENS, context_tokens)
     options = {"-m": file, "-c": context, "-np": at_once, "--port": port}
     command = [str(program), *(str(word) for option in options.items() for word in option), "--no-webui"]

@@ -42,7 +42,6 @@ from draftsmith.models.target.loading import session_tokens
 from draftsmith.recipes.schema import Recipe
 
 MOST_SAMPLINGS = 64  # whose adaptive trees are remembered
-LONGEST_TOKENS = 4096  # of a prompt with its answer, unless the target's context is shorter
 STOPS_WITHIN_S = 0.5  # how long an idle worker waits for a job before it checks for `stop`
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,9 @@ class Running:
     text: str = ""
 
     def send_round(self, round_: Round) -> None:
-        """Send the text of a round, but no end of it that may be part of a stop string."""
+        """Send the text of a round if the answer is streamed, but no end of it that may be part of a stop string."""
+        if not self.job.streamed:
+            return
         texts = [self.growing.text, *map(self.growing.add, round_.committed)]
         drafted = texts[round_.accepted][len(texts[0]) :]
         held = max((count_held_characters(texts[-1], stop) for stop in self.job.stops), default=0)
@@ -158,7 +159,7 @@ class Worker:
             )
         self.target, self.tokenizer, drafters = load_models(recipe)
         ((_, drafter),) = drafters.items()
-        self.length = session_tokens(self.target, LONGEST_TOKENS)
+        self.length = session_tokens(self.target)
         self.end_ids = frozenset(answer_end_ids(self.target.generation_config, self.tokenizer))
         self.jobs: queue.Queue[Job] = queue.Queue(queue_length)
         self._stopping = threading.Event()
@@ -345,6 +346,8 @@ class Worker:
         job, record = running.job, running.generation.record
         record.wall_time_s = time.perf_counter() - running.started_s
         ended = record.text is not None or record.ids[-1] in self.end_ids
+        if not job.streamed and record.text is None:  # rounds decode streamed answers only
+            running.growing.add(*record.ids[1:])
         running.send(running.growing.text if record.text is None else record.text)
         finished = CompletedAnswer(job.prompt_ids, record, "stop" if ended else "length", running.text)
         self.generated.inc(len(record.ids))

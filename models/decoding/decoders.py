@@ -78,7 +78,10 @@ ALL_TOKENS = TokenColumns()
 
 
 class SequenceDecoder(Protocol):
-    """A drafter while it decodes one sequence, in `torch.inference_mode`. `start` and `observe` only queue."""
+    """A drafter while it decodes one sequence. `start` and `observe` only queue.
+
+    The caller is in `torch.inference_mode` whenever it calls a decoder.
+    """
 
     columns: TokenColumns  # what its logits are of
 
@@ -252,9 +255,8 @@ class CachedDecoder:
             held.copy_(part)
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
-        """Queue final tokens [n] with the features [n, F] that predicted them."""
-        if len(committed_ids):
-            self._pending.append((committed_ids, features))
+        """Queue n >= 1 final tokens [n] with the features [n, F] that predicted them."""
+        self._pending.append((committed_ids, features))
 
     def _take_pending(self) -> tuple[Tensor, Tensor]:
         """Return ids [n] and features [n, F] of all queued tokens, and clear the queue."""
@@ -346,7 +348,6 @@ class ParallelDecoder(CachedDecoder):
         super()._begin_sequence(position_offset)
         self._inputs_of.clear()  # the masks may have been trained since
 
-    @torch.inference_mode()
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward of n+K rows."""
         ids, features = self._read_ahead(*self._take_pending())
@@ -404,17 +405,14 @@ class PathDecoder:
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
         self._decoder.observe(committed_ids, features)
-        if len(committed_ids):
-            self._newest_1 = committed_ids[-1:]
+        self._newest_1 = committed_ids[-1:]
 
-    @torch.inference_mode()
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V'] of the children of the newest committed token."""
         self._draft()
         self._depths = [0]
         return self._after(self._newest_1, slice(0, 1))
 
-    @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         depths = depths_below(parents, self._depths, self.num_depths, f"{self.num_depths} depths are drafted")
@@ -543,7 +541,6 @@ class TreeDecoder(CachedDecoder):
         for part in (self._outputs, self._ancestors, self._depths):
             torch._dynamo.mark_static_address(part)
 
-    @torch.inference_mode()
     def begin(self) -> Tensor:
         """Return fp32 logits [1, V'] of the children of the newest committed token."""
         ids, features = self._read_ahead(*self._take_pending())
@@ -557,7 +554,6 @@ class TreeDecoder(CachedDecoder):
         self._has_calls = self._backend is None and self._is_one_call(self.num_depths)
         return logits_1v
 
-    @torch.inference_mode()
     def expand(self, tokens: list[int] | Tensor, parents: list[int]) -> Tensor:
         """Return fp32 logits [W, V'] of the children of W new nodes below `parents`."""
         first, nodes = len(self._tree.depths), len(parents)

@@ -322,12 +322,10 @@ class BlockDecoder(CachedDecoder):
         self._pending = [(prompt_ids, features[:-1])]
         self._begin_sequence(position_offset)
 
-    @torch.inference_mode()
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""
         return self.outputs()[0]
 
-    @torch.inference_mode()
     def outputs(self) -> tuple[Tensor, ...]:
         """Run the next block and return `block_outputs` of its rows."""
         ids, features = self._take_pending()

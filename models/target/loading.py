@@ -42,6 +42,7 @@ from draftsmith.recipes.schema import TargetRecipe
 BUILTIN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own
 NVIDIA = Path("/proc/driver/nvidia/version")  # exists if the driver is loaded
+LONGEST_CHAT_TOKENS = 4096  # of a chat with its next answer, unless the target holds fewer
 NO_CONFIG = "Unrecognized model"  # of transformers, for a repository without config.json
 EMBEDDED_TARGET = Path(__file__).resolve().parents[1] / "embedded_target"
 
@@ -311,8 +312,8 @@ def longest_sequence_tokens(target: Any) -> int | None:
     return get_max_positions(target) if takes_masks(target) else tokens_within_windows(target)
 
 
-def session_tokens(target: Any, most: int) -> int:
-    """Return `most` tokens, or the target's limit if that is lower."""
+def session_tokens(target: Any, most: int = LONGEST_CHAT_TOKENS) -> int:
+    """Return `most` tokens of a prompt with its answer, or the target's limit if that is lower."""
     return min(most, longest_sequence_tokens(target) or most)
 
 

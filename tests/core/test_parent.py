@@ -40,7 +40,7 @@ from draftsmith.progress import progress_bar
 def conversations():
     turns = (Turn("user", "hi"), Turn("assistant", "ho"))
     for number in range(2 * CHUNKS_PER_PROCESS * CHUNK_CONVERSATIONS + CHUNK_CONVERSATIONS):
-        yield Conversation(str(number), turns), None
+        yield Conversation(str(number), turns)
     while len(multiprocessing.active_children()) < 2:
         time.sleep(0.01)
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)

@@ -294,6 +294,13 @@ def _batched(part: Tensor) -> Tensor:
     return _held(part).transpose(0, 1).unsqueeze(0).contiguous()
 
 
+class KeptTensors:
+    """Stand-in for autograd's context, which needs a real device for its streams."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
 def _packed_mask(q: Tensor, bounds: Tensor, longest: int, causal: bool, options: Any) -> Tensor:
     """Return the additive mask [T, T] of documents, causal or not, with the kernel's window."""
     if bounds.dtype != torch.int32 or bounds.diff().max() != longest:

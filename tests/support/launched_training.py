@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import yaml
 from support.places import ROOT
-from support.processes import free_port
 from support.tiny_runs import recipe_file
 from transformers import TrainerCallback
 
+from draftsmith.data.engines.vllm_engine import free_port
 from draftsmith.recipes.schema import Recipe
 
 SCRIPT = ROOT / "train" / "train_parallel.py"

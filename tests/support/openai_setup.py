@@ -13,6 +13,7 @@ from support.tiny_tokenizers import tiny_tokenizer
 from draftsmith.data.engines import openai_engine
 from draftsmith.data.engines.engine import (
     Completion,
+    Engine,
     EngineSetting,
     GenerationSettings,
     Outcome,
@@ -77,7 +78,8 @@ def requests(count: int, **sampling: Any) -> list[Request]:
     ]
 
 
-def run(engine: OpenAIEngine, batch: list[Request]) -> dict[str, Outcome]:
+def run(engine: Engine, batch: list[Request]) -> dict[str, Outcome]:
+    """Submit the requests to any engine and wait for the outcome of each, of which there is one."""
     for request in batch:
         engine.submit(request)
     outcomes: dict[str, Outcome] = {}

@@ -5,19 +5,14 @@ They are forked from a server that has imported everything and computed nothing,
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from draftsmith.data.engines.vllm_engine import free_port
+
 PRELOADED = ["draftsmith.train.drafter.stage"]
 LONGEST_S = 300.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_in_processes(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:

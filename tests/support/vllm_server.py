@@ -1,5 +1,6 @@
 """A real vLLM server for tests."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -10,8 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.processes import free_port
 
+from draftsmith.data.engines.vllm_engine import free_port
+
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+]
 START_S = 300.0
 # For vLLM on a few cores: one thread, no pinned processes, no usage statistics.
 ENVIRONMENT = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.base.registry import Training, read_training
+from draftsmith.train.drafter.shown import by_depth
 
 
 @dataclass
@@ -35,12 +36,12 @@ class TrainReport(Training):
     @property
     def heldout_accuracy(self) -> list[float]:
         """Share of correct tokens at each depth, on the held-out examples."""
-        return _by_depth(self.heldout, "eval_accuracy")
+        return [value for _, value in by_depth(self.heldout, "eval_accuracy_depth")]
 
     @property
     def heldout_tau(self) -> list[float]:
         """Tau of greedy chains of 1, 2, ... draft tokens, on the held-out examples."""
-        return _by_depth(self.heldout, "eval_tau")
+        return [value for _, value in by_depth(self.heldout, "eval_tau_depth")]
 
     @property
     def loss(self) -> float:
@@ -48,7 +49,7 @@ class TrainReport(Training):
 
     @property
     def depth_accuracy(self) -> list[float]:
-        return _by_depth(self.last_log, "accuracy")
+        return [value for _, value in by_depth(self.last_log, "accuracy_depth")]
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures for programs; every log of the training is in the folder's `training.json`."""
@@ -77,8 +78,3 @@ class TrainReport(Training):
             return f"{self.folder} is already trained with these settings ({self.steps} steps; {last}): nothing to do"
         speed = f"{self.tokens / max(self.wall_time_s, 1e-9):,.0f} tokens/s"
         return f"trained {self.folder} in {self.steps} steps, {self.wall_time_s:.0f} s, {speed}; {last}"
-
-
-def _by_depth(log: dict[str, float], name: str) -> list[float]:
-    names = (f"{name}_depth{depth}" for depth in range(1, len(log) + 1))
-    return [log[name] for name in names if name in log]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from draftsmith.eval.bench.theory import best_gamma, expected_tokens, walltime_f
 from draftsmith.eval.decoding.method import AUTOREGRESSIVE
 from draftsmith.eval.report.summary import Row
 from draftsmith.models.base.registry import Training
+from draftsmith.train.drafter.shown import by_depth
 
 WIDTH, HEIGHT = 340, 220
 LEFT, RIGHT, TOP, BOTTOM = 36, 46, 10, 34  # margins, for ticks and for the lines' names
@@ -170,10 +170,8 @@ def curves_by_depth(history: History, name: str) -> dict[str, list[Point]]:
     """Collect (step, value) of each depth: `accuracy` of `accuracy_depth1`, `accuracy_depth2`, ..."""
     curves: dict[int, list[Point]] = {}
     for entry in history:
-        for key, value in entry.items():
-            match = re.fullmatch(rf"{name}_depth(\d+)", key)
-            if match and "step" in entry:
-                curves.setdefault(int(match[1]), []).append((entry["step"], value))
+        for depth, value in by_depth(entry, f"{name}_depth") if "step" in entry else ():
+            curves.setdefault(depth, []).append((entry["step"], value))
     return {str(depth): curves[depth] for depth in sorted(curves)}
 
 

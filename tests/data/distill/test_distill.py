@@ -272,7 +272,7 @@ def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
     cut = {d.turns[-2].content: d for d in read_distilled(tmp_path / "out") if d.shortened}
     assert set(cut) == set(CutEngine.cut_questions)
     for distilled in cut.values():
-        tokens = tokenize_conversation(tokenizer, distilled, list(distilled.answer_ids))
+        tokens = tokenize_conversation(tokenizer, distilled)
         assert tokens.input_ids[-len(answer_ids) :] == answer_ids
         assert tokens.loss_mask[-len(answer_ids) :] == [1] * len(answer_ids)
 
@@ -366,7 +366,7 @@ def test_thoughts_and_weights_of_given_answers_are_kept(tmp_path: Path) -> None:
     distill(recipe, tokenizer, run_folder(recipe, tmp_path / "out"))
     (made,) = read_distilled(tmp_path / "out")
     assert [turn.weight for turn in made.turns] == [1, 0, 1, 1]
-    ((row,), _) = tokenize_rows(tokenizer, made, 1000, list(made.answer_ids))
+    ((row,), _) = tokenize_rows(tokenizer, made, 1000)
     assert [tokenizer.decode(answer) for answer in row.answers()] == ["<think>\none\n</think>\n\nBye<|im_end|>"]
 
 
@@ -663,7 +663,7 @@ def test_target_that_calls_the_same_tools_gets_their_results(tmp_path: Path) -> 
         "<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    rows, _ = tokenize_rows(engine.tokenizer, found, 4096, list(found.answer_ids))
+    rows, _ = tokenize_rows(engine.tokenizer, found, 4096)
     assert [row.answers() for row in rows] == [list(found.answer_ids)]  # one row, each answer with loss, as it was said
     assert found.tools == tuple(TOOLS)
 

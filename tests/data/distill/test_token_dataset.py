@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from draftsmith.data.distill import token_dataset as token_rows
 from draftsmith.data.distill.ledger import CLAIMS, SHARDS, Ledger, LedgerView
-from draftsmith.data.distill.token_dataset import Answered, Work, build_token_dataset, tokenize_rows, write_token_rows
+from draftsmith.data.distill.token_dataset import Work, build_token_dataset, tokenize_rows, write_token_rows
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids, tokenize_conversation
 from draftsmith.data.tokens.loss_mask import reasoning_ids
@@ -127,17 +127,17 @@ def test_dataset_without_rows_is_an_error(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def conversation(number: int, answer: str = "Hello") -> Conversation:
+def conversation(number: int, answer: str = "Hello", ids: list[int] | None = None) -> Conversation:
     turns = (Turn("user", f"Say hi {number}"), Turn("assistant", f"{answer} {number} " * (1 + number % 5)))
-    return Conversation(f"{number:04d}", turns)
+    return Conversation(f"{number:04d}", turns, answer_ids=(ids,))
 
 
-def write_rows(tmp_path: Path, answered: Any, processes: int = 1, **work: Any) -> Any:
-    """Return the report and the rows of conversations with their ids, by default of at most 60 tokens."""
+def write_rows(tmp_path: Path, conversations: list[Conversation], processes: int = 1, **work: Any) -> Any:
+    """Return the report and the rows of conversations, by default of at most 60 tokens."""
     file = tmp_path / f"{processes}.arrow"
     settings = Work(**{"tokenizer": tiny_tokenizer(templates.CHATML), "max_length_tokens": 60, **work})
     with tqdm(disable=True) as bar:
-        report = write_token_rows(iter(answered), settings, file, processes, bar)
+        report = write_token_rows(iter(conversations), settings, file, processes, bar)
     return report, datasets.Dataset.from_file(str(file))
 
 
@@ -152,15 +152,15 @@ def test_rows_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(token_rows, "get_context", lambda _: multiprocessing.get_context(start))
     monkeypatch.setattr(token_rows, "CHUNK_CONVERSATIONS", 3)
     numbers = range(40)
-    too_long, hidden = (Conversation(key, (Turn("user", "a"), Turn("assistant", "b " * 90))) for key in ("l", "m"))
-    answered: list[Answered] = [(conversation(n), None if n % 2 else [[5, 6, n]]) for n in numbers]
-    answered[11:11] = [(too_long, None), (hidden, [[1] * 70])]
+    too_long = Conversation("l", (Turn("user", "a"), Turn("assistant", "b " * 90)))
+    fitting = [conversation(n, ids=None if n % 2 else [5, 6, n]) for n in numbers]
+    answered = [*fitting[:11], too_long, replace(too_long, answer_ids=([1] * 70,)), *fitting[11:]]
     results = [write_rows(tmp_path, answered, processes) for processes in (1, 2)]
     assert results[0][0] == results[1][0]
     assert (results[0][0].rows, results[0][0].too_long, results[0][0].conversations) == (40, 2, 42)
     assert results[0][1].to_dict() == results[1][1].to_dict()
     tokenizer = tiny_tokenizer(templates.CHATML)
-    expected = [tokenize_conversation(tokenizer, conversation(n), None if n % 2 else [[5, 6, n]]) for n in numbers]
+    expected = [tokenize_conversation(tokenizer, each) for each in fitting]
     rows = results[0][1]
     assert list(rows["input_ids"]) == [row.input_ids for row in expected]
     assert list(rows["loss_mask"]) == [row.loss_mask for row in expected]
@@ -171,13 +171,11 @@ def test_rows_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.Mon
 def test_first_answer_is_cut_at_the_maximum_length(tmp_path: Path) -> None:
     """The row is the prompt and the answer's first tokens, with loss; no row without ids or of a prompt alone."""
     tokenizer = tiny_tokenizer(templates.CHATML)
-    long = Conversation("long", (Turn("user", "a"), Turn("assistant", "x")))
     said = [5 + n % 7 for n in range(90)]
-    unasked = Conversation("unasked", (Turn("user", "a " * 200), Turn("assistant", "x")))
+    long = Conversation("long", (Turn("user", "a"), Turn("assistant", "x")), answer_ids=(said,))
+    unasked = Conversation("unasked", (Turn("user", "a " * 200), Turn("assistant", "x")), answer_ids=([5, 6],))
     without_ids = Conversation("no ids", (Turn("user", "a"), Turn("assistant", "b " * 90)))
-    answered: list[Answered] = [
-        (long, [said]), (without_ids, None), (unasked, [[5, 6]]), (conversation(3), [[5, 6, 7]])
-    ]  # fmt: skip
+    answered = [long, without_ids, unasked, conversation(3, ids=[5, 6, 7])]
     counts, rows = write_rows(tmp_path, answered, cut_answers=True)
     assert (counts.rows, counts.answers_cut, counts.too_long, counts.shortened) == (2, 1, 2, 0)
     row = rows[0]
@@ -198,12 +196,12 @@ def test_reader_stays_close_to_the_writer(tmp_path: Path, monkeypatch: pytest.Mo
             nonlocal done
             done += count
 
-    def reading() -> Iterator[Answered]:
+    def reading() -> Iterator[Conversation]:
         nonlocal read, furthest
         for number in range(60):
             read += 1
             furthest = max(furthest, read - done)
-            yield conversation(number), None
+            yield conversation(number)
 
     counts = write_token_rows(reading(), Work(tiny_tokenizer(templates.CHATML), 60), tmp_path / "x", processes, Bar())
     assert counts.rows == done == 60
@@ -215,17 +213,17 @@ def test_answers_whose_thoughts_leave_the_history_get_separate_rows() -> None:
     tokenizer = FAMILIES["Qwen3"].tokenizer()
     texts = ["<think>\none\n</think>\n\nHello", "Say hi", "<think>\nthree\n</think>\n\nBye"]
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
-    thinking = Conversation("thinking", tuple(turns))
     ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
-    rows, cut = tokenize_rows(tokenizer, thinking, 1000, list(ids))
+    thinking = Conversation("thinking", tuple(turns), answer_ids=tuple(ids))
+    rows, cut = tokenize_rows(tokenizer, thinking, 1000)
     assert not cut
     assert [row.answers() for row in rows] == [[ids[1], ids[2]], [ids[0]]]
     first_prompt = prompt_token_ids(tokenizer, turns[:1])
     assert rows[1].input_ids == first_prompt + ids[0]
     assert rows[0].input_ids == prompt_token_ids(tokenizer, turns[:-1]) + ids[2]
     # Rows and turns that do not fit are left out.
-    assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1, list(ids))[1] == {"shortened": 1}
-    assert tokenize_rows(tokenizer, thinking, 5, list(ids)) == ([], Counter())
+    assert tokenize_rows(tokenizer, thinking, len(rows[0].input_ids) - 1)[1] == {"shortened": 1}
+    assert tokenize_rows(tokenizer, thinking, 5) == ([], Counter())
 
 
 @pytest.mark.parametrize("are_known", [True, False])
@@ -238,8 +236,9 @@ def test_every_answer_is_learned_after_the_prompt_that_the_target_read(
     answers = [Turn("assistant", text) for text in ("Hello", "Hello there", "Say hi", "Bye", "you are", "ok")]
     turns = (*system, *(turn for answer in answers for turn in (Turn("user", "Say hi"), answer)))
     ids = [tokenizer.encode(answer.content + FAMILIES[family].end, add_special_tokens=False) for answer in answers]
+    answered = Conversation("x", turns, answer_ids=tuple(ids) if are_known else ())
     try:
-        rows, _ = tokenize_rows(tokenizer, Conversation("x", turns), 4096, list(ids) if are_known else None)
+        rows, _ = tokenize_rows(tokenizer, answered, 4096)
     except TemplateProblem:
         assert family in ("Gemma 2", "Mistral v0.1")  # without system turns
         return
@@ -265,9 +264,7 @@ def test_rewritten_answers_without_a_row_are_counted(tmp_path: Path) -> None:
     tokenizer = replace(family, template=refusing + "{% endif %}" + family.template).tokenizer()
     texts = [f"<think>\n{'one ' * 90}\n</think>\n\nHello", "<think>\na</think>Bye", "<think>\nb\n</think>\n\nok", "end"]
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
-    report, _ = write_rows(
-        tmp_path, [(Conversation("x", tuple(turns)), None)], tokenizer=tokenizer, max_length_tokens=200
-    )
+    report, _ = write_rows(tmp_path, [Conversation("x", tuple(turns))], tokenizer=tokenizer, max_length_tokens=200)
     assert (report.rows, report.extra_rows, report.answers_too_long, report.answers_refused) == (2, 1, 1, 1)
     assert "; of 1 conversations 1 rewritten answers too long, 1 rewritten answers refused" in report.sentence()
 
@@ -343,11 +340,9 @@ def test_thoughts_carry_no_loss_if_masked(tmp_path: Path) -> None:
     texts = ["<think>\none\n</think>\n\nHello", "<think>\nthree\n</think>\n\nBye"]
     turns = [turn for text in texts for turn in (Turn("user", "Say hi"), Turn("assistant", text))]
     ids = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
-    cut = Conversation("cut", (Turn("user", "Say hi"), Turn("assistant", "<think>\none")))
-    answered: list[Answered] = [
-        (Conversation("thinking", tuple(turns)), list(ids)),
-        (cut, [tokenizer.encode("<think>\none", add_special_tokens=False)]),
-    ]
+    thought = tokenizer.encode("<think>\none", add_special_tokens=False)
+    cut = Conversation("cut", (Turn("user", "Say hi"), Turn("assistant", "<think>\none")), answer_ids=(thought,))
+    answered = [Conversation("thinking", tuple(turns), answer_ids=tuple(ids)), cut]
     around = reasoning_ids(tokenizer, DataRecipe(reasoning="mask"))
     assert around is not None
     assert tokenizer.convert_ids_to_tokens(list(around)) == ["<think>", "</think>"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
 from support.half_right import TINY, greedy_reference
+from support.openai_setup import run
 from support.tiny_models import HYBRIDS, tiny_chat_llama, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -32,12 +33,9 @@ def make_engine(target: Any, batch_size: int, end_ids: Collection[int] = END_IDS
 
 
 def generate_answers(engine: TransformersEngine, settings: GenerationSettings, seed: int = 3) -> list[Completion]:
-    for key, prompt in enumerate(PROMPTS):
-        engine.submit(Request(str(key), prompt, [], settings, seed + key))
-    outcomes: dict[str, Any] = {}
-    while len(outcomes) < len(PROMPTS):
-        outcomes |= dict(engine.collect())
-    return [outcomes[str(key)] for key in range(len(PROMPTS))]
+    batch = [Request(str(key), prompt, [], settings, seed + key) for key, prompt in enumerate(PROMPTS)]
+    outcomes: dict[str, Any] = run(engine, batch)
+    return [outcomes[request.key] for request in batch]
 
 
 def test_finished_row_is_refilled_before_the_next_forward(tiny_llama: LlamaForCausalLM) -> None:
@@ -124,12 +122,9 @@ def test_greedy_is_the_argmax_despite_generation_defaults(name: str) -> None:
     target = AutoModelForCausalLM.from_config(TINY[name]).double().eval()
     target.generation_config.repetition_penalty = 5.0
     prompts = [[token % 97 for token in prompt] for prompt in PROMPTS]
-    engine = make_engine(target, 3, ())
-    for key, prompt in enumerate(prompts):
-        engine.submit(Request(str(key), prompt, [], GenerationSettings(max_new_tokens=8), 0))
-    outcomes: dict[str, Any] = {}
-    while len(outcomes) < len(prompts):
-        outcomes |= dict(engine.collect())
+    settings = GenerationSettings(max_new_tokens=8)
+    batch = [Request(str(key), prompt, [], settings, 0) for key, prompt in enumerate(prompts)]
+    outcomes = run(make_engine(target, 3, ()), batch)
     for key, prompt in enumerate(prompts):
         ids = [*prompt]
         for _ in range(8):
@@ -173,12 +168,12 @@ def test_every_request_uses_its_own_settings(tiny_llama: LlamaForCausalLM) -> No
     """Greedy and sampled rows of several lengths share a batch, and reuse rows that had other settings."""
     every = [GREEDY, SAMPLED, GenerationSettings(1.2, 1, 1.0, 9), GenerationSettings(max_new_tokens=5)]
     alone = [generate_answers(make_engine(tiny_llama, 1, ()), settings) for settings in every]
-    engine, outcomes = make_engine(tiny_llama, 3, ()), {}
-    for number, settings in enumerate(every):
-        for key, prompt in enumerate(PROMPTS):
-            engine.submit(Request(f"{number}.{key}", prompt, [], settings, 3 + key))
-    while len(outcomes) < len(every) * len(PROMPTS):
-        outcomes |= dict(engine.collect())
+    batch = [
+        Request(f"{number}.{key}", prompt, [], settings, 3 + key)
+        for number, settings in enumerate(every)
+        for key, prompt in enumerate(PROMPTS)
+    ]
+    outcomes: dict[str, Any] = run(make_engine(tiny_llama, 3, ()), batch)
     for number, settings in enumerate(every):
         answers = [outcomes[f"{number}.{key}"] for key in range(len(PROMPTS))]
         assert answers == alone[number]

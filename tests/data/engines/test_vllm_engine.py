@@ -1,12 +1,12 @@
 """The vllm and openai engines with real vLLM and the embedded target: greedy answers are the target's own."""
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.vllm_server import vllm_environment
+from support.openai_setup import run
+from support.vllm_server import NEEDS_VLLM, vllm_environment
 
 from draftsmith.data.engines.engine import (
     Completion,
@@ -27,10 +27,7 @@ from draftsmith.models.target.loading import load_generation_config, load_target
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 __all__ = ["vllm_environment"]  # fixture
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
-]
+pytestmark = NEEDS_VLLM
 TARGET = TargetRecipe(model="embedded", dtype="float32")
 TOKENIZER = load_tokenizer(TARGET)
 END_IDS = tuple(answer_end_ids(load_generation_config(TARGET), TOKENIZER))
@@ -79,15 +76,6 @@ def questions(count: int, **sampling: Any) -> list[Request]:
         )
         for n, text in enumerate(batch)
     ]
-
-
-def run(engine: Engine, batch: list[Request]) -> dict[str, Outcome]:
-    for request in batch:
-        engine.submit(request)
-    outcomes: dict[str, Outcome] = {}
-    while len(outcomes) < len(batch):
-        outcomes.update(engine.collect())
-    return outcomes
 
 
 def token_ids(outcome: Outcome) -> list[int]:

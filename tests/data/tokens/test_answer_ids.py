@@ -1,5 +1,7 @@
 """If the ids that the target generated are known, a row has exactly these, after the prompts it was given."""
 
+from dataclasses import replace
+
 import pytest
 from support.chat_families import FAMILIES
 from transformers import PreTrainedTokenizerFast
@@ -33,6 +35,10 @@ def expected_ids(tokenizer: PreTrainedTokenizerFast, family: str, text: str, end
     return [*ids, tokenizer.convert_tokens_to_ids(FAMILIES[family].end)] if end else ids
 
 
+def answered(conversation: Conversation, *ids: list[int] | None) -> Conversation:
+    return replace(conversation, answer_ids=ids)
+
+
 def talk_ids(tokenizer: PreTrainedTokenizerFast, family: str) -> list[list[int] | None]:
     return [expected_ids(tokenizer, family, turn.content) for turn in TALK.turns if turn.role == "assistant"]
 
@@ -42,14 +48,14 @@ def talk_ids(tokenizer: PreTrainedTokenizerFast, family: str) -> list[list[int] 
 def test_tokens_with_loss_are_the_given_ids(family: str) -> None:
     tokenizer = FAMILIES[family].tokenizer()
     ids = talk_ids(tokenizer, family)
-    tokenized = tokenize_conversation(tokenizer, TALK, ids)
+    tokenized = tokenize_conversation(tokenizer, answered(TALK, *ids))
     assert tokenized.answers() == ids
     assert tokenized.rewritten_turns == ()
     assert tokenized.input_ids != tokenize_conversation(tokenizer, TALK).input_ids
     first_prompt = prompt_token_ids(tokenizer, TALK.turns[:1])
     assert tokenized.input_ids[: len(first_prompt)] == first_prompt
     # The last answer follows the target's prompt and ends the row.
-    alone = tokenize_conversation(tokenizer, TALK, [None, None, ids[2]])
+    alone = tokenize_conversation(tokenizer, answered(TALK, None, None, ids[2]))
     prompt = prompt_token_ids(tokenizer, TALK.turns[:-1])
     assert alone.input_ids == prompt + expected_ids(tokenizer, family, "you are")
     texts = {"".join(tokenizer.decode(tokens.input_ids).split()) for tokens in (tokenized, alone)}
@@ -61,11 +67,11 @@ def test_cut_answer_has_no_end_token(family: str) -> None:
     tokenizer = FAMILIES[family].tokenizer()
     cut = expected_ids(tokenizer, family, "you are", end=False)
     ids = talk_ids(tokenizer, family)
-    last = tokenize_conversation(tokenizer, TALK, [*ids[:2], cut])
+    last = tokenize_conversation(tokenizer, answered(TALK, *ids[:2], cut))
     assert last.answers() == [*ids[:2], cut]
     assert last.input_ids[-len(cut) :] == cut  # nothing follows it
     cut = expected_ids(tokenizer, family, "Say hi.", end=False)
-    middle = tokenize_conversation(tokenizer, TALK, [ids[0], cut, ids[2]])
+    middle = tokenize_conversation(tokenizer, answered(TALK, ids[0], cut, ids[2]))
     assert middle.answers() == [ids[0], cut, ids[2]]
     # In the history the template's end token follows, without loss.
     start = next(t for t in range(len(middle.input_ids)) if middle.input_ids[t : t + len(cut)] == cut)
@@ -80,7 +86,7 @@ def test_empty_think_block_is_kept_only_if_generated() -> None:
     prompt = prompt_token_ids(tokenizer, one.turns[:1])
     for answer in ("Hello there<|im_end|>", "<think>\n\n</think>\n\nHello there<|im_end|>"):
         ids = tokenizer.encode(answer, add_special_tokens=False)
-        tokenized = tokenize_conversation(tokenizer, one, [ids])
+        tokenized = tokenize_conversation(tokenizer, answered(one, ids))
         assert tokenized.input_ids == prompt + ids
         assert tokenized.loss_mask == [0] * len(prompt) + [1] * len(ids)
 
@@ -90,7 +96,7 @@ def test_known_ids_keep_thoughts_that_the_template_drops() -> None:
     tokenizer = FAMILIES["R1"].tokenizer()
     thinking = Conversation("think", (Turn("user", "a"), Turn("assistant", "because\n</think>\n\nOne")))
     ids = tokenizer.encode("because\n</think>\n\nOne</s>", add_special_tokens=False)
-    tokenized = tokenize_conversation(tokenizer, thinking, [ids])
+    tokenized = tokenize_conversation(tokenizer, answered(thinking, ids))
     assert tokenizer.decode(tokenized.input_ids) == "<s><|User|>a<|Assistant|><think>\nbecause\n</think>\n\nOne</s>"
     assert tokenized.answers() == [ids]
 
@@ -99,6 +105,6 @@ def test_ids_of_another_conversation_are_refused() -> None:
     tokenizer = FAMILIES["ChatML"].tokenizer()
     for ids, message in (([[5]], "3 assistant turns, and its answer_ids are 1, 0"), ([[5], [], [5]], "3, 1 of them")):
         with pytest.raises(UserError, match=message):
-            tokenize_conversation(tokenizer, TALK, ids)
+            tokenize_conversation(tokenizer, answered(TALK, *ids))
         with pytest.raises(UserError, match=message):
-            tokenize_shortened(tokenizer, TALK, 8, ids)
+            tokenize_shortened(tokenizer, answered(TALK, *ids), 8)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.sources.conversation import Conversation, Turn
 from draftsmith.data.tokens import chat_tokens, spans
-from draftsmith.data.tokens.chat_tokens import AnswerIds, tokenize_conversation, tokenize_shortened, up_to_turn
+from draftsmith.data.tokens.chat_tokens import tokenize_conversation, tokenize_shortened, up_to_turn
 from draftsmith.data.tokens.loss_mask import TokenizedConversation
 from draftsmith.data.tokens.templates import TemplateProblem
 
@@ -44,8 +44,8 @@ TOKENIZERS = {
 }
 
 
-def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
-    """Return up to twelve repetitive exchanges, some long or with thoughts, and the ids of some answers."""
+def talk(seed: int, tokenizer: Any) -> Conversation:
+    """Return up to twelve repetitive exchanges, some long or with thoughts, with the ids of some answers."""
     rng = random.Random(seed)
 
     def text() -> str:
@@ -62,15 +62,15 @@ def talk(seed: int, tokenizer: Any) -> tuple[Conversation, AnswerIds | None]:
         turns += [Turn("user", rng.choice([text(), *questions])), Turn("assistant", answer())]
     turns += [Turn("user", text())] if rng.random() < 0.2 else []
     if rng.random() < 0.6:
-        return Conversation("talk", tuple(turns)), None
+        return Conversation("talk", tuple(turns))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>" if "im_end" in tokenizer.chat_template else "</s>")
     said = [tokenizer.encode(turn.content, add_special_tokens=False) for turn in turns if turn.role == "assistant"]
     ids = [[*answer, end] if rng.random() < 0.8 else answer or None for answer in said]
-    return Conversation("talk", tuple(turns)), ids
+    return Conversation("talk", tuple(turns), answer_ids=tuple(ids))
 
 
 def cut_by_trying_every_end(
-    tokenizer: Any, conversation: Conversation, max_length_tokens: int, answer_ids: AnswerIds | None
+    tokenizer: Any, conversation: Conversation, max_length_tokens: int
 ) -> tuple[TokenizedConversation, int] | None:
     """Cut by the definition: render for each answer, and tokenise each piece after all the text before it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def cut_by_trying_every_end(
         turns = conversation.turns
         for end in range(len(turns), 0, -1):
             if turns[end - 1].role == "assistant":
-                tokenized = tokenize_conversation(tokenizer, *up_to_turn(conversation, end, answer_ids))
+                tokenized = tokenize_conversation(tokenizer, up_to_turn(conversation, end))
                 if len(tokenized.input_ids) <= max_length_tokens:
                     return tokenized, len(turns) - end
     return None
@@ -90,16 +90,16 @@ def test_cut_equals_the_definition(name: str, monkeypatch: pytest.MonkeyPatch) -
     tokenizer, compared, cut = TOKENIZERS[name], 0, 0
     for seed in range(9):
         monkeypatch.setattr(chat_tokens, "ANSWERS_AT_FIRST", 2 if seed % 2 else 16)
-        conversation, answer_ids = talk(seed, tokenizer)
+        conversation = talk(seed, tokenizer)
         try:
-            whole = cut_by_trying_every_end(tokenizer, conversation, 10**9, answer_ids)
+            whole = cut_by_trying_every_end(tokenizer, conversation, 10**9)
             assert whole is not None
             length = random.Random(seed).randint(8, len(whole[0].input_ids) + 4)
-            expected = cut_by_trying_every_end(tokenizer, conversation, length, answer_ids)
+            expected = cut_by_trying_every_end(tokenizer, conversation, length)
         except TemplateProblem:  # perhaps of a longer conversation than the one that fits
             continue
-        assert tokenize_shortened(tokenizer, conversation, length, answer_ids) == expected
-        assert tokenize_shortened(tokenizer, conversation, 10**9, answer_ids) == whole
+        assert tokenize_shortened(tokenizer, conversation, length) == expected
+        assert tokenize_shortened(tokenizer, conversation, 10**9) == whole
         compared += 1
         cut += expected is not None and expected[1] > 0
     assert compared >= 4
@@ -158,7 +158,7 @@ def test_template_that_renders_turns_differently(monkeypatch: pytest.MonkeyPatch
     tokenizer = tiny_tokenizer(template)
     conversation = exchanges(9)
     assert len(tokenize_conversation(tokenizer, conversation).answers()) == 9
-    expected = cut_by_trying_every_end(tokenizer, conversation, 10**9, None)
+    expected = cut_by_trying_every_end(tokenizer, conversation, 10**9)
     assert expected is not None
     assert tokenize_conversation(tokenizer, conversation) == expected[0]
     monkeypatch.setattr(spans, "MOST_RENDERED_ONE_BY_ONE", 8)

@@ -40,8 +40,8 @@ CALLS = {
 }
 
 
-def decode_answers(tokenizer: Any, conversation: Conversation, ids: Any = None) -> list[str]:
-    tokenized = tokenize_conversation(tokenizer, conversation, ids)
+def decode_answers(tokenizer: Any, conversation: Conversation) -> list[str]:
+    tokenized = tokenize_conversation(tokenizer, conversation)
     return [tokenizer.decode(each) for each in tokenized.answers()]
 
 
@@ -78,11 +78,11 @@ def test_given_ids_replace_a_call(family: str) -> None:
     said = CALLS[family].replace(": ", ":  ").replace("\n<", "\n\n<")  # other white space: the same words
     ids = tokenizer(said, add_special_tokens=False)["input_ids"]
     talk = replace(TALK, turns=TALK.turns[:4])
-    tokenized = tokenize_conversation(tokenizer, talk, [ids, None])
+    tokenized = tokenize_conversation(tokenizer, replace(talk, answer_ids=(ids, None)))
     assert tokenized.answers()[0] == ids
     assert not tokenized.rewritten_turns
     other = tokenizer(said.replace("Zürich", "Genf"), add_special_tokens=False)["input_ids"]
-    assert tokenize_conversation(tokenizer, talk, [other, None]).rewritten_turns == (1,)
+    assert tokenize_conversation(tokenizer, replace(talk, answer_ids=(other, None))).rewritten_turns == (1,)
 
 
 def test_calls_are_parsed_as_the_template_writes_them(family: str) -> None:
@@ -111,14 +111,14 @@ def test_calls_after_thoughts_carry_loss() -> None:
     turn = form.turn(thoughts + call.removesuffix("<|im_end|>"), [ID])
     assert turn == Turn("assistant", thoughts.strip(), CALLING.tool_calls)
     ids = tokenizer(thoughts + call)["input_ids"]
-    thinking = Conversation("id", (TALK.turns[0], turn, *TALK.turns[2:4]), tools=TOOLS)
-    assert decode_answers(tokenizer, thinking, [ids, None]) == [
+    thinking = Conversation("id", (TALK.turns[0], turn, *TALK.turns[2:4]), tools=TOOLS, answer_ids=(ids, None))
+    assert decode_answers(tokenizer, thinking) == [
         thoughts + call,
         "<think>\n\n</think>\n\nIt is.<|im_end|>",
     ]
     assert decode_answers(tokenizer, TALK)[0] == call
-    later = Conversation("id", (*thinking.turns, *TALK.turns[4:]), tools=TOOLS)
-    assert tokenize_conversation(tokenizer, later, [ids, None, None]).rewritten_turns == (1, 3)
+    later = replace(thinking, turns=(*thinking.turns, *TALK.turns[4:]), answer_ids=(ids, None, None))
+    assert tokenize_conversation(tokenizer, later).rewritten_turns == (1, 3)
 
 
 def test_several_calls_after_text() -> None:

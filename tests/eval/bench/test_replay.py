@@ -8,7 +8,7 @@ from datasets import Dataset
 from support.benchmark_scripts import benchmark
 from support.tiny_models import tiny_target
 
-from draftsmith.eval.bench.replay import accepted_lengths, replay
+from draftsmith.eval.bench.replay import accepted_lengths
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
@@ -48,8 +48,6 @@ def test_replay_has_the_same_rounds_as_the_loop(kind: str, options: dict[str, An
     features_sf = target_features(target, ids_s[None], layers=drafter.feature_layers)[0]
     first, last = len(prompt), len(ids_s) - 1
     assert accepted_lengths(method, ids_s.tolist(), features_sf, first, last) == answer.accept_lengths
-    mask_s = torch.tensor([0] * len(prompt) + [1] * NEW_TOKENS)
-    assert replay(method, [(ids_s, mask_s, features_sf)] * 2) == (NEW_TOKENS - 1) / len(answer.accept_lengths)
 
 
 def test_contexts_of_a_length() -> None:

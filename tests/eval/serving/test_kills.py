@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from support.tiny_runs import recipe_file, untrained_run
 
+from draftsmith.data.engines.vllm_engine import free_port
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.files import open_records
 from draftsmith.data.sources.record_reader import parse_conversation
@@ -36,9 +36,7 @@ class KilledServer:
     """A `draftsmith serve --learn` process that is restarted after every kill."""
 
     def __init__(self, file: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         options = ["--learn", "--learn-minutes", "0.1", "--at-once", str(CLIENTS), "--port", str(self.port)]
         self._command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", file, *options]
         self.start()

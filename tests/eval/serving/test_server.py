@@ -23,6 +23,7 @@ import pytest
 from support.tiny_runs import recipe_file, untrained_run
 from typer.testing import CliRunner
 
+from draftsmith.data.engines.vllm_engine import free_port
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import prompt_token_ids
 from draftsmith.errors import UserError, read_api_key
@@ -73,9 +74,7 @@ class RunningServer:
         self.worker.warm_up()
         self._working = threading.Thread(target=self.worker.work, daemon=True)
         self._working.start()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._stack = ExitStack()
         self._stack.enter_context(listening(application(self.worker, KEY), "127.0.0.1", port, connections=80))
         self.root = f"http://127.0.0.1:{port}"
@@ -168,6 +167,18 @@ def test_streamed_answer_equals_the_whole(running: RunningServer, greedy: dict[s
         assert all(text_content.startswith(response["drafted_text"]) for text_content, response in own)
         assert pieces[-1].usage.completion_tokens == len(greedy[question])
         assert pieces[-2].choices[0].finish_reason in ("stop", "length")
+
+
+def test_whole_answer_is_decoded_once(
+    small: RunningServer, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's token, its text again as the context of all others, and these: no round decodes."""
+    tokenizer, decoded = small.worker.tokenizer, list[int]()
+    decode, ids = tokenizer.decode, greedy[QUESTIONS[0]]
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how))
+    answer = small.ask(QUESTIONS[0])
+    assert answer.choices[0].message.content == decode(ids, skip_special_tokens=True)
+    assert decoded == [1, 1, len(ids)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -546,9 +557,7 @@ def test_drafters_with_other_layers_come_and_go_during_an_answer(
 @pytest.mark.slow
 def test_serve_command_answers_until_interrupted(recipe: Recipe, greedy: dict[str, list[int]]) -> None:
     """The models run in the main thread, with one OpenMP team; a signal ends it, and a used port is one sentence."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "draftsmith.eval.commands.cli", "serve", recipe_file(recipe), "--port", str(port)]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with started as process, ExitStack() as first:

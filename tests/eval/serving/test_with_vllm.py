@@ -1,6 +1,5 @@
 """`draftsmith eval --engine vllm` with real vLLM and the embedded target: a started server."""
 
-import importlib.util
 import json
 import statistics
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from support.finished_run import write_lines
 from support.served_drafters import SERVED, train_briefly
 from support.tiny_runs import recipe_in
-from support.vllm_server import vllm_environment
+from support.vllm_server import NEEDS_VLLM, vllm_environment
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.sources.questions import load_questions
@@ -27,10 +26,7 @@ from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 __all__ = ["vllm_environment"]  # fixture
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
-]
+pytestmark = NEEDS_VLLM
 KIND, _, OPTIONS = SERVED["eagle"]
 QUESTIONS, NEW_TOKENS, DEPTH = 16, 20, 3
 

@@ -4,7 +4,6 @@ Kinds that need vLLM's newer runner have its kernels run by Triton's interpreter
 The drafters are trained briefly on the answers that they are measured on, so that every depth is sometimes accepted.
 """
 
-import importlib.util
 import json
 import re
 import shlex
@@ -26,7 +25,7 @@ from support.served_drafters import (
 )
 from support.tiny_runs import recipe_file, recipe_in, save_trained
 from support.vllm_answers import generate_answers, generate_with_newer_runner, has_triton
-from support.vllm_server import VllmServer, vllm_environment
+from support.vllm_server import NEEDS_VLLM, VllmServer, vllm_environment
 from typer.testing import CliRunner
 
 from draftsmith.eval.commands.cli import app
@@ -35,10 +34,7 @@ from draftsmith.models.formats.exporting import export_drafter, speculative_conf
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 
 __all__ = ["vllm_environment"]  # fixture
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
-]
+pytestmark = NEEDS_VLLM
 LONGEST_DRAFT = 3
 
 

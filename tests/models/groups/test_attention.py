@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ghost_device import ghost_device
+from support.ghost_device import KeptTensors, ghost_device
 from torch import Tensor
 
 from draftsmith.errors import UserError
@@ -190,7 +190,7 @@ def test_folded_uses_the_kernel_of_the_device(
         with ghost_device(capability) as ghosts, torch.no_grad():
             qkv = [part.detach().to(device) for part in random_qkv(SHAPES[1], dtype)]
             ghosts.counting = True
-            kept: Any = _Kept()
+            kept: Any = KeptTensors()
             folded = _Folded(SHAPES[1][3], SHAPES[1][3] - 1, 0.3, None, True, window)
             out = _FoldedGroupAttention.forward(kept, *qkv, folded)
             gradients = _FoldedGroupAttention.backward(kept, out.sin())[:3]
@@ -208,13 +208,6 @@ def test_folded_has_no_window_before_ampere() -> None:
         qkv = [part.detach().to("cuda:0") for part in random_qkv(SHAPES[1], torch.float16)]
         with pytest.raises(UserError, match=r"window .*not on cuda in torch.float16.*attention=dense"):
             group_attention(*qkv, window=6)
-
-
-class _Kept:
-    """Stand-in for autograd's context, which needs a real device for its streams."""
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
 
 
 @pytest.mark.cuda

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.openai_setup import run
 from support.table_decoder import leaf_paths
 from support.tiny_models import HYBRIDS, tiny_target
 from torch import Tensor
@@ -138,11 +139,10 @@ def test_distillation_is_not_limited_by_the_window(name: str) -> None:
     assert TransformersEngine(target, 3, 200, ()).max_length_tokens == 128
     engine = TransformersEngine(target, 3, 60, ())
     prompts = [[5, 9, 30], list(range(3, 25)), [8], [11, 12, 13, 14, 15, 16, 17]]
-    for key, prompt in enumerate(prompts):
-        engine.submit(Request(str(key), prompt, [], GenerationSettings(max_new_tokens=14), key))
-    outcomes: dict[str, Any] = {}
-    while len(outcomes) < len(prompts):
-        outcomes |= dict(engine.collect())
+    settings = GenerationSettings(max_new_tokens=14)
+    outcomes: dict[str, Any] = run(
+        engine, [Request(str(key), each, [], settings, key) for key, each in enumerate(prompts)]
+    )
     for key, prompt in enumerate(prompts):
         answer = outcomes[str(key)].token_ids
         assert len(answer) == 14

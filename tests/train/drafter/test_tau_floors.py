@@ -89,13 +89,12 @@ def trained_sums(recipe: Recipe) -> Iterator[tuple[int, int]]:
     assert heldout is not None
     for row in heldout:
         ids_1s = torch.tensor([row["input_ids"]])
-        with torch.inference_mode():
-            features_sf: Tensor = target_features(target, ids_1s, layers=drafter.feature_layers)[0]
-            lengths = [
-                length
-                for first, last in answers_in(list(row["loss_mask"]))
-                for length in accepted_lengths(method, row["input_ids"], features_sf, first, last)
-            ]
+        features_sf: Tensor = target_features(target, ids_1s, layers=drafter.feature_layers)[0]
+        lengths = [
+            length
+            for first, last in answers_in(list(row["loss_mask"]))
+            for length in accepted_lengths(method, row["input_ids"], features_sf, first, last)
+        ]
         yield sum(lengths), len(lengths)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
+from support.ghost_device import NOT_WAITED_FOR, GhostDevice, KeptTensors, ghost_device
 from support.tiny_models import VOCABULARY, tiny_drafter_of, tiny_target
 from torch import Tensor
 
@@ -94,7 +94,7 @@ def test_attention_of_documents_is_one_kernel_per_direction() -> None:
         found = []
         for device in ("cpu", "cuda:0"):
             with ghost_device() as ghosts, torch.no_grad():
-                kept: Any = _Kept()
+                kept: Any = KeptTensors()
                 parts = [part.to(device) for part in (q, k, v)]
                 documents = bounds_d.to(device), max(lengths)
                 ghosts.counting = True
@@ -108,10 +108,3 @@ def test_attention_of_documents_is_one_kernel_per_direction() -> None:
         assert (ghosts.of("back"), ghosts.of("in"), ghosts.of("kernel")) == (0, 0, 2)
         results.append(dict(ghosts.counts))
     assert results[0] == results[1]
-
-
-class _Kept:
-    """Stand-in for autograd's context."""
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
