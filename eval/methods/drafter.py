@@ -30,6 +30,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
+from draftsmith.eval.trees.path_search import MOST_NODES, PathSearch
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models import cpu_kernels
 from draftsmith.models.cpu_kernels import largest
@@ -144,7 +145,8 @@ def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: Adapt
         return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
     if method.best_first:
         if not stepwise:
-            return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
+            needs_host = method.lookup or adaptive is not None
+            return BestFirstBuilder(method.nodes, method.branch, method.max_depth, needs_host)
         # If a level costs no forward, all of its nodes are expanded.
         beam = method.nodes if isinstance(decoder, PathDecoder) else method.branch
         return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam)
@@ -331,17 +333,28 @@ class BestFirstBuilder:
     """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
 
     A path is at most as likely as its parent path and as the one with the better rank in its last place, so that the
-    paths are found in order by taking the best candidate, then adding its next sibling and its first child.
+    paths are found in order by taking the best candidate, then adding its next sibling and its first child. At T = 0
+    `PathSearch` finds the same tree on a GPU, up to which of equally likely paths it has.
+
+    Args:
+        needs_host: Whether the tree's shape and confidence are read before it is verified, so that a GPU's logits are
+            searched on the host too.
     """
 
     nodes: int
     branch: int
     max_depth: int | None = None
+    needs_host: bool = False
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         logits_gv = decoder.draft()[: self.max_depth].float()
+        on_gpu, is_small = logits_gv.device.type == "cuda", self.nodes <= MOST_NODES
+        if on_gpu and is_small and sampling.greedy and not self.needs_host:
+            num_depths, width = len(logits_gv), min(self.branch, logits_gv.shape[-1])
+            search = PathSearch.of(self.nodes, width, num_depths, logits_gv.device)
+            return search.tree(root_token, logits_gv, decoder.columns)
         candidates, log_q = most_likely(logits_gv, self.branch, sampling, decoder.columns)
         # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
         depths, width = len(log_q), len(log_q[0])
