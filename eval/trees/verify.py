@@ -167,8 +167,8 @@ class DeviceTokens(Sequence[int]):
             ancestors = read[drafted : 2 * drafted]
             # The parent is the last of the ancestors before the node.
             parents = (max(0, (bits & (1 << node) - 1).bit_length() - 1) for node, bits in enumerate(ancestors, 1))
-            num_candidates = 1 + sum(bits & 1 for bits in ancestors)
-            self._shape = TreeShape.of((-1, *parents), num_candidates if num_candidates <= drafted else None)
+            num_candidates = next((node for node, bits in enumerate(ancestors, 1) if not bits & 1), None)
+            self._shape = TreeShape.of((-1, *parents), num_candidates)
         return read[len(read) - len(numbers) :]
 
     def __len__(self) -> int:

@@ -1,14 +1,14 @@
-"""The search on the device finds the heap's trees; nodes without probability are run and never accepted."""
+"""Searches on the device find the host's trees; nodes without probability are run and never accepted."""
 
 import itertools
 
 import pytest
 import torch
-from support.table_decoder import DepthsDecoder, paths_in
+from support.table_decoder import DepthsDecoder, TableDecoder, paths_in, random_table
 
 from draftsmith.eval.decoding.generate import AnswerRecord
-from draftsmith.eval.methods.drafter import BestFirstBuilder
-from draftsmith.eval.trees.path_search import MOST_NODES, PathSearch, candidate_paths
+from draftsmith.eval.methods.drafter import BestFirstBuilder, BestFirstGrower
+from draftsmith.eval.trees.path_search import MOST_NODES, LevelSearch, PathSearch, candidate_paths
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, Verification, verify
 from draftsmith.models.decoding.decoders import ALL_TOKENS, TokenColumns
 from draftsmith.models.sampling import Sampling
@@ -53,6 +53,37 @@ def test_tree_equals_the_heaps(seed: int) -> None:
     assert (tree.tokens[:], tree.parents) == (wanted.tokens, wanted.parents)
     assert (tree.depths[1:], tree.shape.ancestor_bits[1:]) == (tuple(depth_n), tuple(ancestors_n))
     assert tree.shape.num_candidates is None
+
+
+class LevelTable(TableDecoder):
+    def expand_level(self, nodes_2w: torch.Tensor) -> torch.Tensor:
+        tokens, parents = nodes_2w.tolist()
+        return self.expand(tokens, parents)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_grown_tree_has_the_paths_of_the_host_s(seed: int) -> None:
+    """Every fourth drafter leaves tokens without probability."""
+    depths, vocabulary, nodes, branch = 1 + seed % 4, 4, 1 + seed * 5 % 23, 1 + seed % 5
+    beam = nodes if seed % 2 else branch
+    columns = TokenColumns(torch.tensor([0, 1, 3]), vocabulary) if seed % 3 == 0 else ALL_TOKENS
+    table = random_table(seed, vocabulary, depths)
+    if seed % 4 == 3:
+        table = {path: logits.masked_fill(logits < logits[0], -torch.inf) for path, logits in table.items()}
+    decoder = LevelTable(table, depths, columns)
+    wanted = BestFirstGrower(nodes, branch, beam=beam).propose(9, decoder, GREEDY, None)
+    logits = decoder.begin()
+    search = LevelSearch.of(nodes, min(branch, logits.shape[1]), beam, depths, logits.device)
+    tree = search.tree(9, logits, decoder)
+    assert sum(decoder.widths) == search.rows - 1
+    assert tree.outline.max_depth >= wanted.shape.max_depth
+    drafted = tree.shape.num_candidates or len(tree)
+    assert (drafted < len(tree)) <= (seed % 4 == 3)
+    paths = paths_in(tree)[: drafted - 1]
+    assert sorted(paths) == sorted(paths_in(wanted))
+    assert isinstance(tree.tokens, DeviceTokens)
+    _, depth_n, ancestors_n = tree.tokens.rows[:, : drafted - 1].tolist()
+    assert (tree.depths[1:drafted], tree.shape.ancestor_bits[1:drafted]) == (tuple(depth_n), tuple(ancestors_n))
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 12, 30])
