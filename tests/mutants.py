@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "position ids of a tree's nodes count on",
         "eval/decoding/session.py",
-        "positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]",
-        "positions = [lengths[number] + node for number, tree in trees for node in range(len(tree))]",
+        "positions = [lengths[number] + depth for number, shape in shapes for depth in shape.depths]",
+        "positions = [lengths[number] + node for number, shape in shapes for node in range(len(shape))]",
         "tests/eval/decoding/test_session.py",
     ),
     Mutant(

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.eval.trees.verify import BITS
 from draftsmith.models.compiling import BACKEND, StaticCall, compiled, padded_rows
 from draftsmith.models.cpu_kernels import MOST_ROWS
 from draftsmith.models.decoding.cached_model import CachedModel
 from draftsmith.models.decoding.decoders import LONGEST_TREE_NODES
 from draftsmith.models.decoding.kv_cache import aligned, write_numbers
 from draftsmith.models.fused_projections import fuse_projections
-
-BITS = 64  # nodes of a tree whose ancestors are the bits of one number
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class CompiledForward:
     def run_tree(
         self,
         tokens: Sequence[int],
-        positions: Sequence[int],
+        depths: Sequence[int],
         ancestors: Sequence[int],
         length: int,
         drafted: Tensor | None = None,
@@ -111,19 +110,19 @@ class CompiledForward:
         """Run a tree of the only sequence; logits [N, V] and features [N, F].
 
         Args:
-            tokens, positions: [N].
+            tokens, depths: [N].
             ancestors: [N], see `TreeShape.ancestor_bits`; N is at most `BITS`.
             length: Committed tokens.
-            drafted: Tokens on the device, of the nodes after the root.
+            drafted: Rows on the device that replace the first ones of these, of the nodes after the root.
 
         Raises:
             UserError: The target cannot be compiled.
         """
         size = len(tokens)
         call = self._static_call(self._tree_forward, True, size, lambda: [self._numbers(size)])
-        write_numbers(call.inputs[0], [tokens, positions, ancestors, [length] * size])
+        write_numbers(call.inputs[0], [tokens, depths, ancestors, [length] * size])
         if drafted is not None:
-            call.inputs[0][0, 1 : 1 + len(drafted)].copy_(drafted)
+            call.inputs[0][: len(drafted), 1 : 1 + drafted.shape[1]].copy_(drafted)
         return self._kept(call)
 
     def _numbers(self, size: int) -> Tensor:
@@ -158,15 +157,15 @@ class CompiledForward:
             return logits[0], tap.take()[0]
 
         def run_tree(numbers: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the same of a tree's tokens, positions and ancestors and the committed tokens, [4, N]."""
-            ids, positions, ancestors, lengths = numbers.unbind()
+            """Return the same of a tree's tokens, depths and ancestors and the committed tokens, [4, N]."""
+            ids, depths, ancestors, lengths = numbers.unbind()
             # The node at a column: negative for committed tokens, which every node sees.
             node_ns = torch.arange(cache.capacity, device=device) - lengths[:, None]
             is_ancestor = ancestors[:, None].bitwise_right_shift(node_ns.clamp(0, BITS - 1)) & 1 == 1
             sees_ns = (node_ns < 0) | ((node_ns < BITS) & is_ancestor)
             mask = torch.zeros(sees_ns.shape, dtype=dtype, device=device).masked_fill(~sees_ns, torch.finfo(dtype).min)
             places = lengths + torch.arange(len(lengths), device=device)
-            return run(ids[None], positions[None], places, mask[None, None])
+            return run(ids[None], (lengths + depths)[None], places, mask[None, None])
 
         rows, columns = MOST_ROWS, cache.capacity - 1  # all of them would be another case
         sizes = [(0, 1, rows), (1, 1, rows), (2, 0, rows), (3, 2, rows), (3, 3, columns)]

@@ -1,8 +1,8 @@
 """One decoding round for every method, the autoregressive baseline included: draft, verify, commit (`decode_round`).
 
-A tree is made on the host, run by the target in one forward, and walked on the host. On a GPU a round waits once for
-what was drafted, or once a level, and once for what was verified, at T > 0 for a few numbers more (`verify.py`). The
-tokens of chains, and of trees of a fixed shape at T = 0, stay on the GPU until then: the host waits once for both.
+A tree is run by the target in one forward, and walked on the host. On a GPU a round waits once for what was verified,
+at T > 0 for a few numbers more (`verify.py`). What was drafted is read with it if it is a chain, or, at T = 0, a static
+or best-first tree without lookups; other trees are made on the host, which waits once for their draft, or once a level.
 
 The first token comes from the prefill and belongs to no round. Tokens after an end token, after the one that completes
 a stop string, or beyond the limit are cut and count nowhere.

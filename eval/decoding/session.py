@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError, reason
-from draftsmith.eval.decoding.compiled_forward import BITS, CompiledForward, Compiler
-from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape, root_only, split_tokens
+from draftsmith.eval.decoding.compiled_forward import CompiledForward, Compiler
+from draftsmith.eval.trees.verify import BITS, DeviceTokens, DraftTree, TreeShape, root_only, split_tokens
 from draftsmith.models.compiling import compiles_by_default
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.cpu_layers import FAMILIES
@@ -249,7 +249,8 @@ class TargetSession:
         if size > num_rows:
             number, last = trees[-1]
             trees = [*trees[:-1], (number, _padded(last, size - num_rows))]
-        positions = [lengths[number] + depth for number, tree in trees for depth in tree.depths]
+        shapes = [(number, tree.shape if self.runs_in_one_call else tree.outline) for number, tree in trees]
+        positions = [lengths[number] + depth for number, shape in shapes for depth in shape.depths]
         logits, features = self._run(trees, positions, size, slides)
         if len(logits) == sizes[0]:
             return [self._step(logits, features)]
@@ -312,8 +313,8 @@ class TargetSession:
         cache, first = self.cache, trees[0][1]
         try:
             if compiled.is_static and self.sequences == 1 and len(first) <= BITS:
-                tokens, drafted = split_tokens(first.tokens)
-                return compiled.run_tree(tokens, positions, first.shape.ancestor_bits, cache.length, drafted)
+                shape, (tokens, drafted) = first.outline, split_tokens(first.tokens)
+                return compiled.run_tree(tokens, shape.depths, shape.ancestor_bits, cache.length, drafted)
             end = max(cache.lengths[number] + len(tree) for number, tree in trees)
             columns = cache.capacity if compiled.is_static else cache.columns_of_first(end)
             ids, positions_n = self._numbers(trees, positions)
@@ -330,9 +331,12 @@ class TargetSession:
         parts = [split_tokens(tree.tokens) for _, tree in trees]
         numbers = to_device([[token for known, _ in parts for token in known], positions], self.device)
         first = 1
-        for known, drafted in parts:
+        for (number, _), (known, drafted) in zip(trees, parts, strict=True):
             if drafted is not None:
-                numbers[0, first : first + len(drafted)].copy_(drafted)
+                held = numbers[:, first : first + drafted.shape[1]]
+                held[: len(drafted)].copy_(drafted[:2])
+                if len(drafted) > 1:  # depths
+                    held[1] += self.cache.lengths[number]
             first += len(known)
         return numbers
 
@@ -365,7 +369,7 @@ class TargetSession:
         first = 0
         for number, tree in trees:
             start, end = self.cache.lengths[number], self.cache.lengths[number] + len(tree)
-            own, bias = mask[0, 0, first : first + len(tree)], self._bias(tree.shape)
+            own, bias = mask[0, 0, first : first + len(tree)], self._bias(tree)
             if self.sequences == 1:
                 own[:, :start] = 0
                 own[:, start:end] = bias
@@ -376,8 +380,16 @@ class TargetSession:
             first += len(tree)
         return mask
 
-    def _bias(self, shape: TreeShape) -> Tensor:
+    def _bias(self, tree: DraftTree) -> Tensor:
         """Return the part [N, N] of the mask that is about the tree itself."""
+        tokens, shape = tree.tokens, tree.outline
+        if isinstance(tokens, DeviceTokens) and tokens.has_shape:
+            bits = torch.cat([tokens.rows.new_ones(1), tokens.rows[2]])
+            nodes = self._positions[: len(bits)]
+            attended = bits[:, None].bitwise_right_shift(nodes) & 1 == 1
+            closed = self._mask_buffer.new_full((len(tree), len(tree)), self._closed)
+            closed[: len(bits), : len(bits)].masked_fill_(attended, 0.0)  # padding sees the committed tokens alone
+            return closed
         bias = self._bias_of.get(shape)
         if bias is None:
             if len(self._bias_of) >= MOST_SHAPES:
@@ -444,7 +456,7 @@ def _padded(tree: DraftTree, nodes: int) -> DraftTree:
     """Return the tree with `nodes` more nodes, which its other nodes do not see."""
     tokens: Sequence[int]
     if isinstance(tree.tokens, DeviceTokens):
-        tokens = DeviceTokens(tree.tokens.root, tree.tokens.drafted, nodes)
+        tokens = DeviceTokens(tree.tokens.root, tree.tokens.rows, nodes)
     else:
         tokens = [*tree.tokens, *[0] * nodes]
-    return DraftTree(tokens, TreeShape.of((*tree.parents, *[0] * nodes)))
+    return DraftTree(tokens, TreeShape.of((*tree.outline.parents, *[0] * nodes)))

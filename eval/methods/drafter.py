@@ -30,12 +30,15 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.adaptive import AdaptiveTree
 from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
+from draftsmith.eval.trees.path_search import MOST_NODES, LevelSearch, PathSearch
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models import cpu_kernels
 from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
+    LONGEST_TREE_NODES,
     DrafterDecoder,
+    LevelDecoder,
     PathDecoder,
     SequenceDecoder,
     StepwiseDecoder,
@@ -143,11 +146,12 @@ def tree_builder(method: MethodConfig, decoder: SequenceDecoder, adaptive: Adapt
     if method.paths is not None:
         return StaticGrower(method.paths) if stepwise else StaticBuilder(method.paths)
     if method.best_first:
+        needs_host = method.lookup or adaptive is not None
         if not stepwise:
-            return BestFirstBuilder(method.nodes, method.branch, method.max_depth)
+            return BestFirstBuilder(method.nodes, method.branch, method.max_depth, needs_host)
         # If a level costs no forward, all of its nodes are expanded.
         beam = method.nodes if isinstance(decoder, PathDecoder) else method.branch
-        return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam)
+        return BestFirstGrower(method.nodes, method.branch, method.max_depth, adaptive, beam, needs_host)
     return ChainGrower(method.max_depth) if stepwise else ChainBuilder(method.max_depth)
 
 
@@ -331,17 +335,27 @@ class BestFirstBuilder:
     """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
 
     A path is at most as likely as its parent path and as the one with the better rank in its last place, so that the
-    paths are found in order by taking the best candidate, then adding its next sibling and its first child.
+    paths are found in order by taking the best candidate, then adding its next sibling and its first child. At T = 0
+    `PathSearch` finds the same tree on a GPU, up to which of equally likely paths it has.
+
+    Args:
+        needs_host: Whether the tree's shape and confidence are read before it is verified, so that a GPU's logits are
+            searched on the host too.
     """
 
     nodes: int
     branch: int
     max_depth: int | None = None
+    needs_host: bool = False
 
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
         logits_gv = decoder.draft()[: self.max_depth].float()
+        if _stays_on_gpu(self, logits_gv, sampling):
+            num_depths, width = len(logits_gv), min(self.branch, logits_gv.shape[-1])
+            search = PathSearch.of(self.nodes, width, num_depths, logits_gv.device)
+            return search.tree(root_token, logits_gv, decoder.columns)
         candidates, log_q = most_likely(logits_gv, self.branch, sampling, decoder.columns)
         # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
         depths, width = len(log_q), len(log_q[0])
@@ -366,6 +380,12 @@ class BestFirstBuilder:
         return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
 
 
+def _stays_on_gpu(builder: BestFirstBuilder | BestFirstGrower, logits: Tensor, sampling: Sampling) -> bool:
+    """Return whether a tree is found on the GPU of the logits, for the host to read with the verdict."""
+    is_small = builder.nodes <= MOST_NODES
+    return logits.device.type == "cuda" and sampling.greedy and is_small and not builder.needs_host
+
+
 @dataclass(frozen=True)
 class BestFirstGrower:
     """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4).
@@ -375,7 +395,8 @@ class BestFirstGrower:
     2. Reranking: the `nodes` most confident of all candidates stay.
 
     We rerank after every depth instead of once. The tree is the same, as nothing below a node is more confident than
-    the node; but nodes that cannot stay are not expanded, and the tree is complete once no deeper node can enter it.
+    the node; but nodes that cannot stay are not expanded, and the tree is complete once no deeper node can enter it. At
+    T = 0 `LevelSearch` finds the same nodes on a GPU, where all levels are drafted, and the host waits for none.
 
     Args:
         adaptive: Number of nodes that are worth verifying, to which the tree is cut after every level, so that nothing
@@ -383,6 +404,7 @@ class BestFirstGrower:
         beam: Number of nodes of a level to expand. With `nodes` of them the tree is
             the best under q with at most `branch` children per node: a heap finds the same with a call per
             node, here it takes one per level.
+        needs_host: As in `BestFirstBuilder`.
     """
 
     nodes: int
@@ -390,6 +412,7 @@ class BestFirstGrower:
     max_depth: int | None = None
     adaptive: AdaptiveTree | None = None
     beam: int | None = None
+    needs_host: bool = False
 
     def propose(
         self, root_token: int, decoder: StepwiseDecoder, sampling: Sampling, generator: torch.Generator | None
@@ -399,8 +422,14 @@ class BestFirstGrower:
         decoder_index = {0: 0}  # the decoder's number of a candidate
         best: list[int] = []
         frontier, beam = [0], self.branch if self.beam is None else self.beam
+        num_depths = min(decoder.num_depths, self.max_depth or decoder.num_depths)
         logits = decoder.begin()
-        for depth in range(min(decoder.num_depths, self.max_depth or decoder.num_depths)):
+        if _stays_on_gpu(self, logits, sampling) and isinstance(decoder, LevelDecoder):
+            width = min(self.branch, logits.shape[-1])
+            search = LevelSearch.of(self.nodes, width, beam, num_depths, logits.device)
+            if search.rows <= LONGEST_TREE_NODES:
+                return search.tree(root_token, logits, decoder)
+        for depth in range(num_depths):
             if depth > 0:
                 above = [decoder_index[parents[node]] for node in frontier]
                 logits = decoder.expand([tokens[node] for node in frontier], above)

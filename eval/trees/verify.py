@@ -36,6 +36,8 @@ from draftsmith.models.cpu_kernels import largest
 from draftsmith.models.decoding.kv_cache import to_device
 from draftsmith.models.sampling import Sampling, drawn
 
+BITS = 64  # nodes of a tree whose ancestors are the bits of one number
+
 # ---- the draft tree ----
 
 
@@ -108,7 +110,7 @@ class TreeShape:
 
     @cached_property
     def ancestor_bits(self) -> tuple[int, ...]:
-        """[N], of at most 64 nodes: bit v of node u's number, in two's complement, is 1 at u and at u's ancestors."""
+        """[N], at most `BITS` nodes: bit v of node u's number, in two's complement, is 1 at u and at u's ancestors."""
         bits = [1]
         for node, parent in enumerate(self.parents[1:], start=1):
             bits.append(bits[parent] | 1 << node)
@@ -127,19 +129,47 @@ class DeviceTokens(Sequence[int]):
 
     Args:
         root: The token of node 0.
-        drafted: Tokens of the nodes after it, int64.
+        drafted: Of the n nodes after it, int64: tokens [n]; or, of a tree whose topology is on the device too, tokens,
+            depths and ancestors [3, n]. These are `TreeShape.ancestor_bits`; a node without the root's bit is run
+            through the target but never accepted, and so are the nodes after it.
         padding: Number of further nodes, of token 0.
     """
 
     def __init__(self, root: int, drafted: Tensor, padding: int = 0) -> None:
-        self.root, self.drafted, self.padding = root, drafted, padding
+        self.root, self.rows, self.padding = root, drafted if drafted.dim() == 2 else drafted[None], padding
         self._on_host: list[int] | None = None
+        self._shape: TreeShape | None = None
+
+    @property
+    def drafted(self) -> Tensor:
+        """Return the tokens [n] of the nodes after the root."""
+        return self.rows[0]
+
+    @property
+    def has_shape(self) -> bool:
+        """Return True if the tree's topology is on the device too."""
+        return len(self.rows) > 1
+
+    @property
+    def shape(self) -> TreeShape:
+        """Return the topology that is on the device, and read the tokens with it."""
+        if self._shape is None:
+            self.read_with(self.drafted[:0])
+        assert self._shape is not None
+        return self._shape
 
     def read_with(self, numbers: Tensor) -> list[int]:
-        """Copy the tokens to the host, together with int64 numbers [n] of the device; return these."""
-        read = torch.cat([self.drafted, numbers]).tolist()
-        self._on_host = [self.root, *read[: len(self.drafted)], *[0] * self.padding]
-        return read[len(self.drafted) :]
+        """Copy tokens and topology to the host, together with int64 numbers [m] of the device; return these."""
+        drafted = len(self.drafted)
+        read = torch.cat([self.drafted, *self.rows[2:], numbers]).tolist()
+        self._on_host = [self.root, *read[:drafted], *[0] * self.padding]
+        if self.has_shape:
+            ancestors = read[drafted : 2 * drafted]
+            # The parent is the last of the ancestors before the node.
+            parents = (max(0, (bits & (1 << node) - 1).bit_length() - 1) for node, bits in enumerate(ancestors, 1))
+            num_candidates = next((node for node, bits in enumerate(ancestors, 1) if not bits & 1), None)
+            self._shape = TreeShape.of((-1, *parents), num_candidates)
+        return read[len(read) - len(numbers) :]
 
     def __len__(self) -> int:
         return 1 + len(self.drafted) + self.padding
@@ -152,9 +182,9 @@ class DeviceTokens(Sequence[int]):
 
 
 def split_tokens(tokens: Sequence[int]) -> tuple[Sequence[int], Tensor | None]:
-    """Return the tokens [N] that the host knows, 0 for others, and the drafted ones on the device, after the root."""
+    """Return the tokens [N] that the host knows, 0 for others, and the rows of `DeviceTokens`, after the root."""
     if isinstance(tokens, DeviceTokens):
-        return [tokens.root] + [0] * (len(tokens) - 1), tokens.drafted
+        return [tokens.root] + [0] * (len(tokens) - 1), tokens.rows
     return tokens, None
 
 
@@ -165,7 +195,7 @@ class DraftTree:
     Args:
         tokens: [N] token ids, a list, or `DeviceTokens` (if they were sampled, of a chain alone); tokens[0] is the last
             committed token.
-        shape: The topology.
+        outline: The topology. If that is on the device: any one of as many nodes that is at least as deep.
         q: [N, V], or None. Row u is the distribution that the children of node u were drawn from, without replacement
             and in node order (rows of leaves are never read). None: the children were chosen deterministically.
         draws: [N], or None. For each node its independent draws in order, as (child, row of q), if the children come
@@ -175,19 +205,25 @@ class DraftTree:
     """
 
     tokens: Sequence[int]
-    shape: TreeShape
+    outline: TreeShape
     q: Tensor | None = None
     log_confidence: list[float] | None = None
     draws: list[list[tuple[int, int]]] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.shape):
-            raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.shape)} nodes")
-        if self.q is not None and isinstance(self.tokens, DeviceTokens) and self.shape.max_depth + 1 != len(self):
+        if len(self.tokens) != len(self.outline):
+            raise ValueError(f"{len(self.tokens)} tokens do not fit a tree of {len(self.outline)} nodes")
+        if self.q is not None and isinstance(self.tokens, DeviceTokens) and self.outline.max_depth + 1 != len(self):
             raise ValueError("of sampled trees only chains may leave their tokens on the device")
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def shape(self) -> TreeShape:
+        """Return the topology; the host waits for it, and for the tokens, if it is on the device and not read yet."""
+        tokens = self.tokens
+        return tokens.shape if isinstance(tokens, DeviceTokens) and tokens.has_shape else self.outline
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -204,7 +240,7 @@ class DraftTree:
 
     def cut_to_depth(self, max_depth: int) -> DraftTree:
         """Return the tree without the nodes deeper than `max_depth`."""
-        if self.shape.max_depth <= max_depth:
+        if self.outline.max_depth <= max_depth:
             return self
         return self.cut_to([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
@@ -213,7 +249,7 @@ class DraftTree:
         if len(nodes) == len(self):
             return self
         tokens: Sequence[int]
-        if isinstance(self.tokens, DeviceTokens):
+        if isinstance(self.tokens, DeviceTokens) and not self.tokens.has_shape:
             places = to_device([node - 1 for node in nodes[1:]], self.tokens.drafted.device)
             tokens = DeviceTokens(self.tokens.root, self.tokens.drafted.index_select(0, places))
         else:

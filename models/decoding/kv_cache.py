@@ -66,9 +66,15 @@ def to_device(values: Any, device: torch.device) -> Tensor:
 
 
 def with_tokens(tokens: list[int] | Tensor, device: torch.device, *others: list[int]) -> tuple[Tensor, ...]:
-    """Return tokens [W], which may be on the device already, and lists of W integers, as int64 tensors there."""
+    """Return tokens [W] and lists of W integers as int64 tensors on the device.
+
+    Args:
+        tokens: May be there already: alone [W], or with rows in place of the first lists [n, W].
+    """
     if isinstance(tokens, Tensor):
-        return (tokens, *to_device(list(others), device)) if others else (tokens,)
+        rows = tokens.view(-1, tokens.shape[-1])
+        unknown = list(others[len(rows) - 1 :])
+        return (*rows, *to_device(unknown, device)) if unknown else tuple(rows)
     return tuple(to_device([tokens, *others], device))
 
 
@@ -78,16 +84,18 @@ def write_numbers(held: Tensor, values: Any) -> None:
 
 
 def write_level(held: Tensor, tokens: list[int] | Tensor, *others: list[int]) -> None:
-    """Write tokens [n], which may be on the device already, and lists of integers as `write_numbers`, and zeros after.
+    """Write tokens [n] and lists of integers as `write_numbers`, and zeros after.
 
     Args:
         held: [1 + number of lists, W].
+        tokens: As in `with_tokens`.
     """
     width = held.shape[1]
     rows: list[list[int]] = [[] if isinstance(tokens, Tensor) else tokens, *others]
     write_numbers(held, [row + [0] * (width - len(row)) for row in rows])
     if isinstance(tokens, Tensor):
-        held[0, : len(tokens)].copy_(tokens)
+        given = tokens.view(-1, tokens.shape[-1])
+        held[: len(given), : given.shape[1]].copy_(given)
 
 
 class KVCache:

@@ -3,21 +3,23 @@
 It does not measure the cost of a wait: 10 to 20 us, in rounds of 10 to 30 ms for a target of 8B.
 """
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
+from support.table_decoder import paths_in
 from support.tiny_models import tiny_drafter_of, tiny_target
 
-from draftsmith.eval.decoding.generate import generate
+from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.decoding.decoders import LevelDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import MethodConfig
 
@@ -36,12 +38,15 @@ FEW_FIRST = [
 ]
 
 
-def count_waits(method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling) -> tuple[float, float, Any]:
+def count_waits(
+    method: Method, layers: tuple[int, ...], target: Any, sampling: Sampling
+) -> tuple[float, float, Any, float]:
     """Return a round's waits for results of the device and for copies to it, with the prompt, without the end.
 
-    And the answer with its draft trees.
+    And the answer with its draft trees, and the share of rounds near the answer's end: a tree may be deeper than the
+    answer has room.
     """
-    generator, trees = torch.Generator(), list[list[int]]()
+    generator, rounds = torch.Generator(), list[Round]()
     with TargetSession(target, 64, layers) as session:
         generate(session, method, PROMPT, sampling, 12, (), generator.manual_seed(2))  # one-time setup
         prefill = session.prefill
@@ -54,17 +59,23 @@ def count_waits(method: Method, layers: tuple[int, ...], target: Any, sampling: 
         session.prefill = counting  # type: ignore[method-assign]
         answer = generate(
             session, method, PROMPT, sampling, 12, (), generator.manual_seed(2),
-            on_round=lambda round_: trees.append([*round_.tree.tokens]),
+            on_round=rounds.append,
         )  # fmt: skip
         GhostDevice.counting = False
     assert answer.rounds >= 3
     back = GhostDevice.of("back") - 2  # the first token, and the end of the answer for timing
     sent = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR]
-    return back / answer.rounds, sent / answer.rounds, (answer.ids, trees)
+    deepest = max(round_.tree.outline.max_depth for round_ in rounds)
+    done = itertools.accumulate(answer.accept_lengths, initial=1)
+    late = sum(12 - tokens - 1 < deepest for tokens in list(done)[:-1])
+    trees = [[round_.tree.tokens[0], *paths_in(round_.tree)] for round_ in rounds]
+    return back / answer.rounds, sent / answer.rounds, (answer.ids, trees), late / answer.rounds
 
 
-def waits_and_calls(kind: str, tree: str, sampling: Sampling, device: str = "cuda:0") -> tuple[float, float, Any, int]:
-    """Return what `count_waits` does, and how often the drafter is called in a round."""
+def waits_and_calls(
+    kind: str, tree: str, sampling: Sampling, device: str = "cuda:0"
+) -> tuple[float, float, Any, float, SequenceDecoder]:
+    """Return what `count_waits` does, and the drafter's decoder."""
     with ghost_device():
         target = tiny_target(num_hidden_layers=4)
         drafter = tiny_drafter_of(kind, target)
@@ -72,8 +83,7 @@ def waits_and_calls(kind: str, tree: str, sampling: Sampling, device: str = "cud
         drafter = drafter.to(device).attach(target)
         recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
         method = build_tree_drafter(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
-        levels = method.decoder.num_depths if isinstance(method.decoder, StepwiseDecoder) else 1
-        return *count_waits(method, drafter.feature_layers, target, sampling), levels
+        return *count_waits(method, drafter.feature_layers, target, sampling), method.decoder
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -81,15 +91,24 @@ def waits_and_calls(kind: str, tree: str, sampling: Sampling, device: str = "cud
 def test_a_greedy_round_waits_once_unless_its_tree_is_made_on_the_host(kind: str, tree: str) -> None:
     """Then for its draft once, or once a level, too; and nobody waits for what is sent to the device.
 
-    Trees and answer are those of a CPU.
+    A tree that may be cut at the answer's end is read before. Trees and answer are those of a CPU; nodes of trees grown
+    on the device are ordered by confidence, so that those without probability come last.
     """
-    back, sent, answer, levels = waits_and_calls(kind, tree, Sampling())
+    back, sent, (ids, trees), late, decoder = waits_and_calls(kind, tree, Sampling())
+    levels = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else 1
     if tree in ("chain", "static"):
         assert back == 1
+    elif tree == "best_first" and (levels == 1 or isinstance(decoder, LevelDecoder)):
+        assert 0 < late < 1
+        assert back == pytest.approx(1 + late)
     else:
         assert back == 2 if levels == 1 else 2 < back <= levels + 1
     assert sent == 0
-    assert answer == waits_and_calls(kind, tree, Sampling(), "cpu")[2]
+    wanted_ids, wanted = waits_and_calls(kind, tree, Sampling(), "cpu")[2]
+    assert ids == wanted_ids
+    for (root, *paths), (wanted_root, *wanted_paths) in zip(trees, wanted, strict=True):
+        assert root == wanted_root
+        assert paths == wanted_paths if levels == 1 else sorted(paths) == sorted(wanted_paths)
 
 
 @pytest.mark.parametrize("kind", FEW_FIRST)
@@ -106,7 +125,7 @@ def test_a_sampled_tree_waits_for_every_draw_that_is_tried() -> None:
 
 @pytest.mark.parametrize("tree", ["best_first", "adaptive"])
 def test_a_deterministic_tree_at_t_1_waits_for_the_draft_and_each_committed_token(tree: str) -> None:
-    back, sent, (ids, trees), _ = waits_and_calls("parallel", tree, Sampling(1.0))
+    back, sent, (ids, trees), *_ = waits_and_calls("parallel", tree, Sampling(1.0))
     assert back == pytest.approx(1 + (len(ids) - 1) / len(trees))
     assert sent == 0
 
