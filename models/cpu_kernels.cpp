@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <queue>
+#include <tuple>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -216,6 +218,51 @@ at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
   return out;
 }
 
+// The `nodes` most likely paths of tokens, one of the `branch` most likely of each row [G, V] after the other: columns,
+// parents (0 is the root) and log probabilities of the nodes. As `BestFirstBuilder`, which says how.
+std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<double>> best_first(
+    const at::Tensor& logits, int64_t branch, int64_t nodes) {
+  const auto found = most_likely(logits, std::min(branch, logits.size(1)));
+  const int64_t depths = found.size(1), width = found.size(2);
+  const auto* columns = found.const_data_ptr<double>();
+  const double* log_q = columns + depths * width;
+  struct Path {
+    double cost;
+    int64_t arrival, parent, depth, rank;
+    bool operator<(const Path& other) const { return std::tie(other.cost, other.arrival) < std::tie(cost, arrival); }
+  };
+  std::priority_queue<Path> paths;
+  paths.push({-log_q[0], 0, 0, 0, 0});
+  int64_t arrivals = 1;
+  std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<double>> tree;
+  auto& [tokens, parents, confidence] = tree;
+  while (!paths.empty() && static_cast<int64_t>(tokens.size()) < nodes) {
+    const Path best = paths.top();
+    paths.pop();
+    const int64_t place = best.depth * width + best.rank;
+    tokens.push_back(static_cast<int64_t>(columns[place]));
+    parents.push_back(best.parent);
+    confidence.push_back(-best.cost);
+    if (best.rank + 1 < width && log_q[place + 1] > -INFINITY)
+      paths.push({best.cost + log_q[place] - log_q[place + 1], arrivals++, best.parent, best.depth, best.rank + 1});
+    if (best.depth + 1 < depths)
+      paths.push({best.cost - log_q[(best.depth + 1) * width], arrivals++, static_cast<int64_t>(tokens.size()), best.depth + 1, 0});
+  }
+  return tree;
+}
+
+// Moves the rows start + rows[i], ascending, of each [..., S, D] to start + i.
+void keep_rows(at::Tensor held, int64_t start, at::IntArrayRef rows) {
+  const int64_t columns = held.size(-2), bytes = held.size(-1) * held.element_size();
+  TORCH_CHECK(held.is_contiguous(), "the cache must be contiguous");
+  int64_t place = 0;
+  for (const int64_t row : rows) TORCH_CHECK(row >= place++ && start >= 0 && start + row < columns, "there is no such row");
+  auto* of = static_cast<char*>(held.data_ptr()) + start * bytes;
+  for (int64_t part = held.numel() / std::max<int64_t>(columns * held.size(-1), 1); part > 0; --part, of += columns * bytes)
+    for (size_t i = 0; i < rows.size(); ++i)
+      if (rows[i] != static_cast<int64_t>(i)) std::memcpy(of + i * bytes, of + rows[i] * bytes, bytes);
+}
+
 inline float below(float value) { return std::nextafter(value, -INFINITY); }
 
 // The first largest of each row [R, V]: [R] int64.
@@ -318,9 +365,10 @@ TORCH_LIBRARY(draftsmith, library) {
       .def(torch::init<int64_t, int64_t, int64_t, int64_t, double, double>())
       .def("add_layer", &DecoderLayers::add_layer)
       .def("set_head", &DecoderLayers::set_head)
-      .def("set_tokens", &DecoderLayers::set_tokens)
+      .def("set_embedding", &DecoderLayers::set_embedding)
+      .def("set_angles", &DecoderLayers::set_angles)
       .def("set_fusion", &DecoderLayers::set_fusion)
-      .def("forward_fused", &DecoderLayers::forward_fused)
+      .def("draft", &DecoderLayers::draft)
       .def("forward", &DecoderLayers::forward)
       .def("forward_tokens", &DecoderLayers::forward_tokens);
   library.def("lanes() -> int", [] { return LANES; });
@@ -329,7 +377,9 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("linear(Tensor rows, Tensor packed, int outputs, Tensor? bias) -> Tensor");
   library.def("norm(Tensor rows, Tensor weight, float eps, bool rounds_twice) -> Tensor");
   library.def("most_likely(Tensor logits, int count) -> Tensor");
+  library.def("best_first(Tensor logits, int branch, int nodes) -> (int[], int[], float[])");
   library.def("largest(Tensor logits) -> Tensor");
+  library.def("keep_rows(Tensor(a!) held, int start, int[] rows) -> ()");
   library.def("cross_entropy(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!) is_largest) -> ()");
   library.def("attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
 }
@@ -340,7 +390,9 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("linear", linear);
   library.impl("norm", norm);
   library.impl("most_likely", most_likely);
+  library.impl("best_first", best_first);
   library.impl("largest", largest);
+  library.impl("keep_rows", keep_rows);
   library.impl("cross_entropy", cross_entropy);
   library.impl("attention", attention);
 }

@@ -6,7 +6,10 @@ one sentence says how much slower that is.
 """
 
 import hashlib
+import heapq
+import itertools
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -276,9 +279,14 @@ class FastNorm(nn.RMSNorm):
         return torch.ops.draftsmith.norm(x, self.weight, self.eps, False)
 
 
+def _is_read_here(logits: Tensor) -> bool:
+    """Return True if the operations on fp32 logits [R, V] can read these."""
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels()
+
+
 def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
     """Return the columns [R, count] of the largest of each row of logits [R, V], and their log probabilities."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels():
+    if _is_read_here(logits):
         columns, log_q = torch.ops.draftsmith.most_likely(logits, count).tolist()
     else:
         top = logits.topk(count, dim=-1)
@@ -289,6 +297,40 @@ def most_likely(logits: Tensor, count: int) -> tuple[list[list[int]], list[list[
             log_q = top.values - logits.logsumexp(-1, keepdim=True)
         columns, log_q = torch.stack([top.indices.double(), log_q.double()]).tolist()
     return [[int(column) for column in row] for row in columns], log_q
+
+
+def best_first(logits: Tensor, branch: int, nodes: int) -> tuple[list[int], list[int], list[float]]:
+    """Return the `nodes` most likely paths of tokens from logits [G, V] of G depths, found in order with a heap.
+
+    A path is at most as likely as its parent path and as the one with the better rank in its last place, so that the
+    next one is the best candidate; it adds its next sibling and its first child to these.
+
+    Args:
+        branch: Number of the most likely tokens of a depth that paths are made of.
+
+    Returns:
+        Of the paths' last nodes: columns, parents (0 is the root), and the log probabilities of the paths.
+    """
+    branch = min(branch, logits.shape[-1])
+    if _is_read_here(logits):
+        return torch.ops.draftsmith.best_first(logits, branch, nodes)
+    candidates, log_q = most_likely(logits, branch)
+    columns, parents, log_confidence = list[int](), list[int](), list[float]()
+    # Entries: (-log probability of the path, order of arrival, parent node, depth from 0, rank).
+    heap = [(-log_q[0][0], 0, 0, 0, 0)]
+    arrivals = itertools.count(1)
+    while heap and len(columns) < nodes:
+        cost, _, parent, depth, rank = heapq.heappop(heap)
+        columns.append(candidates[depth][rank])
+        parents.append(parent)
+        log_confidence.append(-cost)
+        # A drafter may leave tokens without any probability.
+        if rank + 1 < branch and log_q[depth][rank + 1] > -math.inf:
+            sibling_cost = cost + log_q[depth][rank] - log_q[depth][rank + 1]
+            heapq.heappush(heap, (sibling_cost, next(arrivals), parent, depth, rank + 1))
+        if depth + 1 < len(log_q):
+            heapq.heappush(heap, (cost - log_q[depth + 1][0], next(arrivals), len(columns), depth + 1, 0))
+    return columns, parents, log_confidence
 
 
 def largest(logits: Tensor) -> Tensor:

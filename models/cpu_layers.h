@@ -14,6 +14,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/custom_class.h>
 
 #include <atomic>
@@ -430,7 +431,7 @@ struct DecoderLayers : torch::CustomClassHolder {
   int64_t heads, kv_heads, head_size, hidden_size;
   double eps, scale;
   std::vector<Layer> layers;
-  at::Tensor final_norm, embedding, cos_table, sin_table;
+  at::Tensor final_norm, embedding, cos_table, sin_table, masks;
   Projection head, fusion;
   std::optional<at::Tensor> fused_table;
   std::vector<std::optional<at::Tensor>> fusion_norms;
@@ -495,10 +496,20 @@ struct DecoderLayers : torch::CustomClassHolder {
     if (packed) head = projection(*packed, bias, outputs, hidden_size);
   }
 
-  // The embedding [V, D] of `forward_tokens`, and RoPE's cos and sin [positions, A].
-  void set_tokens(const at::Tensor& weight, const at::Tensor& all_cos, const at::Tensor& all_sin) {
+  // The embedding [V, D] of `forward_tokens`.
+  void set_embedding(const at::Tensor& weight) {
     TORCH_CHECK(weight.dim() == 2 && weight.size(1) == hidden_size && weight.is_contiguous(), "the embedding has another size");
-    embedding = weight, cos_table = all_cos, sin_table = all_sin;
+    embedding = weight;
+  }
+
+  // RoPE's cos and sin [positions, A], of `forward_tokens` and `draft`.
+  void set_angles(const at::Tensor& all_cos, const at::Tensor& all_sin) { cos_table = all_cos, sin_table = all_sin; }
+
+  const std::vector<int64_t>& checked(const std::vector<int64_t>& positions) const {
+    TORCH_CHECK(cos_table.defined(), "there are no angles");
+    for (const int64_t position : positions)
+      TORCH_CHECK(position >= 0 && position < cos_table.size(0), "position ", position, " has no angles");
+    return positions;
   }
 
   // As `forward`, of tokens at these positions; logits of the rows from `first_kept` on.
@@ -509,19 +520,17 @@ struct DecoderLayers : torch::CustomClassHolder {
       const std::vector<int64_t>& taps, int64_t first_kept) const {
     TORCH_CHECK(embedding.defined(), "there is no embedding");
     TORCH_CHECK(tokens.size() == positions.size(), "every token needs a position");
-    for (const int64_t position : positions)
-      TORCH_CHECK(position >= 0 && position < cos_table.size(0), "position ", position, " has no angles");
     const auto inputs = rows_of(embedding, tokens.data(), static_cast<int64_t>(tokens.size()));
     return run_rows(
-        inputs, cos_table, sin_table, positions.data(), keys, values, start, places, mask, parents, std::nullopt, taps,
+        inputs, cos_table, sin_table, checked(positions).data(), keys, values, start, places, mask, parents, std::nullopt, taps,
         first_kept, true, false);
   }
 
-  // What `forward_fused` makes inputs of: a projection of tokens' embeddings, if there is a table [V, D], and of features,
-  // D of them at a time, each part with its norm; and whether the rows that follow have the last one's added.
+  // What `draft` makes inputs of: a projection of tokens' embeddings, if there is a table [V, D], and of features, D of them
+  // at a time, each part with its norm; the rows [K, D] of the masks that follow, and whether the last token's is added.
   void set_fusion(
       const at::Tensor& packed, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& table,
-      const std::vector<std::optional<at::Tensor>>& norms, double norm_eps, bool adds_last) {
+      const std::vector<std::optional<at::Tensor>>& norms, double norm_eps, const at::Tensor& mask_rows, bool adds_last) {
     fusion = projection(packed, bias, hidden_size, hidden_size * static_cast<int64_t>(norms.size()));
     TORCH_CHECK(
         !layers.empty() && packed.scalar_type() == layers[0].projections[0].packed.scalar_type(),
@@ -529,26 +538,32 @@ struct DecoderLayers : torch::CustomClassHolder {
     TORCH_CHECK(
         !table || (table->dim() == 2 && table->size(1) == hidden_size && table->is_contiguous() && table->dtype() == packed.dtype()),
         "the embedding has another size or dtype");
-    fused_table = table, fusion_norms = norms, fusion_eps = norm_eps, fusion_adds_last = adds_last;
+    TORCH_CHECK(
+        mask_rows.dim() == 2 && mask_rows.size(1) == hidden_size && mask_rows.dtype() == packed.dtype(),
+        "the masks have another size or dtype");
+    fused_table = table, fusion_norms = norms, fusion_eps = norm_eps, masks = mask_rows.contiguous(), fusion_adds_last = adds_last;
   }
 
-  // As `forward`, of causal rows whose first n are made of ids [n] and features [n, F], and whose last are given.
-  std::tuple<at::Tensor, at::Tensor> forward_fused(
-      const at::Tensor& inputs, const at::Tensor& ids, const at::Tensor& features, const at::Tensor& cos,
-      const at::Tensor& sin, const at::Tensor& keys, const at::Tensor& values, int64_t start,
-      const std::vector<int64_t>& taps, int64_t first_kept) const {
+  // As `forward`, of causal rows after `start` others: of ids [n] with features [n, F], and the masks; in fp32 the logits
+  // [1 + K, V] of the last id and the masks.
+  at::Tensor draft(
+      const at::Tensor& ids, const at::Tensor& features, const at::Tensor& keys, const at::Tensor& values, int64_t start) const {
     const int64_t known = ids.numel(), of_features = static_cast<int64_t>(fusion_norms.size()) - fused_table.has_value();
     TORCH_CHECK(fusion.packed.defined(), "there is no fusion");
-    TORCH_CHECK(known > 0 && known <= inputs.size(0) && ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids must be [n] int64");
+    TORCH_CHECK(known > 0 && ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids must be [n] int64");
     TORCH_CHECK(features.dim() == 2 && features.size(1) == of_features * hidden_size, "features have another size");
-    TORCH_CHECK(cos.dim() == 2 && cos.size(0) == inputs.size(0), "cos and sin must be [R, at most the head size]");
     std::vector<at::Tensor> parts;
     if (fused_table) parts.push_back(rows_of(*fused_table, ids.const_data_ptr<int64_t>(), known));
     for (int64_t part = 0; part < of_features; ++part) parts.push_back(features.narrow(1, part * hidden_size, hidden_size));
     const auto read = normed_parts(parts, fusion_norms, fusion_eps, fusion.packed);
-    return run_rows(
-        inputs, cos, sin, nullptr, keys, values, start, std::nullopt, std::nullopt, std::nullopt, std::nullopt, taps,
-        first_kept, true, true, &read);
+    const auto inputs = at::zeros({known + masks.size(0), hidden_size}, masks.options());
+    std::memcpy(
+        static_cast<char*>(inputs.data_ptr()) + inputs.nbytes() - masks.nbytes(), masks.const_data_ptr(), masks.nbytes());
+    std::vector<int64_t> positions(inputs.size(0));
+    std::iota(positions.begin(), positions.end(), start);
+    return std::get<1>(run_rows(
+        inputs, cos_table, sin_table, checked(positions).data(), keys, values, start, std::nullopt, std::nullopt,
+        std::nullopt, std::nullopt, {}, known - 1, true, true, &read));
   }
 
   // inputs [R, D] in the weights' dtype, cos and sin [R, A]; keys and values [L, 1, G, S', D of a head], into which the

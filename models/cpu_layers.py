@@ -49,7 +49,7 @@ class CpuLayers:
         self.has_head, self.num_layers = head is not None, len(layers)
         self.native: Any = None
         self._made_of: tuple[int, ...] = ()
-        self._fusion: tuple[PackedLinear, list[nn.RMSNorm], nn.Embedding | None, bool] | None = None
+        self._fusion: tuple[PackedLinear, list[nn.RMSNorm], nn.Embedding | None, Tensor, bool] | None = None
         self._first_input = getattr(layers[0], "attention_input", None)
         if self._first_input is None and _norms(layers[0])[0] is None:  # EAGLE's
             self._first_input = _unchanged
@@ -78,9 +78,9 @@ class CpuLayers:
         return cls(layers, norm, cast(PackedLinear, head) if is_usable else None, config)
 
     def set_fusion(
-        self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, adds_last: bool
+        self, linear: nn.Linear, norms: list[nn.RMSNorm], embedding: nn.Module | None, masks: Tensor, adds_last: bool
     ) -> None:
-        """Move the rows' inputs (norms, concatenation, linear layer) into the layers' one call, `forward_fused`.
+        """Move the rows' inputs (norms, concatenation, linear layer, masks) into the layers' one call, `draft`.
 
         Without effect if a tensor is of another dtype, the linear layer is not packed, or the first layer reads two
         inputs.
@@ -88,38 +88,43 @@ class CpuLayers:
         Args:
             linear: Projects the parts, the token's embedding if there is one and its features, each D wide, to D.
             norms: The norm of each part.
+            masks: [K, D].
             adds_last: Add the last fused row to the masks' rows after it (`mask_residual`).
         """
         is_known = embedding is None or type(embedding) is nn.Embedding
         modules = [linear, *norms, *([] if embedding is None else [embedding])]
-        is_fitting = all(module.weight.dtype == _linears(self._layers[0])[0].weight.dtype for module in modules)
-        if isinstance(linear, PackedLinear) and is_known and is_fitting and self._first_input is None:
-            self._fusion = (linear, norms, cast("nn.Embedding | None", embedding), adds_last)
+        dtypes = {masks.dtype, *(module.weight.dtype for module in modules), _linears(self._layers[0])[0].weight.dtype}
+        if isinstance(linear, PackedLinear) and is_known and len(dtypes) == 1 and self._first_input is None:
+            self._fusion = (linear, norms, cast("nn.Embedding | None", embedding), masks.detach(), adds_last)
             self.refresh()
 
     @property
     def has_fusion(self) -> bool:
-        """Return True if `forward_fused` can run."""
+        """Return True if `draft` can run."""
         return self._fusion is not None and self.has_head
 
-    def refresh(self, tokens: tuple[Tensor, ...] = ()) -> None:
+    def refresh(self, angles: tuple[Tensor, Tensor] | None = None, embedding: Tensor | None = None) -> None:
         """Read the weights again if they changed; called before a sequence.
 
         Args:
-            tokens: Embedding [V, D], and cos and sin of all positions, for `forward_tokens`.
+            angles: cos and sin [positions, A], for `draft` and `forward_tokens`.
+            embedding: [V, D], for `forward_tokens`.
         """
         made_of = []
         for linear in self._all_linears():
             linear.pack()
             made_of.append(id(linear.packed))
         made_of += [norm.weight.data_ptr() for norm in self._all_norms()]
-        made_of += [tokens[0].data_ptr()] if tokens else []
-        if self._fusion is not None and self._fusion[2] is not None:
-            made_of.append(self._fusion[2].weight.data_ptr())
+        if self._fusion is not None:
+            _, _, table, masks, _ = self._fusion
+            made_of += [masks._version, *([] if table is None else [table.weight.data_ptr()])]
+        made_of += [] if embedding is None else [embedding.data_ptr()]
         if tuple(made_of) != self._made_of:
             self._made_of, self.native = tuple(made_of), self._build()
-            if tokens:
-                self.native.set_tokens(*tokens)
+            if embedding is not None:
+                self.native.set_embedding(embedding)
+        if angles is not None:
+            self.native.set_angles(*angles)
 
     def forward(
         self,
@@ -162,29 +167,18 @@ class CpuLayers:
         )  # fmt: skip
         return features, logits
 
-    def forward_fused(
-        self,
-        inputs: Tensor,
-        ids: Tensor,
-        features: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        first_kept: int,
-    ) -> Tensor:
-        """Run causal rows, of which the first n are computed from tokens and features (`set_fusion`).
+    def draft(self, ids: Tensor, features: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        """Run causal rows of tokens with their features, and of the masks after them (`set_fusion`).
 
         Args:
-            inputs: [R, D]; the first n rows are not read.
             ids: [n].
-            features: [n, F].
+            features: [n, F] in the layers' dtype.
+            keys, values, start: As in `forward`; `start` is also the first row's place among `refresh`'s angles.
 
         Returns:
-            fp32 logits [R', V]; everything else as in `forward`.
+            fp32 logits [1 + K, V] of the last token and the masks.
         """
-        _, logits = self.native.forward_fused(inputs, ids, features, *rotary, keys, values, start, [], first_kept)
-        return cast(Tensor, logits)
+        return cast(Tensor, self.native.draft(ids, features, keys, values, start))
 
     def _build(self) -> Any:
         """Build the C++ object from the layers' current weights."""
@@ -207,10 +201,10 @@ class CpuLayers:
         packed, bias, outputs = (None, None, 0) if head is None else (head.packed, head.packed_bias, head.out_features)
         native.set_head(None if _is_none(self._norm) else self._norm.weight.detach(), packed, bias, outputs)
         if self._fusion is not None:
-            linear, fusion_norms, embedding, adds_last = self._fusion
+            linear, fusion_norms, embedding, masks, adds_last = self._fusion
             native.set_fusion(
                 linear.packed, linear.packed_bias, None if embedding is None else embedding.weight.detach(),
-                [norm.weight.detach() for norm in fusion_norms], fusion_norms[0].eps, adds_last,
+                [norm.weight.detach() for norm in fusion_norms], fusion_norms[0].eps, masks, adds_last,
             )  # fmt: skip
         return native
 

@@ -16,7 +16,6 @@ prompt, n newly committed tokens, F features.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from draftsmith.eval.trees.path_lookup import PathLookup, with_lookups
 from draftsmith.eval.trees.path_search import MOST_NODES, LevelSearch, PathSearch
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models import cpu_kernels
-from draftsmith.models.cpu_kernels import largest
+from draftsmith.models.cpu_kernels import best_first, largest
 from draftsmith.models.decoding.decoders import (
     ALL_TOKENS,
     LONGEST_TREE_NODES,
@@ -167,7 +166,9 @@ class ChainBuilder:
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv, columns = decoder.draft()[: self.max_depth], decoder.columns
+        logits_gv, columns = decoder.draft(), decoder.columns
+        if self.max_depth is not None:
+            logits_gv = logits_gv[: self.max_depth]
         shape = TreeShape.chain(len(logits_gv))
         if sampling.greedy:
             return DraftTree(_with_root(root_token, columns.device_tokens(largest(logits_gv))), shape)
@@ -332,11 +333,9 @@ class StaticGrower(StaticTree):
 
 @dataclass(frozen=True)
 class BestFirstBuilder:
-    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, found with a heap.
+    """Builder of the `nodes` most likely paths under q: exactly the best tree of that size, see `best_first`.
 
-    A path is at most as likely as its parent path and as the one with the better rank in its last place, so that the
-    paths are found in order by taking the best candidate, then adding its next sibling and its first child. At T = 0
-    `PathSearch` finds the same tree on a GPU, up to which of equally likely paths it has.
+    At T = 0 `PathSearch` finds the same tree on a GPU, up to which of equally likely paths it has.
 
     Args:
         needs_host: Whether the tree's shape and confidence are read before it is verified, so that a GPU's logits are
@@ -351,33 +350,17 @@ class BestFirstBuilder:
     def propose(
         self, root_token: int, decoder: DrafterDecoder, sampling: Sampling, generator: torch.Generator | None
     ) -> DraftTree:
-        logits_gv = decoder.draft()[: self.max_depth].float()
+        logits_gv = decoder.draft()
+        if self.max_depth is not None:
+            logits_gv = logits_gv[: self.max_depth]
         if _stays_on_gpu(self, logits_gv, sampling):
             num_depths, width = len(logits_gv), min(self.branch, logits_gv.shape[-1])
             search = PathSearch.of(self.nodes, width, num_depths, logits_gv.device)
             return search.tree(root_token, logits_gv, decoder.columns)
-        candidates, log_q = most_likely(logits_gv, self.branch, sampling, decoder.columns)
-        # The heap's Python takes 25 us for 12 nodes, 60 for 64; topk and logsumexp, which any form needs, 65.
-        depths, width = len(log_q), len(log_q[0])
-        tokens, parents, log_confidence = [root_token], [-1], [0.0]
-        # Entries: (-log probability of the path, order of arrival, parent node, depth from 0, rank).
-        heap = [(-log_q[0][0], 0, 0, 0, 0)]
-        arrivals = 1
-        while heap and len(tokens) <= self.nodes:
-            cost, _, parent, depth, rank = heapq.heappop(heap)
-            tokens.append(candidates[depth][rank])
-            parents.append(parent)
-            log_confidence.append(-cost)
-            # A drafter may leave tokens without any probability.
-            if rank + 1 < width and log_q[depth][rank + 1] > -math.inf:
-                sibling_cost = cost + log_q[depth][rank] - log_q[depth][rank + 1]
-                heapq.heappush(heap, (sibling_cost, arrivals, parent, depth, rank + 1))
-                arrivals += 1
-            if depth + 1 < depths:
-                child = (cost - log_q[depth + 1][0], arrivals, len(tokens) - 1, depth + 1, 0)
-                heapq.heappush(heap, child)
-                arrivals += 1
-        return DraftTree(tokens, TreeShape.of(tuple(parents)), log_confidence=log_confidence)
+        scaled_gv = logits_gv if sampling.greedy else sampling.scaled(logits_gv)
+        drafted, parents, log_confidence = best_first(scaled_gv, self.branch, self.nodes)
+        tokens = [root_token, *decoder.columns.tokens(drafted)]
+        return DraftTree(tokens, TreeShape.of((-1, *parents)), log_confidence=[0.0, *log_confidence])
 
 
 def _stays_on_gpu(builder: BestFirstBuilder | BestFirstGrower, logits: Tensor, sampling: Sampling) -> bool:

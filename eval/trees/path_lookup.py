@@ -67,11 +67,11 @@ class PathLookup:
     def find(self, path: list[int]) -> LookupHit | None:
         """Look up the token after the sequence and these tokens; None if the last of them has not occurred before."""
         last = (*self._last, *path)[-MAX_NGRAM:]
-        for begin in range(len(last)):
-            token = self._next_token.get(last[begin:])
-            if token is not None:
-                return LookupHit(token, len(last) - begin)
-        return None
+        known, most = 0, len(last)  # all endings of a known n-gram are known
+        while known < most:
+            length = (known + most + 1) // 2
+            known, most = (length, most) if last[-length:] in self._next_token else (known, length - 1)
+        return LookupHit(self._next_token[last[-known:]], known) if known else None
 
     def log_probability(self, length: int) -> float:
         """Return the log probability that a lookup after an n-gram of this length is right."""

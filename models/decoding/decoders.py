@@ -257,9 +257,9 @@ class CachedDecoder:
     def _begin_sequence(self, position_offset: int) -> None:
         """Forget the last sequence; the first row of this one has this position id."""
         self._cache.length, self._position_offset = 0, position_offset
-        if self._few_rows is not None:
-            self._few_rows.refresh()
         table = self._make_rotary_table()
+        if self._few_rows is not None:
+            self._few_rows.refresh(None if table is None else (table[0][0], table[1][0]))
         if self._backend is None or self._rotary_table is None or table is None:
             self._rotary_table = table
             return
@@ -354,11 +354,6 @@ class ParallelDecoder(CachedDecoder):
         super().__init__(drafter, max_length_tokens, extra_rows=drafter.config.num_masks)
         self.columns = drafter.vocab.columns
         self._masks_ke, self._has_residual = drafter.mask_inputs().detach(), drafter.mask_residual
-        self._inputs_of: dict[int, Tensor] = {}  # by n: the masks after n rows that are computed in the call
-
-    def _begin_sequence(self, position_offset: int) -> None:
-        super()._begin_sequence(position_offset)
-        self._inputs_of.clear()  # the masks may have been trained since
 
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward of n+K rows."""
@@ -372,13 +367,7 @@ class ParallelDecoder(CachedDecoder):
             and features.dtype == self._masks_ke.dtype
             and self._is_one_call(rows)
         ):
-            inputs = self._inputs_of.get(len(ids))
-            if inputs is None:
-                inputs = torch.cat([self._masks_ke.new_zeros(len(ids), self._masks_ke.shape[1]), self._masks_ke])
-                self._inputs_of[len(ids)] = inputs
-            cos, sin = (part[0] for part in self._rotary_of(inputs, slice(begin, begin + rows)))
-            held = self._cache.keys, self._cache.values
-            logits_gv = layers.forward_fused(inputs, ids, features, (cos, sin), *held, begin, len(ids) - 1)
+            logits_gv = layers.draft(ids, features, self._cache.keys, self._cache.values, begin)
         else:
             real_ne = self._drafter.real_inputs(ids, features)
             masks_ke = self._masks_ke + real_ne[-1:] if self._has_residual else self._masks_ke

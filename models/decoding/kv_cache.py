@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.models.cpu_kernels import has_kernels
+
 ALIGNMENT = 8  # elements
 PAGE = 64  # columns
 PINNED_NUMBERS = 1 << 16
@@ -62,7 +64,8 @@ def _for_device(values: Any, device: torch.device) -> Tensor:
 
 def to_device(values: Any, device: torch.device) -> Tensor:
     """Return a tensor, or nested lists of integers of equal lengths as an int64 tensor, on the device."""
-    return _for_device(values, device).to(device, non_blocking=True)
+    tensor = _for_device(values, device)
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 def with_tokens(tokens: list[int] | Tensor, device: torch.device, *others: list[int]) -> tuple[Tensor, ...]:
@@ -190,6 +193,11 @@ class KVCache:
         start, end = self.lengths[number], self.lengths[number] + len(path)
         if path and path[-1] >= len(path):  # some accepted rows must move
             in_place = next(place for place, row in enumerate(path) if row != place)
+            if self.sequences == 1 and self.keys.device.type == "cpu" and has_kernels():
+                for part in (self.keys, self.values):
+                    torch.ops.draftsmith.keep_rows(part, start, path)
+                self.lengths[number] = end
+                return
             source = to_device(path[in_place:], self.keys.device) + start
             for part in (self.keys, self.values):
                 if self.sequences == 1:

@@ -113,7 +113,7 @@ class ParallelDrafter(GroupWiseDrafter):
             norms, embedding = [self.feature_norm] * len(self.config.feature_layers), None
             if self.config.inputs == "both":
                 norms, embedding = [self.embedding_norm, *norms], self.attached.embedding
-            layers.set_fusion(self.fuse, norms, embedding, self.mask_residual)
+            layers.set_fusion(self.fuse, norms, embedding, self.mask_inputs(), self.mask_residual)
         return layers
 
     def mask_inputs(self) -> Tensor:

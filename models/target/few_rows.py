@@ -30,12 +30,13 @@ class CpuTarget:
         like = self._embedding.weight
         with torch.no_grad():
             angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
-        self._angles = [part[0].to(like.dtype).contiguous() for part in angles]
+        cos, sin = (part[0].to(like.dtype).contiguous() for part in angles)
+        self._angles = cos, sin
         self.refresh()
 
     def refresh(self) -> None:
         """Read the weights again if they changed; called before a sequence."""
-        self._layers.refresh((self._embedding.weight.detach(), *self._angles))
+        self._layers.refresh(self._angles, self._embedding.weight.detach())
 
     def allocate(self, cache: Any) -> None:
         """Allocate the memory of a `KVCache` for these layers."""

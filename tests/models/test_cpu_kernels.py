@@ -24,6 +24,7 @@ from draftsmith.models.cpu_kernels import (
     packable_bytes,
     use_grouped_sdpa,
 )
+from draftsmith.models.decoding.kv_cache import KVCache
 
 KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -420,3 +421,35 @@ def test_library_is_built_once_per_compiler(
     assert cpu_kernels._built(script) != first
     assert len(built) == 2
     assert len(list(fresh.glob("*.so"))) == 2
+
+
+@KERNELS
+@pytest.mark.parametrize(("depths", "branch", "nodes"), [(1, 1, 1), (5, 4, 6), (3, 2, 40), (6, 8, 64)])
+def test_most_likely_paths_equal_those_of_the_heap_in_python(
+    depths: int, branch: int, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with equally likely tokens too, and tokens without any probability."""
+    logits = random_tensor(depths, 90).round(decimals=1)
+    logits[-1, 3:] = float("-inf")
+    ours = cpu_kernels.best_first(logits, branch, nodes)
+    reads_here = iter([False, True])  # the paths in Python, of the same candidates
+    monkeypatch.setattr(cpu_kernels, "_is_read_here", lambda _: next(reads_here))
+    assert ours == cpu_kernels.best_first(logits, branch, nodes)
+
+
+@KERNELS
+@EVERY_DTYPE
+def test_kept_rows_move_to_the_front(dtype: torch.dtype) -> None:
+    cache = KVCache(40)
+    cache.allocate(3, *random_tensor(2, 1, 2, 1, 16, dtype=dtype))
+    for part, seed in ((cache.keys, 1), (cache.values, 2)):
+        part.copy_(random_tensor(*part.shape, dtype=dtype, seed=seed))
+    before = [part.clone() for part in (cache.keys, cache.values)]
+    cache.length = 7
+    cache.keep([0, 2, 3, 6])
+    assert cache.length == 11
+    for part, old in zip((cache.keys, cache.values), before, strict=True):
+        assert torch.equal(part[:, :, :, :11], old[:, :, :, [*range(8), 9, 10, 13]])
+        assert torch.equal(part[:, :, :, 14:], old[:, :, :, 14:])
+    with pytest.raises(RuntimeError, match="no such row"):
+        KERNEL.keep_rows(cache.keys, 7, [1, 0])

@@ -949,7 +949,7 @@ def test_drafts_equal_those_of_unpacked_layers(
         layers = find_few_rows_runner(decoder)
         assert (layers is not None) == (kind in IN_ONE_CALL)
         if layers is not None:
-            for name in ("forward", "forward_fused"):
+            for name in ("forward", "draft"):
                 monkeypatch.setattr(layers, name, counting(getattr(layers, name), rows))
         ours = [draft_all(decoder, ids, features, prompt) for prompt in (3, 70)]
         assert (len(rows) >= 15) == (kind in IN_ONE_CALL)
@@ -973,11 +973,14 @@ def test_drafter_reads_changed_weights() -> None:
         features = random_batch(target, 1, 30, drafter)["features"][0].detach()
         decoder = drafter.decoder(64)
         before = draft_all(decoder, ids, features, 3)[0]
-        with torch.no_grad():
-            drafter.layers[0].mlp.up_proj.weight.mul_(2)
-        after, fresh = (draft_all(each, ids, features, 3)[0] for each in (decoder, drafter.decoder(64)))
-        assert not torch.equal(before[0], after[0])
-        assert all(torch.equal(*both) for both in zip(after, fresh, strict=True))
+        masks = [drafter.masks] if kind == "parallel" else []
+        for changed in (drafter.layers[0].mlp.up_proj.weight, *masks):
+            with torch.no_grad():
+                changed.mul_(2)
+            after, fresh = (draft_all(each, ids, features, 3)[0] for each in (decoder, drafter.decoder(64)))
+            assert not torch.equal(before[0], after[0])
+            assert all(torch.equal(*both) for both in zip(after, fresh, strict=True))
+            before = after
 
 
 @pytest.mark.parametrize("options", [{}, {"inputs": "hidden", "feature_layers": [0, 3]}, {"mask_residual": False}])
