@@ -92,6 +92,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
             folder.rename(old)
         partial.rename(folder)
     finally:
+        if old.exists() and not folder.exists():  # stopped between the two renames
+            old.rename(folder)
         for rest in (partial, old):
             shutil.rmtree(rest, ignore_errors=True)
 
