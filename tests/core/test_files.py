@@ -9,7 +9,7 @@ import pytest
 from draftsmith.files import written_whole
 
 
-@pytest.mark.parametrize("stopped_at, left", [(1, "old"), (2, "old"), (None, "new")])
+@pytest.mark.parametrize(("stopped_at", "left"), [(1, "old"), (2, "old"), (None, "new")])
 def test_an_interrupted_write_leaves_the_old_folder(
     stopped_at: int | None, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
