@@ -455,6 +455,7 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
         ("data.conversations.split=all", "data.conversations.split = 'train'"),
         ("data.conversations.decontaminate=[]", "data.conversations.decontaminate (hashes of the question files)"),
         ("data.conversations.filters.min_turns=2", "data.conversations.filters"),
+        ("data.reasoning_tokens=[<a>, </a>]", "data.reasoning_tokens = None, now it is ['<a>', '</a>']"),
     ],
 )
 def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path: Path, override: str, key: str) -> None:
