@@ -52,7 +52,7 @@ class Imported:
     assumed: list[str] = field(default_factory=list)
 
 
-def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tuple[Path, Imported]:
+def import_run(recipe: Recipe, location: str, folder: Path | None) -> tuple[Path, Imported]:
     """Import a published checkpoint for the recipe's target. Returns the drafter's folder and what was imported.
 
     Args:
@@ -60,10 +60,8 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
         folder: Folder to write; by default that of the run's own drafter.
 
     Raises:
-        UserError: As `import_drafter`, or no checkpoint is named.
+        UserError: As `import_drafter`.
     """
-    if location is None:
-        raise UserError("import needs a checkpoint: --from FOLDER, or --from user/repo")
     folder = RunFolder(recipe).drafter if folder is None else expand_home(folder)
     check_writable(folder.parent)
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))

@@ -436,6 +436,8 @@ def test_trusted_hosts_and_api_key_reach_the_server(recipe: Recipe, monkeypatch:
     response = CliRunner().invoke(app, ["serve", recipe_file(recipe), *options])
     assert response.exit_code == 0, response.output
     assert given == [("worker", "127.0.0.1", 8000, "secret", ["gpu1", "*.lab"])]
+    response = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--host", "::1"])
+    assert "http://[::1]:8000/v1, chat page: http://[::1]:8000/;" in response.output.replace("\n", " ")
     wrong = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--api-key-env", "sk-proj-1"])
     assert (wrong.exit_code, "sk-proj" in wrong.output) == (2, False)
 
