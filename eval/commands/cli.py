@@ -513,6 +513,8 @@ def export(
 @app.command("import", rich_help_panel=TRAIN, short_help="Use a published drafter instead")
 def import_command(
     recipe: RecipePath,
+    overrides: Overrides = None,
+    *,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -520,7 +522,6 @@ def import_command(
             help="Folder or `user/repo` of an EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra drafter.",
         ),
     ],
-    overrides: Overrides = None,
     to: Annotated[Path | None, typer.Option("--to", help="Folder to write; default: the run's drafter folder.")] = None,
 ) -> None:
     """Convert a published checkpoint for the recipe's target to a drafter that can be measured and tuned."""
