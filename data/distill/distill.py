@@ -6,7 +6,7 @@ A drafter has to predict the target's own text, not another author's. Writes, un
     distill_settings.json    the settings that the answers depend on; a folder never mixes two of them
 
 A conversation's next turn is submitted as soon as its previous answer is complete, not in waves, so that the engine is
-always full, whatever the number of turns. Answers are written to the ledger as they arrive, at most every
+always full, whatever the number of turns. Answers are written to the ledger as they arrive, at least every
 `LONGEST_WRITE_INTERVAL_S`, so that a kill loses only answers in flight and those that arrived since the last write.
 """
 
@@ -257,8 +257,8 @@ class _Distillation:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
                     waiting, self.held = self.held, waiting
-                # Some engines cannot generate while we wait for the disk: spend at most a twentieth of the time on
-                # that.
+                # Some engines cannot generate while we wait for the disk: spend a twentieth of the time on that, or
+                # more if writes are slow, as one is due every `LONGEST_WRITE_INTERVAL_S`.
                 if not self.in_flight or time.monotonic() > self.next_write_s:
                     self._write()
         finally:
