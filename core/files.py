@@ -92,8 +92,15 @@ def written_whole(folder: Path) -> Iterator[Path]:
             folder.rename(old)
         partial.rename(folder)
     finally:
+        if old.exists() and not folder.exists():  # stopped between the two renames
+            old.rename(folder)
         for rest in (partial, old):
             shutil.rmtree(rest, ignore_errors=True)
+
+
+def expand_home(path: str | Path) -> Path:
+    """Expand a leading `~`; a path under the home of an unknown user stays, and is no error as in `Path.expanduser`."""
+    return Path(os.path.expanduser(path))
 
 
 def check_writable(folder: Path) -> None:
@@ -153,5 +160,5 @@ def cache_root() -> Path:
     """Return the cache folder: `$DRAFTSMITH_CACHE`, or `draftsmith` in the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "draftsmith"
+        return expand_home(named)
+    return expand_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "draftsmith"

@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from draftsmith.errors import UserError, did_you_mean, reason
+from draftsmith.files import expand_home
 from draftsmith.recipes.schema import SEED_SUFFIX, Recipe
 
 MOST_ALIASES = 20  # nested they stand for some 1,500 times their values at most
@@ -70,7 +71,7 @@ def _check_adapter(key: str, model: str | None) -> None:
     Raises:
         UserError: It is one.
     """
-    if model is not None and (file := Path(model).expanduser() / ADAPTER_FILE).is_file():
+    if model is not None and (file := Path(model) / ADAPTER_FILE).is_file():
         raise adapter_error(key, model, file)
 
 
@@ -217,7 +218,7 @@ def find_recipe(path: str | Path, child: Path | None = None) -> Path:
     Args:
         child: The file that extends it: relative paths start at its folder, and shipped names include `base/NAME`.
     """
-    file = Path(path).expanduser()
+    file = expand_home(path)
     places = [file] if child is None else [child.parent / file, shipped_folder() / f"{file}.yaml"]
     for place in places:
         if place.is_file():
@@ -260,7 +261,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise UserError(f"override `{override}`: `{parent}` is {_kind(section)}, not a section with keys")
     if text.startswith("@"):  # not valid YAML
-        section[leaf] = _read_yaml(Path(text[1:]).expanduser())
+        section[leaf] = _read_yaml(expand_home(text[1:]))
         return
     try:
         value = parse_yaml(text)

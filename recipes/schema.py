@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from draftsmith.files import expand_home
+
 SEED_SUFFIX = "-seed-"  # in a recipe's name, before the number of a comparison's further training seed
 DRAFTER_KIND = "drafter"  # kind of an `eval.methods` entry: the run's trained drafter
 NOT_PATHS = ("stop", "chat_template")  # keys of texts in which a ~ is only a character
@@ -45,10 +47,8 @@ def _expand_home(value: Any) -> Any:
     if isinstance(value, list):
         return [_expand_home(inner) for inner in value]
     if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
-        try:
-            return str(Path(value).expanduser())
-        except RuntimeError:  # no such user: it is no path
-            return value
+        expanded = expand_home(value)
+        return value if expanded == Path(value) else str(expanded)
     return value
 
 
@@ -103,7 +103,7 @@ class TargetRecipe(Section):
     @property
     def display_name(self) -> str:
         """Name for other people: the Hub id, or the last part of a local folder, which reveals no paths."""
-        return Path(self.model).name if Path(self.model).expanduser().is_dir() else self.model
+        return Path(self.model).name if Path(self.model).is_dir() else self.model
 
 
 class ColumnsRecipe(Section):
@@ -153,8 +153,8 @@ class SourceRecipe(Section):
         """Name of the source in counts."""
         if self.name is not None:
             return self.name
-        if Path(self.source).expanduser().is_dir():
-            return Path(self.source).expanduser().name
+        if Path(self.source).is_dir():
+            return Path(self.source).name
         without_suffixes = re.sub(r"(\.(jsonl?|ndjson|parquet|csv|tsv|gz|xz|zst))+$", "", self.source)
         return self.source if without_suffixes == self.source else PurePath(without_suffixes).name
 

@@ -220,7 +220,7 @@ def _origin(source: MixedSourceRecipe) -> str:
     """Describe a source; a local file by name and hash, never by its path, which is private."""
     if source.source == STDLIB:
         return f"{STDLIB_FILE.name}, about the standard library of Python 3.11, SHA-256 {file_sha256(STDLIB_FILE)}"
-    file = Path(source.source).expanduser()
+    file = Path(source.source)
     if file.is_file():
         return f"{file.name}, SHA-256 {file_sha256(file)}"
     if file.is_dir():

@@ -6,7 +6,7 @@ A drafter has to predict the target's own text, not another author's. Writes, un
     distill_settings.json    the settings that the answers depend on; a folder never mixes two of them
 
 A conversation's next turn is submitted as soon as its previous answer is complete, not in waves, so that the engine is
-always full, whatever the number of turns. Answers are written to the ledger as they arrive, at most every
+always full, whatever the number of turns. Answers are written to the ledger as they arrive, at least every
 `LONGEST_WRITE_INTERVAL_S`, so that a kill loses only answers in flight and those that arrived since the last write.
 """
 
@@ -74,7 +74,8 @@ class DistillReport:
     """Result of one call of `distill`.
 
     ids: the recipe's conversations. kept: number of conversations written. shortened: number of these that lost their
-    later turns, by reason. already_done, failed_before: those that earlier calls kept, and failed at, by reason.
+    later turns, by reason. answers_dropped: number of cut answers that were not kept. already_done, failed_before:
+    conversations that earlier calls kept, and failed at, by reason.
     """
 
     folder: Path
@@ -83,6 +84,7 @@ class DistillReport:
     shortened: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     answers_cut_short: int = 0
+    answers_dropped: int = 0
     sources: SourceCounts = field(default_factory=SourceCounts)
     already_done: int = 0
     failed_before: Counter[str] = field(default_factory=Counter)
@@ -108,7 +110,7 @@ class DistillReport:
         lines = [", ".join(filter(None, (written, there)))]
         ended = {"shortened": self.shortened, "left out": self.failed, "left out before": self.failed_before}
         counted = [f"{what}: {counted_reasons(counts)}" for what, counts in ended.items() if counts]
-        if self.failed[CUT_SHORT] + self.shortened[CUT_SHORT] > MANY_CUT_FRAC * (self.kept + self.failed.total()):
+        if self.answers_dropped > MANY_CUT_FRAC * (self.kept + self.failed.total()):
             counted.append("raise data.distill.max_new_tokens, or keep cut answers with data.distill.cut_answers=keep")
         if engine_failures:
             counted.append("`draftsmith distill --retry-failed` tries the engine's failures again")
@@ -255,8 +257,8 @@ class _Distillation:
                     time.sleep(HELD_POLL_S)
                 if not waiting:
                     waiting, self.held = self.held, waiting
-                # Some engines cannot generate while we wait for the disk: spend at most a twentieth of the time on
-                # that.
+                # Some engines cannot generate while we wait for the disk: spend a twentieth of the time on that, or
+                # more if writes are slow, as one is due every `LONGEST_WRITE_INTERVAL_S`.
                 if not self.in_flight or time.monotonic() > self.next_write_s:
                     self._write()
         finally:
@@ -343,6 +345,7 @@ class _Distillation:
                 rewriting.turns.append(Turn("assistant", text))
                 rewriting.answer_ids.append(token_ids)
             else:
+                self.report.answers_dropped += 1
                 self._count_cut()
         elif not text.strip():
             rewriting.reason = EMPTY_ANSWER
@@ -374,7 +377,7 @@ class _Distillation:
 
     def _count_cut(self) -> None:
         """Set `too_many_cut` if more than `MOST_CUT_FRAC` of the first `CUT_AT_FIRST` answers were cut and dropped."""
-        answers, cut = self.report.answers, self.report.answers_cut_short
+        answers, cut = self.report.answers, self.report.answers_dropped
         if answers <= CUT_AT_FIRST and cut > MOST_CUT_FRAC * CUT_AT_FIRST:
             self.too_many_cut = UserError(
                 f"{cut} of the first {answers} answers were cut at {self._generation.max_new_tokens} tokens, and with "

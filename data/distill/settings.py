@@ -14,7 +14,7 @@ from draftsmith.data.sources.mixture import question_sources
 from draftsmith.data.sources.question_sets import questions_file
 from draftsmith.files import file_sha256
 from draftsmith.recipes.run_folder import check_settings, target_settings, write_settings
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import DataRecipe, Recipe
 
 
 def has_answers(data: Path) -> bool:
@@ -84,6 +84,8 @@ def distill_settings(recipe: Recipe, weights: str | None, tokenizer: Any) -> dic
     values = {f"data.conversations.{key}": value for key, value in chosen.items()}
     if settings.engine == "none":
         return values | {"data.distill.engine": settings.engine}
+    if recipe.data.reasoning_tokens != DataRecipe().reasoning_tokens:  # folders of earlier versions lack the key
+        values["data.reasoning_tokens"] = recipe.data.reasoning_tokens
     return {
         **values,
         **{f"data.distill.{key}": value for key, value in settings.model_dump(exclude={"options"}).items()},

@@ -284,7 +284,8 @@ def _tokenize(conversations: list[Conversation], work: Work | None = None) -> Ch
             # Keep the part of the first exchange that fits, if the cut is within its answer.
             end = next(turns for turns, turn in enumerate(conversation.turns, start=1) if turn.role == "assistant")
             first = tokenize_conversation(tokenizer, up_to_turn(conversation, end))
-            cut = first.cut_to(max_length_tokens)
+            ids, mask = (part[:max_length_tokens] for part in (first.input_ids, first.loss_mask))
+            cut = TokenizedConversation(ids, mask)
             rows = [cut] if any(cut.loss_mask) else []
             counts["answers_cut"] += len(rows)
         counts["too_long"] += not rows

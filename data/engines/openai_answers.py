@@ -47,12 +47,11 @@ class BoundedClient(httpx2.AsyncClient):
 
     Args:
         timeout_s: Seconds from the request's first byte to the response's last.
-        most_bytes: Largest unpacked body.
     """
 
-    def __init__(self, timeout_s: float, most_bytes: int = MOST_ANSWER_BYTES) -> None:
+    def __init__(self, timeout_s: float) -> None:
         super().__init__(limits=openai.DEFAULT_CONNECTION_LIMITS, follow_redirects=False)
-        self._timeout_s, self._most_bytes = timeout_s, most_bytes
+        self._timeout_s = timeout_s
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
         """Send a request and read its response.
@@ -70,8 +69,8 @@ class BoundedClient(httpx2.AsyncClient):
                     body = bytearray()
                     async for part in response.aiter_bytes():
                         body += part
-                        if len(body) > self._most_bytes:
-                            raise ServerFailure(f"answer of more than {self._most_bytes >> 20} MiB")
+                        if len(body) > MOST_ANSWER_BYTES:
+                            raise ServerFailure(f"answer of more than {MOST_ANSWER_BYTES >> 20} MiB")
                 finally:
                     await response.aclose()
         except TimeoutError:

@@ -184,7 +184,7 @@ def find_distilled(source: SourceRecipe) -> DistilledSet | None:
     Raises:
         UserError: The folder's card is damaged, or the Hub does not give the files.
     """
-    name, folder = source.source, Path(source.source).expanduser()
+    name, folder = source.source, Path(source.source)
     if source.file is not None:
         return None
     if not folder.exists() and "/" in name and is_hub_name(name):

@@ -289,7 +289,7 @@ def open_records(recipe: SourceRecipe, split: Split) -> Records:
         records = (record for _, record in read_json_records(STDLIB_FILE))
         of_split = (record for record in records if split in ("all", record["split"]))
         return ((f"stdlib conversation {number}", record) for number, record in enumerate(of_split, start=1))
-    file = Path(recipe.source).expanduser()
+    file = Path(recipe.source)
     if file.is_file():
         return read_records(file)
     if file.is_dir():

@@ -69,7 +69,7 @@ def questions_file(source: str) -> Path:
         return _fetch_from_github(source)
     if source in HUB:
         return _fetch_from_hub(source)
-    return Path(source).expanduser()
+    return Path(source)
 
 
 def questions_files(sources: Iterable[str]) -> dict[str, Path]:

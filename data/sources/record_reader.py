@@ -107,7 +107,7 @@ def parse_conversation(
         InvalidConversation: The record is not a usable conversation; the sentence names `where` and the turn.
     """
     if isinstance(record, list) and record and all(isinstance(turn, dict) for turn in record):
-        record = {LISTS[1]: record}
+        record = {"messages": record}
     if not isinstance(record, dict):
         what = f"a conversation must be a JSON object, not {json_kind(record)}"
         raise InvalidConversation(where, "not a mapping", what)

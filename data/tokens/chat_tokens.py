@@ -11,6 +11,7 @@ A template may rewrite an answer once later turns follow (Qwen3 removes its thou
 moves the system prompt to the last turn). Such turns stay as `rewritten_turns`, without loss, as do those of weight 0.
 """
 
+import re
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
@@ -249,7 +250,7 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
     emoji), and many templates leave out the end token.
     """
     template = tokenizer.get_chat_template()
-    if "generation %}" not in template.replace("-%}", " %}").replace("  %}", " %}").replace("endgeneration", ""):
+    if re.search(r"\{%-?\s*generation\s*-?%\}", template) is None:
         return None
     messages, tools = template_messages(tokenizer, conversation.turns), list(conversation.tools) or None
     encoded: Any = bounded(
@@ -260,7 +261,7 @@ def _generation_mask(tokenizer: Any, conversation: Conversation, input_ids: list
     return list(encoded["assistant_masks"]) if list(encoded["input_ids"]) == input_ids else None
 
 
-def _first_marked(marked: list[int], start: int, content_end: int, number: int) -> int:
+def _first_marked(marked: list[int], start: int, end: int, number: int) -> int:
     """Return the first token of an answer that the template marks as generated.
 
     The template may exclude text that it inserts before an answer, such as an empty <think> block.
@@ -268,7 +269,7 @@ def _first_marked(marked: list[int], start: int, content_end: int, number: int) 
     Raises:
         TemplateProblem: The template marks no token of this answer.
     """
-    first = next((t for t in range(start, content_end) if marked[t]), None)
+    first = next((t for t in range(start, end) if marked[t]), None)
     if first is None:
         raise TemplateProblem(
             f"the chat template's {{% generation %}} marks no token of assistant turn {number}: "

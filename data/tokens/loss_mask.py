@@ -1,9 +1,8 @@
 """Token ids of a conversation with their loss mask, and what takes tokens out of the loss: copies and thoughts."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from operator import itemgetter
 from typing import Any
 
 from draftsmith.errors import UserError
@@ -29,26 +28,12 @@ class TokenizedConversation:
 
     def answers(self) -> list[list[int]]:
         """Return the ids of each assistant turn: the runs of ones."""
-        runs = groupby(zip(self.loss_mask, self.input_ids, strict=True), key=itemgetter(0))
-        return [[token_id for _, token_id in run] for carries_loss, run in runs if carries_loss]
-
-    def _bounds(self) -> Iterator[tuple[int, int]]:
-        """Yield the begin and end of each run of ones."""
-        end = 0
-        for carries_loss, run in groupby(self.loss_mask):
-            start, end = end, end + len(list(run))
-            if carries_loss:
-                yield start, end
-
-    def cut_to(self, length_tokens: int) -> "TokenizedConversation":
-        """Keep the first tokens; there is no label after them."""
-        ends = tuple(end for end in self.answer_ends_tokens if end <= length_tokens)
-        return TokenizedConversation(self.input_ids[:length_tokens], self.loss_mask[:length_tokens], (), ends)
+        return [self.input_ids[start:end] for start, end in runs_of_ones(self.loss_mask)]
 
     def without_copies(self) -> "TokenizedConversation":
         """Return the conversation without loss on tokens that an answer copies from itself, see `copies_in`."""
         mask = list(self.loss_mask)
-        for start, end in self._bounds():
+        for start, end in runs_of_ones(self.loss_mask):
             mask[start:end] = [int(not copy) for copy in copies_in(self.input_ids[start:end])]
         return replace(self, loss_mask=mask)
 
@@ -77,7 +62,7 @@ class TokenizedConversation:
             closing: The one with which they end. Thoughts that were cut short reach to the end of their answer.
         """
         mask = list(self.loss_mask)
-        for start, end in self._bounds():
+        for start, end in runs_of_ones(self.loss_mask):
             before = self.input_ids[max(0, start - OPENED_WITHIN_TOKENS) : start]
             thinks = opening in before and closing not in before
             for place in range(start, end):
@@ -89,10 +74,18 @@ class TokenizedConversation:
 
     def with_last_answer_only(self) -> "TokenizedConversation":
         """Return the same tokens with loss on the last run of ones alone."""
-        end = len(self.loss_mask) - self.loss_mask[::-1].index(1)
-        start = next((t + 1 for t in range(end - 1, -1, -1) if not self.loss_mask[t]), 0)
+        start, _ = runs_of_ones(self.loss_mask)[-1]
         mask = [0] * start + self.loss_mask[start:]
         return replace(self, loss_mask=mask)
+
+
+def runs_of_ones(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the begin and end of each run of ones."""
+    runs, end = [], 0
+    for is_one, run in groupby(mask):
+        start, end = end, end + len(list(run))
+        runs += [(start, end)] if is_one else []
+    return runs
 
 
 def copies_in(answer: list[int]) -> list[bool]:

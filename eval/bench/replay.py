@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decoding.method import Method
-from draftsmith.eval.trees.verify import DraftTree
+from draftsmith.eval.trees.verify import follow
 
 
 @torch.inference_mode()
@@ -25,19 +25,10 @@ def accepted_lengths(method: Method, ids: list[int], features_sf: Tensor, first:
     newest, lengths = first, []
     while newest < last:
         tree = method.propose().cut_to_depth(last - newest - 1)
-        committed = _accepted(tree, ids[newest + 1 :]) + 1
+        following = [ids[newest + 1 + depth] for depth in tree.depths]
+        committed = len(follow(tree, following.__getitem__).path)
         lengths.append(committed)
         if newest + committed < last:
             method.observe(ids[newest + 1 : newest + 1 + committed], features_sf[newest : newest + committed])
         newest += committed
     return lengths
-
-
-def _accepted(tree: DraftTree, following: list[int]) -> int:
-    """Count the tokens of `following` that a path of the tree matches from the root on."""
-    node, accepted = 0, 0
-    while (child := next((c for c in tree.children(node) if tree.tokens[c] == following[accepted]), None)) is not None:
-        node, accepted = child, accepted + 1
-        if accepted == len(following):
-            break
-    return accepted

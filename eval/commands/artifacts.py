@@ -93,7 +93,7 @@ def measurement_settings(recipe: Recipe) -> dict[str, Any]:
             options = load_method_class(method)[1].model_dump()
             method = method.model_copy(update={"options": options})
             values = (option if isinstance(option, list) else [option] for option in options.values())
-            folders = (Path(each).expanduser() for value in values for each in value if isinstance(each, str))
+            folders = (Path(each) for value in values for each in value if isinstance(each, str))
             weights |= {str(each): sampled_hash(each.glob("*.safetensors")) for each in folders if each.is_dir()}
         methods.append(method)
     evaluation = recipe.eval.model_copy(update={"methods": methods, "compile": compiles(recipe)})

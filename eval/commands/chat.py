@@ -125,7 +125,7 @@ def chat(recipe: Recipe, new_tokens: int) -> list[dict[str, Any]]:
     """
     model, tokenizer, drafters = load_models(recipe)
     length = session_tokens(model)
-    methods = measured_methods(recipe, drafters, model, tokenizer, length)[:2]
+    methods = measured_methods(recipe, drafters, model, tokenizer, length)
     end_ids = frozenset(answer_end_ids(model.generation_config, tokenizer))
     answers: list[ChatAnswer] = []
     with open_session(model, length, recipe.eval.compile) as session:

@@ -339,8 +339,8 @@ def serve(
         )
     else:
         worker = Worker(loaded, waiting, concurrency=at_once)
-    api, page = f"http://{host}:{port}/v1", f"http://{host}:{port}/"
-    console.print(f"OpenAI's API: {api}, chat page: {page}; Ctrl-C stops the server", markup=False)
+    page = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    console.print(f"OpenAI's API: {page}v1, chat page: {page}; Ctrl-C stops the server", markup=False)
     run_server(worker, host, port, api_key, trusted_host or [])
 
 
@@ -514,13 +514,14 @@ def export(
 def import_command(
     recipe: RecipePath,
     overrides: Overrides = None,
+    *,
     checkpoint: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--from",
             help="Folder or `user/repo` of an EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra drafter.",
         ),
-    ] = None,
+    ],
     to: Annotated[Path | None, typer.Option("--to", help="Folder to write; default: the run's drafter folder.")] = None,
 ) -> None:
     """Convert a published checkpoint for the recipe's target to a drafter that can be measured and tuned."""

@@ -25,7 +25,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from draftsmith.errors import UserError, exit_with_one_sentence
-from draftsmith.files import check_writable, write_atomically
+from draftsmith.files import check_writable, expand_home, write_atomically
 from draftsmith.progress import configure_progress_bars
 from draftsmith.recipes.run_folder import is_first_process
 
@@ -216,7 +216,7 @@ def output_to(json_place: str | None, quiet: bool) -> Iterator[None]:
         UserError: The file is a folder.
         OSError: It cannot be written.
     """
-    file, stdout, results = Path(json_place or STDOUT).expanduser(), sys.stdout, list[Any]()
+    file, stdout, results = expand_home(json_place or STDOUT), sys.stdout, list[Any]()
     if json_place not in (None, STDOUT):  # before the work starts
         if file.is_dir():
             raise UserError(f"option --json: {file} is a folder: name a file")

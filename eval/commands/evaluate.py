@@ -181,7 +181,7 @@ def report_again(recipe: Recipe, show: bool = True) -> list[dict[str, Any]]:
     figures = evaluation_figures(recipe, summary, timing, measured.notes.questions, proof, baseline)
     write_result(folder.eval / "result.json", figures, measured.notes.command, provenance)
     named = [method.drafter for method in recipe.eval.methods if method.kind == DRAFTER_KIND]
-    drafters = (folder.drafter if place is None else Path(place).expanduser() for place in named)
+    drafters = (folder.drafter if place is None else Path(place) for place in named)
     trained = (place for place in dict.fromkeys(drafters) if (place / TRAINING_FILE).is_file())
     card = folder.data / CARD_JSON
     facts = {

@@ -236,7 +236,7 @@ def _get_prompts_licence(source: str, revision: str | None, local_only: bool) ->
     """Return the licence that a source of conversations has on its card; `unknown` if it names none."""
     if source == STDLIB:
         return STDLIB_LICENCE
-    folder = Path(source).expanduser()
+    folder = Path(source)
     if not folder.is_dir() and not is_hub_name(source):
         return UNKNOWN_LICENCE
     card = _read_front_matter(source, folder, repo_type="dataset", revision=revision, local_files_only=local_only)

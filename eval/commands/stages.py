@@ -22,12 +22,14 @@ from draftsmith.recipes.run_folder import RunFolder, is_first_process
 from draftsmith.recipes.schema import Recipe
 
 # Keys of the data section that do not change the distilled conversations.
-NOT_OF_THE_DATA = {"packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features", "loops"}
+NOT_OF_THE_DATA = {
+    *("packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features", "loops", "reasoning"),
+}
 
 
 def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     """Generate the target's answers to the conversations, then tokenise them: writes `data/shards`, `data/tokens`."""
-    from draftsmith.data.card.card import CARD, write_data_card
+    from draftsmith.data.card.card import write_data_card
     from draftsmith.data.distill.distill import distill
     from draftsmith.data.distill.limits import target_limits
     from draftsmith.data.distill.token_dataset import build_token_dataset
@@ -62,8 +64,7 @@ def run_distill(recipe: Recipe, retry_failed: bool = False) -> dict[str, Any]:
     console.print(report.sentence(), markup=False)
     tokens = build_token_dataset(recipe, tokenizer, folder, report.ids)
     console.print(tokens.sentence(), markup=False)
-    if not tokens.reused or not (folder.data / CARD).exists():
-        write_data_card(recipe, report.sources, tokenizer, weights)
+    write_data_card(recipe, report.sources, tokenizer, weights)
     folder.record("distill")
     return {"conversations": report.as_json(), "tokens": asdict(tokens)}
 

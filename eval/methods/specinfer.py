@@ -187,7 +187,7 @@ _load_drafter = lru_cache(maxsize=8)(load_drafter)
 
 def _decoder(location: str, num_tokens: int, setting: DecodingSetting) -> StepwiseDecoder:
     """Make the decoder of a language model, or of a `draft_model` drafter that was trained here."""
-    folder = Path(location).expanduser()
+    folder = Path(location)
     model_type = str(drafter_config(folder).get("model_type", "")) if folder.is_dir() else ""
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         return draft_model_decoder(location, num_tokens, setting)

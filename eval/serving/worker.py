@@ -179,13 +179,12 @@ class Worker:
         Gauge("queue_requests", "Waiting requests", **named).set_function(self.jobs.qsize)
         Gauge("running_requests", "Running requests", **named).set_function(lambda: len(self._running))
         self._session = open_session(self.target, self.length, recipe.eval.compile, concurrency)
-        self._set_drafter(drafter)
         self._greeting = prompt_token_ids(self.tokenizer, [Turn("user", "Hello")])
         self._costs = MeasuredCosts(self._session, self._greeting)
+        self._set_drafter(drafter)
 
     def warm_up(self) -> None:
         """Compile the kernels of a round by generating a short answer alone, then two concurrently."""
-        self._measure()
         for together in range(1, 1 + min(2, self._session.sequences)):
             jobs = [Job(self._greeting, 8, Sampling(), 0, (), lambda _: None) for _ in range(together)]
             running = [self._start_answer(job, counted=False) for job in jobs]
@@ -257,7 +256,7 @@ class Worker:
                 job.send(error)
 
     def _take_newer(self) -> None:
-        """Switch to a newer drafter if there is one; if it cannot be loaded, the current one stays."""
+        """Switch to a newer drafter if there is one; if it cannot be loaded or measured, the current one stays."""
         try:
             if (folder := self._get_newer()) is None:
                 return
@@ -267,26 +266,25 @@ class Worker:
         except Exception:  # of any kind: the server continues with the current drafter
             logger.exception("the newer drafter could not be loaded; the current one stays")
             return
-        self._measure()
         self.drafters.inc()
         logger.warning("serving with the drafter in %s from now on", folder)
 
     def _set_drafter(self, drafter: Drafter) -> None:
-        self._decoder = compile_decoder(drafter.decoder(self.length), self.target.device, self.recipe.eval.compile)
-        self.drafter = drafter
+        """Draft with this drafter, after a measurement of its costs if trees are adaptive, in a free sequence."""
+        decoder = compile_decoder(drafter.decoder(self.length), self.target.device, self.recipe.eval.compile)
+        self._session.current = self._get_free_sequence()
+        self._session.read_layers(drafter.feature_layers)
+        method = build_tree_drafter(self.recipe.eval.methods[0], decoder, Sampling())
+        self._costs.set_costs(method)
+        costs = None if method.adaptive is None else method.adaptive.costs
+        self.drafter, self._decoder = drafter, decoder
         # Adaptive trees learn from answer to answer; of few samplings, as each request may have its own.
-        self._adaptive_of = lru_cache(MOST_SAMPLINGS)(lambda _: AdaptiveTree())
+        self._adaptive_of = lru_cache(MOST_SAMPLINGS)(lambda _: AdaptiveTree(costs))
 
     def _get_free_sequence(self) -> int:
         """Return the number of a free sequence of the session."""
         used = {running.generation.sequence for running in self._running}
         return next(number for number in range(self._session.sequences) if number not in used)
-
-    def _measure(self) -> None:
-        """Measure this drafter's round costs, which adaptive trees need; overwrites a free sequence."""
-        self._session.current = self._get_free_sequence()
-        self._session.read_layers(self.drafter.feature_layers)
-        self._costs.set_costs(build_tree_drafter(self.recipe.eval.methods[0], self._decoder, Sampling()))
 
     def _start_answer(self, job: Job, counted: bool = True) -> Running:
         """Prefill a prompt and start its answer."""
@@ -309,7 +307,6 @@ class Worker:
         answers = [running for running in answers if not running.generation.finished]
         if not answers:
             return
-        started_s = time.perf_counter()
         for running in answers:
             self._set_method(running, is_alone=len(answers) == 1)
         rounds = decode_round(self._session, [running.generation for running in answers])
@@ -317,7 +314,6 @@ class Worker:
             running.features.append(round_.features.clone())
             if running.counted:
                 self._count(round_)
-            running.generation.record.round_s.append(time.perf_counter() - started_s)
             running.send_round(round_)
 
     def _set_method(self, running: Running, is_alone: bool) -> None:
@@ -336,7 +332,6 @@ class Worker:
             recipe = self.recipe.eval.methods[0]
             adaptive = self._adaptive_of(generation.sampling)
             method = build_tree_drafter(recipe, decoder, generation.sampling, generation.generator, adaptive)
-            self._costs.set_costs(method)  # already measured by `_measure`
         *ids, newest = *running.job.prompt_ids, *generation.record.ids  # the newest is not in the KV cache yet
         method.start(ids, features)
         method.observe([newest], features[-1:])

@@ -89,7 +89,7 @@ def with_lookups(tree: DraftTree, lookup: PathLookup, nodes: int) -> DraftTree:
     """Return the `nodes` most likely paths among the tree's and those that lookups add, the root not counted.
 
     Args:
-        tree: A deterministic tree with `log_confidence`: the drafter's most likely paths, `nodes` or more.
+        tree: A deterministic tree with `log_confidence`: the drafter's most likely paths.
 
     Raises:
         ValueError: The tree's tokens were sampled: cutting or extending such a tree would bias it.

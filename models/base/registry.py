@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import UserError
-from draftsmith.files import read_json
+from draftsmith.files import expand_home, read_json
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
@@ -193,7 +193,7 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
     Raises:
         UserError: The folder does not exist and the Hub has no such repository, or the repository holds no drafter.
     """
-    folder, published = Path(location).expanduser(), hub_id(location)
+    folder, published = expand_home(location), hub_id(location)
     if folder.is_dir() or published is None:
         return folder
     with hub_errors(f"{what} {location} cannot be loaded (it is no folder here, so a Hub id)", published[0]):
@@ -210,7 +210,7 @@ def drafter_place(location: str, what: str = "drafter") -> Path:
 
 def is_published(location: str) -> bool:
     """Return True if the drafter is downloaded from the Hub, so that its folder must not be written to."""
-    return hub_id(location) is not None and not Path(location).expanduser().is_dir()
+    return hub_id(location) is not None and not expand_home(location).is_dir()
 
 
 @lru_cache

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.files import check_writable, written_whole
+from draftsmith.files import check_writable, expand_home, written_whole
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
@@ -238,7 +238,7 @@ def export_run(
         raise UserError(f"options --target-gguf and --dtype go with --to gguf, not {to}")
     run = RunFolder(recipe)
     drafter = trained_drafter(recipe)
-    folder = run.root / "export" / to if folder is None else folder.expanduser()
+    folder = run.root / "export" / to if folder is None else expand_home(folder)
     check_writable(folder.parent)
     check_expressible(drafter.config, to)
     gguf = None
@@ -271,13 +271,13 @@ def get_target_gguf(recipe: TargetRecipe, file: Path | None) -> Path:
     """
     if file is None and recipe.gguf_file is not None:
         return get_gguf_file(recipe)
-    if file is None or not file.expanduser().is_file():
+    if file is None or not expand_home(file).is_file():
         why = "" if file is None else f"{file} is no file: "
         raise UserError(
             f"{why}--to gguf needs the target's GGUF file, whose tokenizer is copied into the drafter's file: give "
             "--target-gguf FILE"
         )
-    return file.expanduser()
+    return expand_home(file)
 
 
 def export_drafter(

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError, reason
-from draftsmith.files import check_writable, file_sha256, read_json, written_whole
+from draftsmith.files import check_writable, expand_home, file_sha256, read_json, written_whole
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
@@ -52,7 +52,7 @@ class Imported:
     assumed: list[str] = field(default_factory=list)
 
 
-def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tuple[Path, Imported]:
+def import_run(recipe: Recipe, location: str, folder: Path | None) -> tuple[Path, Imported]:
     """Import a published checkpoint for the recipe's target. Returns the drafter's folder and what was imported.
 
     Args:
@@ -60,11 +60,9 @@ def import_run(recipe: Recipe, location: str | None, folder: Path | None) -> tup
         folder: Folder to write; by default that of the run's own drafter.
 
     Raises:
-        UserError: As `import_drafter`, or no checkpoint is named.
+        UserError: As `import_drafter`.
     """
-    if location is None:
-        raise UserError("import needs a checkpoint: --from FOLDER, or --from user/repo")
-    folder = RunFolder(recipe).drafter if folder is None else folder.expanduser()
+    folder = RunFolder(recipe).drafter if folder is None else expand_home(folder)
     check_writable(folder.parent)
     target, _ = load_target(recipe.target.model_copy(update={"device": "cpu"}))
     return folder, import_drafter(location, target, folder)
@@ -224,7 +222,7 @@ def _weights_files(folder: Path) -> list[Path]:
 
 def _place(location: str) -> Path:
     """Return the folder itself, or where the repository was downloaded to."""
-    folder, published = Path(location).expanduser(), hub_id(location)
+    folder, published = expand_home(location), hub_id(location)
     if folder.is_dir():
         return folder
     if published is None:

@@ -44,7 +44,7 @@ def converted_folder(recipe: TargetRecipe) -> Path:
 def get_gguf_file(recipe: TargetRecipe) -> Path:
     """Return the GGUF file in the folder `target.model`, or download it from that repository."""
     assert recipe.gguf_file is not None
-    folder = Path(recipe.model).expanduser()
+    folder = Path(recipe.model)
     if folder.is_dir():
         file = folder / recipe.gguf_file
         if not file.is_file():

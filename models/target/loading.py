@@ -255,13 +255,13 @@ def target_location(recipe: TargetRecipe) -> str:
             )
         return str(EMBEDDED_TARGET)
     is_path = recipe.model.startswith((".", "/", "~")) or recipe.model.count("/") > 1
-    if is_path and not Path(recipe.model).expanduser().is_dir():
+    if is_path and not Path(recipe.model).is_dir():
         raise UserError(f"target.model {recipe.model} is not a folder: give a model folder, a Hub id, or `embedded`")
     if recipe.gguf_file is not None:
         from draftsmith.models.target.gguf_file import converted_folder
 
         return str(converted_folder(recipe))
-    folder = Path(recipe.model).expanduser()
+    folder = Path(recipe.model)
     return str(folder) if folder.is_dir() else recipe.model
 
 

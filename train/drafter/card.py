@@ -177,7 +177,7 @@ def _is_hub_id(name: str) -> bool:
 
 def _public(name: str) -> str:
     """Return the name of a model or data source without the folders of this machine."""
-    return Path(name).name if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) else name
+    return Path(name).name if Path(name).exists() or name.startswith((".", "/", "~")) else name
 
 
 def _describe_kind(kind: str) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.data.distill.token_dataset import answer_lengths, first_rows_of_conversations, row_lengths
-from draftsmith.data.tokens.loss_mask import TokenizedConversation
+from draftsmith.data.tokens.loss_mask import TokenizedConversation, runs_of_ones
 from draftsmith.errors import UserError
 from draftsmith.models.loss import DrafterOutput
 from draftsmith.models.target.features import keeps_documents_apart
@@ -226,6 +226,4 @@ def _count_rounds(right_s: list[int], first: int, last: int, depth: int) -> int:
 
 def answers_in(mask_s: list[int]) -> list[tuple[int, int]]:
     """Return the first and last token of every run of ones; with `data.loops: mask` an answer may be several."""
-    begins = [s for s, is_answer in enumerate(mask_s) if is_answer and (s == 0 or not mask_s[s - 1])]
-    ends = [s for s, is_answer in enumerate(mask_s) if is_answer and (s + 1 == len(mask_s) or not mask_s[s + 1])]
-    return list(zip(begins, ends, strict=True))
+    return [(begin, end - 1) for begin, end in runs_of_ones(mask_s)]

@@ -176,7 +176,7 @@ def training_rows(recipe: Recipe, tokens: Dataset | None, labelled_share: float 
 
 def count_answers(recipe: Recipe) -> list[int] | None:
     """Count the answers of each conversation to distil; None if a source is no local file, or cannot be read."""
-    if not all(Path(source.source).expanduser().is_file() for source in recipe.data.conversations.sources):
+    if not all(Path(source.source).is_file() for source in recipe.data.conversations.sources):
         return None
     lenient = recipe.model_copy(deep=True)
     lenient.data.conversations.skip_invalid, lenient.data.conversations.decontaminate = True, []

@@ -261,6 +261,23 @@ def test_many_cut_answers_stop_distillation(source: Path, tmp_path: Path, monkey
     run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
 
 
+def test_kept_cut_answers_are_not_lost(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One blank cut answer after a kept one neither stops the run nor asks for what is set."""
+
+    class BlankOnceEngine(CutEngine):
+        def complete(self, prompt: str) -> Outcome:
+            outcome = super().complete(prompt)
+            assert isinstance(outcome, Completion)
+            return Completion([], "length") if outcome.finish_reason == "length" and "two" in prompt else outcome
+
+    monkeypatch.setattr(distill_module, "MOST_CUT_FRAC", 1 / distill_module.CUT_AT_FIRST)
+    monkeypatch.setattr(distill_module, "MANY_CUT_FRAC", 0.2)
+    engine = BlankOnceEngine(tiny_tokenizer(templates.CHATML))
+    report = run(make_recipe(source, cut_answers="keep"), tmp_path / "kept", engine)
+    assert (report.answers_cut_short, report.answers_dropped) == (2, 1)
+    assert "raise data.distill.max_new_tokens" not in report.sentence()
+
+
 def test_cut_answers_are_kept(source: Path, tmp_path: Path) -> None:
     """The answer carries loss up to the cut; no end token and no later turn follows."""
     tokenizer = tiny_tokenizer(templates.CHATML)
@@ -438,6 +455,7 @@ def test_thoughts_that_the_template_drops(tmp_path: Path) -> None:
         ("data.conversations.split=all", "data.conversations.split = 'train'"),
         ("data.conversations.decontaminate=[]", "data.conversations.decontaminate (hashes of the question files)"),
         ("data.conversations.filters.min_turns=2", "data.conversations.filters"),
+        ("data.reasoning_tokens=[<a>, </a>]", "data.reasoning_tokens = None, now it is ['<a>', '</a>']"),
     ],
 )
 def test_changed_settings_are_refused_in_the_same_folder(source: Path, tmp_path: Path, override: str, key: str) -> None:

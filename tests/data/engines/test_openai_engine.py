@@ -23,7 +23,7 @@ from support.openai_setup import (
     setting,
 )
 
-from draftsmith.data.engines import openai_engine
+from draftsmith.data.engines import openai_answers
 from draftsmith.data.engines.engine import Completion, Failure, Outcome, open_engine
 from draftsmith.data.engines.openai_answers import CONTROL_TOKENS, CUT_EARLY
 from draftsmith.errors import UserError
@@ -392,7 +392,7 @@ def test_slow_response_times_out_as_a_whole(start_server: StartServer, start_eng
 def test_too_large_response_is_a_failure(
     start_server: StartServer, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, is_packed: bool
 ) -> None:
-    monkeypatch.setattr(openai_engine.BoundedClient.__init__, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(openai_answers, "MOST_ANSWER_BYTES", 1 << 20)
     large = json.dumps(response_body([11, END_ID]) | {"padding": "x" * (2 << 20)}).encode()
     headers = {"Content-Encoding": "gzip"} if is_packed else {}
     fault = Fault(headers=headers, body=gzip.compress(large) if is_packed else large)

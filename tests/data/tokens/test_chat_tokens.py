@@ -46,6 +46,14 @@ def test_golden_masks(name: str, trim_offsets: bool) -> None:
         assert tokenized.input_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("mark", ["{% generation %}", "{% generation%}", "{%generation-%}", "{%-  generation  %}"])
+def test_every_form_of_the_generation_mark_is_found(mark: str) -> None:
+    """What the template writes before it carries no loss."""
+    tokenizer = tiny_tokenizer(templates.GENERATION.replace("{% generation %}", "(thoughts)" + mark))
+    found = tokenize_conversation(tokenizer, TWO_ROUNDS).answers()
+    assert [tokenizer.decode(run) for run in found] == GOLDEN["GENERATION"]
+
+
 def test_answer_header_missing_from_the_generation_prompt() -> None:
     without = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '</s>\\n' }}{% endfor %}"
     assert "an answer (<|assistant|>) in no generation prompt" in missing_header_sentence(tiny_tokenizer(without))

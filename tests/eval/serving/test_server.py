@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import openai
@@ -46,6 +47,7 @@ from draftsmith.eval.serving.worker import (
 from draftsmith.eval.speculative_decoder import SpeculativeDecoder
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.loading import load_target
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import MethodConfig, Recipe
 
 KEY = "secret-key"
@@ -434,6 +436,8 @@ def test_trusted_hosts_and_api_key_reach_the_server(recipe: Recipe, monkeypatch:
     response = CliRunner().invoke(app, ["serve", recipe_file(recipe), *options])
     assert response.exit_code == 0, response.output
     assert given == [("worker", "127.0.0.1", 8000, "secret", ["gpu1", "*.lab"])]
+    response = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--host", "::1"])
+    assert "http://[::1]:8000/v1, chat page: http://[::1]:8000/;" in response.output.replace("\n", " ")
     wrong = CliRunner().invoke(app, ["serve", recipe_file(recipe), "--api-key-env", "sk-proj-1"])
     assert (wrong.exit_code, "sk-proj" in wrong.output) == (2, False)
 
@@ -522,18 +526,41 @@ def answer_alone(worker: Worker, question: str, tokens: int = NEW_TOKENS) -> Run
     return running
 
 
-def test_adaptive_trees_learn_from_answer_to_answer(recipe: Recipe) -> None:
+@pytest.fixture(scope="module")
+def adaptive(recipe: Recipe) -> Recipe:
     adaptive = recipe.model_copy(deep=True)
     adaptive.eval.methods[0] = MethodConfig(name="tree", tree="adaptive", nodes=6, branch=3)
+    return adaptive
+
+
+def test_adaptive_trees_learn_from_answer_to_answer(adaptive: Recipe, greedy: dict[str, list[int]]) -> None:
     worker = Worker(adaptive, 2)
     counted = 0
     for question in QUESTIONS[:3]:
         running = answer_alone(worker, question)
+        assert running.generation.record.ids == greedy[question]
         method = running.generation.method
         assert isinstance(method, TreeDrafter)
         assert method.adaptive is not None
         counted += running.generation.record.rounds - 1  # nothing observes the last round
         assert method.adaptive._rounds == counted
+
+
+def test_newer_drafter_whose_costs_cannot_be_measured_is_not_taken(
+    adaptive: Recipe, greedy: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waiting request is answered with the current one."""
+    worker = Worker(adaptive, 2, get_newer=lambda: RunFolder(adaptive).drafter)
+    current = worker.drafter
+    monkeypatch.setattr(worker._costs, "set_costs", Mock(side_effect=RuntimeError("no memory")))
+    ids = prompt_token_ids(worker.tokenizer, [Turn("user", QUESTIONS[0])])
+    worker.submit(Job(ids, NEW_TOKENS, Sampling(), 0, (), lambda _: None))
+    worker._admit()
+    (running,) = worker._running
+    while not running.generation.finished:
+        worker._round([running])
+    assert running.generation.record.ids == greedy[QUESTIONS[0]]
+    assert (worker.drafter, worker.drafters._value.get()) == (current, 0)
 
 
 def test_drafters_with_other_layers_come_and_go_during_an_answer(
