@@ -365,7 +365,7 @@ MUTANTS = (
     Mutant(
         "the rows of a started training are replaced",
         "recipes/run_folder.py",
-        "if (drafter / STARTED_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():",
+        "if (drafter / STARTED_FILE).is_file() and not (drafter / TRAINING_FILE).is_file():",
         "if False:",
         "tests/data/distill/test_token_dataset.py",
     ),
