@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -269,7 +269,7 @@ class DrafterTrainer(Trainer):
         output = self._forward(model, inputs, *self._target_features(inputs), num_items_in_batch)
         self._count(output, inputs["attention_mask"])
         # Gradients are averaged over processes, whose parts are to be added up.
-        loss = cast(Tensor, output.loss) * self.args.world_size
+        loss = output.loss * self.args.world_size
         return (loss, output) if return_outputs else loss
 
     def get_batch_samples(
@@ -407,7 +407,7 @@ class DrafterTrainer(Trainer):
         return optimizer
 
     def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
-        loss_and_tokens = torch.stack([cast(Tensor, output.loss).detach().double(), attention_mask_bs.sum().double()])
+        loss_and_tokens = torch.stack([output.loss.detach().double(), attention_mask_bs.sum().double()])
         counts = torch.cat([loss_and_tokens, output.depth_sums.flatten()])
         self._counts = counts if self._counts is None else self._counts + counts
 
