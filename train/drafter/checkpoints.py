@@ -94,16 +94,6 @@ def set_damaged_aside(folder: Path) -> list[str]:
     return sentences
 
 
-def is_last_checkpoint(checkpoint: Path) -> bool:
-    """Return whether the training was finished when this checkpoint was written, by its steps or by validation."""
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    early = state["stateful_callbacks"].get("EarlyStoppingCallback")
-    stopped = early is not None and (
-        early["attributes"]["early_stopping_patience_counter"] >= early["args"]["early_stopping_patience"]
-    )
-    return stopped or state["global_step"] >= state["max_steps"]
-
-
 def check_same_launch(checkpoint: Path, launch: Launch) -> None:
     """Check that a checkpoint was written by an equal launch, as resuming would not be exact otherwise.
 

@@ -180,17 +180,17 @@ def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
     return torch.cat([(output.loss.cpu().double() * sums_4g[2].sum())[None], sums_4g.flatten(), chains_2g.flatten()])
 
 
-def heldout_metrics(sums: Tensor, prefix: str) -> dict[str, float]:
+def heldout_metrics(sums: Tensor) -> dict[str, float]:
     """Return the mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
     losses, correct, counts, counts_in_head, tokens, rounds = sums[1:].view(6, -1).tolist()
-    metrics = {f"{prefix}_loss": float(sums[0]) / max(1.0, sum(counts))}
+    metrics = {"eval_loss": float(sums[0]) / max(1.0, sum(counts))}
     for j, count in enumerate(counts):
         if counts_in_head[j]:
-            metrics[f"{prefix}_loss_depth{j + 1}"] = round(losses[j] / counts_in_head[j], 4)
+            metrics[f"eval_loss_depth{j + 1}"] = round(losses[j] / counts_in_head[j], 4)
         if count:
-            metrics[f"{prefix}_accuracy_depth{j + 1}"] = round(correct[j] / count, 4)
+            metrics[f"eval_accuracy_depth{j + 1}"] = round(correct[j] / count, 4)
         if rounds[j]:
-            metrics[f"{prefix}_tau_depth{j + 1}"] = round(tokens[j] / rounds[j], 4)
+            metrics[f"eval_tau_depth{j + 1}"] = round(tokens[j] / rounds[j], 4)
     return metrics
 
 

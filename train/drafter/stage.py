@@ -39,7 +39,6 @@ from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
     check_same_launch,
     device_note,
-    is_last_checkpoint,
     newest_checkpoint,
     set_damaged_aside,
 )
@@ -121,12 +120,11 @@ def train_drafter(recipe: Recipe) -> TrainReport:
         if drafter.vocab.coverage is not None:
             print(f"{recipe.name}: {drafter.vocab.coverage.sentence()}")
     checkpoint = _find_checkpoint(trainer, launch)
-    if checkpoint is not None:
-        trainer.restore_counts(checkpoint)
+    finished = checkpoint if checkpoint is not None and trainer.restore_counts(checkpoint) else None
     with tracked(recipe, trainer):
         try:
-            if checkpoint is not None and is_last_checkpoint(checkpoint):
-                trainer.restore(checkpoint)
+            if finished is not None:
+                trainer.restore(finished)
             else:
                 with _deterministic(args), without_cudnn_attention():
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -139,7 +137,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     trained = set(drafter.parameters())  # some may be inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
-    _save(trainer, run.drafter, args, settings, start)
+    _save(trainer, run.drafter, settings, start)
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
@@ -250,14 +248,9 @@ def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _save(
-    trainer: DrafterTrainer,
-    folder: Path,
-    args: TrainingArguments,
-    settings: dict[str, Any],
-    start: Start | None,
-) -> None:
+def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start: Start | None) -> None:
     """Write the trained drafter and the training's figures and settings into `folder`."""
+    args = trainer.args
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     covered = None if drafter.vocab.coverage is None else drafter.vocab.coverage.coverage

@@ -191,7 +191,7 @@ def count_answers(recipe: Recipe) -> list[int] | None:
 def vocabulary_lines(tokens: Dataset | None, cost: StepCost) -> list[Line]:
     """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
     output, own_heads = cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
-    if tokens is None or output is None:  # not distilled yet; offline: the target's layers are not there
+    if tokens is None:  # not distilled yet
         return []
     counts_v = supervised_token_counts(tokens, output.weight.shape[0])
     sums_v = counts_v.sort(descending=True).values.cumsum(0)
@@ -284,7 +284,7 @@ def _times(
         how = f"{what}, {trained_tokens:,.0f} tokens, {together}"
         lines.append(Line("training", trained_tokens / rate / num, "seconds", how))
     head = target.get_output_embeddings()
-    if not cost.target_flops or head is None:
+    if not cost.target_flops:
         return lines  # offline: the target's layers are not there
     read_rate = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
     row_flops, held_bytes = cost.target_flops / cost.tokens + 2 * head.weight.numel(), tensor_bytes(target.parameters())
