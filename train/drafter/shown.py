@@ -39,7 +39,7 @@ class ShownTraining(TrainerCallback):
         self._begun_step = 0
 
     @staticmethod
-    def for_this_terminal() -> "ShownTraining":
+    def create() -> "ShownTraining":
         """Create the callback, with a live panel if stdout and stderr are a terminal."""
         return ShownTraining(Console(stderr=True) if sys.stderr.isatty() and sys.stdout.isatty() else None)
 

@@ -248,7 +248,7 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.shown = ShownTraining.for_this_terminal()
+        self.shown = ShownTraining.create()
         if not is_quiet():
             self.add_callback(self.shown)
 
