@@ -1,7 +1,8 @@
 """Draft models for speculative decoding: distil answers, train a drafter, measure it without changing the output.
 
 From Python, `load_recipe`, `load_target`, `load_drafter` and `SpeculativeDecoder` are enough; each is imported when it
-is first used. The rest of this folder belongs to no stage: errors, files, provenance, progress, results, the Hub.
+is first used. The rest of this folder belongs to no stage: errors, files, provenance, progress, results, the Hub, child
+processes (`parent`).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -50,7 +50,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.target_logits import PLAIN, LogitShape
@@ -66,22 +65,21 @@ DEVICE_ROWS = 2048
 LARGE_GRADIENT_BYTES = 1 << 28
 
 
-@dataclass
-class DrafterOutput(ModelOutput):
+class DrafterOutput(NamedTuple):
     """The loss that is trained on, and sums per depth that add up over batches and processes."""
 
-    loss: Tensor | None = None
-    depth_loss_sum: Tensor | None = None  # [G] cross entropy in nats, summed over the labels that the head has
-    depth_correct: Tensor | None = None  # [G] labels that are the argmax
-    depth_count: Tensor | None = None  # [G] labels
-    depth_count_in_head: Tensor | None = None  # [G] labels that the head has
-    correct_bgs: Tensor | None = None  # [B, G, S] bool: the argmax is the label of this group and depth
+    loss: Tensor
+    depth_loss_sum: Tensor  # [G] cross entropy in nats, summed over the labels that the head has
+    depth_correct: Tensor  # [G] labels that are the argmax
+    depth_count: Tensor  # [G] labels
+    depth_count_in_head: Tensor  # [G] labels that the head has
+    correct_bgs: Tensor  # [B, G, S] bool: the argmax is the label of this group and depth
 
     @property
     def depth_sums(self) -> Tensor:
         """Return the losses, correct labels, labels, and labels that the head has, [4, G] float64 without gradient."""
         sums = (self.depth_loss_sum, self.depth_correct, self.depth_count, self.depth_count_in_head)
-        return torch.stack([part.detach().double() for part in sums if part is not None])
+        return torch.stack([part.detach().double() for part in sums])
 
 
 # ---- losses of rows: (logits [N, V], labels [N], teacher's logits [N, V] or None) -> [N] ----
@@ -107,11 +105,11 @@ def lk_alpha(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
     return -torch.minimum(_log_softmax(teacher_logits), _log_softmax(logits)).logsumexp(-1)
 
 
-def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor, eta: float = LK_ETA) -> Tensor:
+def lk_lambda(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> Tensor:
     """Mix KL, whose gradient is large at low acceptance rates, and TV, with more weight on TV as alpha grows."""
     log_p, log_q = _log_softmax(teacher_logits), _log_softmax(logits)
     total_variation = _tv(log_p, log_q)
-    weight = torch.exp(-eta * (1.0 - total_variation.detach()))
+    weight = torch.exp(-LK_ETA * (1.0 - total_variation.detach()))
     return weight * _kl(log_p, log_q) + (1.0 - weight) * total_variation
 
 
@@ -242,15 +240,15 @@ def _any_loss(
     wants_grad: bool,
 ) -> None:
     """Compute any row loss, and in place of the logits d loss / d logits."""
-    logits_there = logits.to(losses.dtype)
+    precise_logits = logits.to(losses.dtype)
     if not wants_grad:
-        losses.copy_(row_losses(loss, logits_there, labels, teacher_logits, factors))
+        losses.copy_(row_losses(loss, precise_logits, labels, teacher_logits, factors))
         return
     with torch.enable_grad():
-        logits_there = logits_there.detach().requires_grad_()
-        losses_there = row_losses(loss, logits_there, labels, teacher_logits, factors)
-        (grad,) = torch.autograd.grad(losses_there.sum(), logits_there)
-    losses.copy_(losses_there.detach())
+        precise_logits = precise_logits.detach().requires_grad_()
+        precise_losses = row_losses(loss, precise_logits, labels, teacher_logits, factors)
+        (grad,) = torch.autograd.grad(precise_losses.sum(), precise_logits)
+    losses.copy_(precise_losses.detach())
     logits.copy_(grad)
 
 

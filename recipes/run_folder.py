@@ -143,7 +143,7 @@ def run_lock(root: Path, stage: str) -> Iterator[None]:
 # ---- settings ----
 
 # Files of the drafter's folder: written before a training's first step, and after its last.
-STARTED_FILE, FINISHED_FILE = "settings.json", "training.json"
+STARTED_FILE, TRAINING_FILE = "settings.json", "training.json"
 
 
 def check_no_training_reads(data: Path) -> None:
@@ -157,7 +157,7 @@ def check_no_training_reads(data: Path) -> None:
     """
     for root in dict.fromkeys((data.parent, data.resolve().parent)):
         drafter = root / "drafter"
-        if (drafter / STARTED_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():
+        if (drafter / STARTED_FILE).is_file() and not (drafter / TRAINING_FILE).is_file():
             raise UserError(
                 f"{drafter} holds a training that was started on the rows of {data}, is not finished, and could "
                 "not be resumed with other rows: finish it with `draftsmith train`, delete that folder, or give this "

@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "gradients of several processes averaged, not added up",
         "train/drafter/trainer.py",
-        "loss = cast(Tensor, output.loss) * self.args.world_size",
-        "loss = cast(Tensor, output.loss)",
+        "loss = output.loss * self.args.world_size",
+        "loss = output.loss",
         "tests/train/drafter/test_global_batch.py",
     ),
     Mutant(
@@ -365,7 +365,7 @@ MUTANTS = (
     Mutant(
         "the rows of a started training are replaced",
         "recipes/run_folder.py",
-        "if (drafter / STARTED_FILE).is_file() and not (drafter / FINISHED_FILE).is_file():",
+        "if (drafter / STARTED_FILE).is_file() and not (drafter / TRAINING_FILE).is_file():",
         "if False:",
         "tests/data/distill/test_token_dataset.py",
     ),

@@ -1,5 +1,5 @@
 """Training: `train_parallel.py` trains a recipe's drafter.
 
 Read `drafter` (the stage, the Trainer), `features` (what the target says, from disk),
-`plan` (what it will cost). Imports `data` and `models`.
+`processes` (several of them), `plan` (what it will cost). Imports `data` and `models`.
 """

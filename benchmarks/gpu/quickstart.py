@@ -17,9 +17,8 @@ from draftsmith.eval.bench.measured_methods import load_models, measured_methods
 from draftsmith.eval.bench.records import QuestionRecord, RecordLog
 from draftsmith.eval.bench.spec_bench import SpecBench
 from draftsmith.eval.commands.stages import run_distill
-from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.stage import train_drafter
 from gpu.step import Step, run_step

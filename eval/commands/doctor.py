@@ -52,7 +52,7 @@ from draftsmith.eval.bench.measured_methods import check_trees
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.overfit import overfit
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.cpu_kernels import has_kernels
 from draftsmith.models.decoding.recurrent import chains_only
 from draftsmith.models.formats import exporting
@@ -67,11 +67,11 @@ from draftsmith.models.target.loading import (
 from draftsmith.models.target.text_model import running_sentence
 from draftsmith.models.target_logits import logit_shape
 from draftsmith.recipes.loading import first_stage
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.parity import TOLERANCE, check_parity
 from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
-from draftsmith.train.drafter.training_arguments import training_arguments
+from draftsmith.train.drafter.training_arguments import recipe_arguments
 
 Severity = Literal["ok", "warning", "defect"]
 STYLES = {"ok": "green", "warning": "yellow", "defect": "bold red"}
@@ -525,8 +525,7 @@ def _check_dtype(target: PreTrainedModel) -> Iterator[Finding]:
 
 
 def _check_training_arguments(recipe: Recipe) -> Iterator[Finding]:
-    folder = RunFolder(recipe).drafter / "checkpoints"
-    training_arguments(recipe.train, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
+    recipe_arguments(recipe)
     yield Finding("train section", "ok", "transformers.TrainingArguments accepts it")
 
 
@@ -596,8 +595,8 @@ def _check_parity(recipe: Recipe, target: PreTrainedModel, rows: list[TokenizedC
     agrees = f"training = decoding after {parity.drafts} prefixes"
     differs = (
         f"{kind} computes other logits in decoding than in training: {measured}, at depth {worst.depth} after "
-        f"{worst.prefix_tokens} tokens; compare group_logits with the decoder in models/drafters/{kind}.py: group t "
-        "reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
+        f"{worst.prefix_tokens} tokens; compare group_logits with its decoder (models/drafters/{kind}.py, "
+        "models/decoding/decoders.py): group t reads x_t and the feature at t-1, and depth d predicts x_(t+d)"
     )
     figures = {
         "kind": kind,

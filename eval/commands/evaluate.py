@@ -38,9 +38,9 @@ from draftsmith.eval.serving.load_test import load_engine_measurements
 from draftsmith.files import read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, read_training
+from draftsmith.models.base.registry import read_training
 from draftsmith.parent import end_with_parent
-from draftsmith.recipes.run_folder import RunFolder, check_settings, with_run_lock, write_settings
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, check_settings, with_run_lock, write_settings
 from draftsmith.recipes.schema import DRAFTER_KIND, Recipe
 from draftsmith.results import write_result
 

@@ -55,14 +55,14 @@ from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.report.bootstrap import QuestionSums, compute_ratio, paired_ratio, tau
 from draftsmith.files import append_whole, read_json, write_atomically
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
-from draftsmith.models.base.registry import TRAINING_FILE, drafter_config, load_drafter, load_drafter_class
+from draftsmith.models.base.registry import drafter_config, load_drafter, load_drafter_class
 from draftsmith.models.cpu_kernels import pack_linears
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target.loading import load_target, target_device
 from draftsmith.models.weights import weights_sha256
 from draftsmith.parent import end_with_parent
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import MethodConfig, Recipe
 from draftsmith.train.drafter.stage import train_drafter
 

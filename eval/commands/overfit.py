@@ -85,7 +85,8 @@ class Overfit:
         if self.accuracy >= LEARNED_FRAC:
             return (
                 f"{kind} drafts something else than it was trained on: {figures}; compare the labels, features and "
-                f"positions of training with those of the decoder in models/drafters/{kind}.py"
+                f"positions of training with those of its decoder (models/drafters/{kind}.py, "
+                "models/decoding/decoders.py)"
             )
         return (
             f"{kind} cannot learn even one answer: {figures}; check train.learning_rate and drafter.options, then the "

@@ -30,11 +30,11 @@ from draftsmith.eval.commands.console import console
 from draftsmith.files import bytes_text, read_json, write_atomically
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
-from draftsmith.models.base.registry import TRAINING_FILE, check_as_trained, load_drafter_class, read_training
+from draftsmith.models.base.registry import check_as_trained, load_drafter_class, read_training
 from draftsmith.models.formats.exporting import EXPORT_FILE, Export
 from draftsmith.models.target.loading import EMBEDDED_TARGET
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, with_run_lock
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder, with_run_lock
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
 from draftsmith.train.drafter.card import CARD_FILE, Publication, public_recipe

@@ -98,6 +98,8 @@ class Drafter(WithoutEmbeddings):
         self.token_counts_v: Tensor | None = None  # of the data, once it is prepared
         # Weight of the loss through LM heads, and whether the auxiliary loss reads each row's alpha.
         self.head_weight, self.needs_acceptance = 1.0, False
+        # Factors on the recipe's learning rate, by prefix of the parameters' names.
+        self.learning_rate_factors: dict[str, float] = {}
         self.build(config)
         self.post_init()
         vocabulary, drafted = config.target_config.get("vocab_size", 0), config.draft_vocab_size
@@ -215,10 +217,11 @@ class Drafter(WithoutEmbeddings):
             teacher_features: [B, S, D] that the LM head reads, if the loss compares with the target's distribution and
                 `features` are others (`needs_teacher`).
             label_counts: [2, G] of the whole batch that these rows are a part of: the losses of all parts then add up
-                to its loss. By default these rows are all of it.
+                to its loss. By default `label_counts(groups)`: these rows are all of it.
             groups: Result of `groups(input_ids, loss_mask, position_ids)`, if it was computed before.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
+        label_counts = self.label_counts(groups) if label_counts is None else label_counts
         if teacher_features is None and self.needs_teacher:
             if self.feature_layers != (FINAL_FEATURES,):
                 raise ValueError("the loss needs the target's final features: pass `teacher_features`")
@@ -232,8 +235,7 @@ class Drafter(WithoutEmbeddings):
             depth_m, label_m, before_m = groups.labels(place_m)
             tokens_m, column_m = groups.input_ids.flatten()[before_m], vocab.columns_of(label_m)
             mask_m = vocab.mask_of(column_m, shares_g.dtype)
-            counts_g = None if label_counts is None else label_counts[1]
-            weights_m = weigh_by_depth(shares_g, depth_m, mask_m, counts_g)
+            weights_m = weigh_by_depth(shares_g, depth_m, mask_m, label_counts[1])
             result = head_loss(
                 normed_md,
                 linear,
@@ -351,17 +353,17 @@ def sum_losses(
     heads: Sequence[tuple[HeadRows, AuxiliaryLoss | None]],
     weight: float,
     shares_g: Tensor,
-    counts_2g: Tensor | None,
+    counts_2g: Tensor,
     weighting: GroupWeighting | None,
     kept_shares: Sequence[float] | None,
 ) -> DrafterOutput:
     """Return the loss of a step and its sums by depth, over all heads.
 
     `weight` is that of the losses through heads, relative to 1 for the auxiliary losses; `counts_2g` are the whole
-    batch's `Drafter.label_counts`, by default those of these rows.
+    batch's `Drafter.label_counts`.
     """
     batch, num_depths, length = groups.labels_bgs.shape
-    labels_g, read_g = (None, None) if counts_2g is None else counts_2g
+    labels_g, read_g = counts_2g
     losses, terms = list[Tensor](), list[tuple[Tensor, Tensor, Tensor, Tensor]]()
     depths, slots, nats, correct = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, auxiliary in heads:
@@ -374,7 +376,8 @@ def sum_losses(
         terms.append((slots[-1], weight * result.losses_n, rows.weights_m, rows.mask_m))
         if auxiliary is not None:
             losses_m, mask_m, is_correct_m = auxiliary
-            correct[-1] = result.correct_n if is_correct_m is None else is_correct_m
+            if is_correct_m is not None:
+                correct[-1] = is_correct_m
             counts_g = labels_g if mask_m is None else read_g
             mask_m = torch.ones_like(losses_m) if mask_m is None else mask_m
             weights_m = weigh_by_depth(shares_g, rows.depth_m, mask_m, counts_g)
@@ -382,9 +385,8 @@ def sum_losses(
             terms.append((slots[-1], losses_m, weights_m, mask_m))
     depth_m, slot_m, nats_m, correct_m = (torch.cat(part) for part in (depths, slots, nats, correct))
     if weighting is not None:
-        num_groups = None if labels_g is None else labels_g[0]
         dpace_slots, reached_slots = weigh_by_groups(
-            weighting, slot_m, nats_m, correct_m, batch * length, num_depths, num_groups, kept_shares
+            weighting, slot_m, nats_m, correct_m, batch * length, num_depths, labels_g[0], kept_shares
         )
         losses = []
         for slot, losses_m, weights_m, mask_m in terms:
@@ -403,9 +405,8 @@ def sum_losses(
     )
 
 
-def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor | None) -> Tensor:
+def weigh_by_depth(shares_g: Tensor, depth_m: Tensor, mask_m: Tensor, counts_g: Tensor) -> Tensor:
     """Return weights [M]: the depth's share over the number of its rows in the whole batch, 0 where the mask is 0."""
-    counts_g = torch.zeros_like(shares_g).index_add(0, depth_m, mask_m) if counts_g is None else counts_g
     return (shares_g / safe_denominator(counts_g.to(shares_g.dtype)))[depth_m] * mask_m
 
 
@@ -416,7 +417,7 @@ def weigh_by_groups(
     correct_m: Tensor,
     num_groups: int,
     num_depths: int,
-    counted_groups: Tensor | None,
+    counted_groups: Tensor,
     kept_shares: Sequence[float] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the weights that depend on a group's earlier rows, by slot [P * G]; None for a rule that is switched off.
@@ -427,7 +428,7 @@ def weigh_by_groups(
     Args:
         slot_m: Each labelled row's slot: the number of its group times G, plus its depth.
         nats_m: -log q(label) of each row, inf for a label outside the draft vocabulary.
-        counted_groups: [] groups with a label in the whole batch; by default these are all.
+        counted_groups: [] groups with a label in the whole batch.
         kept_shares: As in `group_lengths`.
 
     Returns:
@@ -435,8 +436,6 @@ def weigh_by_groups(
     """
     dpace_slots = reached_slots = None
     if weighting.dpace_alpha is not None:
-        if counted_groups is None:
-            counted_groups = (slot_m % num_depths == 0).sum()
         lengths_pg = group_lengths(weighting.dpace_alpha, nats_m, slot_m, num_groups, num_depths, kept_shares)
         dpace_slots = (lengths_pg / safe_denominator(counted_groups.to(lengths_pg.dtype))).flatten()
     if weighting.until_first_error:

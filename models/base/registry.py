@@ -20,11 +20,11 @@ from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.weights import load_weights, some_of, weights_sha256
+from draftsmith.recipes.run_folder import TRAINING_FILE
 
 # The drafter of `draftsmith demo`, trained for SmolLM2-135M-Instruct.
 SHIPPED_DRAFTER = Path(__file__).resolve().parents[1] / "shipped_drafter"
 DRAFTERS = SHIPPED_DRAFTER.with_name("drafters")  # a file each
-TRAINING_FILE = "training.json"  # in a drafter's folder; written last
 FILES = ["*.json", "*.safetensors"]
 NOT_IN_FOLDERS = ["*/*"]
 

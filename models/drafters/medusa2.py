@@ -96,6 +96,7 @@ class Medusa2Drafter(MedusaDrafter):
     def build(self, config: DrafterConfig) -> None:
         super().build(config)
         self.lora = lora_tree(config.lora_shapes, config.lora_rank)
+        self.learning_rate_factors = {"lora.": config.lora_learning_rate}
 
     @classmethod
     def make_config(cls, target: PreTrainedModel, options: dict[str, Any]) -> DrafterConfig:
@@ -159,10 +160,6 @@ class Medusa2Drafter(MedusaDrafter):
             "original's."
         )
 
-    def learning_rate_factors(self) -> dict[str, float]:
-        """Return factors on the recipe's learning rate, by prefix of the parameters' names."""
-        return {"lora.": self.config.lora_learning_rate}
-
     @property
     def trains_target(self) -> bool:
         """Return whether the current step trains the LoRA too."""
@@ -189,25 +186,24 @@ class Medusa2Drafter(MedusaDrafter):
             teacher_features: Features of the original target, for the `kl` of L_LM.
         """
         groups = self.groups(input_ids, loss_mask, position_ids) if groups is None else groups
+        label_counts = self.label_counts(groups) if label_counts is None else label_counts
         output = super().forward(input_ids, features, loss_mask, position_ids, features, label_counts, groups)
-        output.loss = self.config.heads_weight * output.loss
+        heads_loss = self.config.heads_weight * output.loss
         if not self.trains_target:
-            return output
+            return output._replace(loss=heads_loss)
         # h_t predicts x_{t+1}, the label of depth 1: the mean L_LM of the tokens that may be predicted.
         _, label_m, token_m = groups.labels(groups.labelled_by_depth[0])
         ones_m = torch.ones_like(token_m, dtype=torch.float32)
-        count = ones_m.sum() if label_counts is None else label_counts[0, 0]
         lm_loss = head_loss(
             features.flatten(0, 1).index_select(0, token_m),
             self.attached.lm_head,
             label_m,
-            ones_m / safe_denominator(count),
+            ones_m / safe_denominator(label_counts[0, 0]),
             loss=self.config.lm_loss,
             teacher=None if teacher_features is None else Teacher(teacher_features.flatten(0, 1), token_m),
             shape=self.attached.shape,
         ).loss
-        output.loss = output.loss + lm_loss
-        return output
+        return output._replace(loss=heads_loss + lm_loss)
 
 
 # ---- the LoRA in the target ----

@@ -3,6 +3,6 @@
 Read `layout` (what a layout is made of), then `eagle`, the richest of the layouts; `dflash`, `heads` (Medusa and Hydra)
 and `causal_lm` are the others. Each of these files has the conversions in both directions, the rules for drafters that
 its layout cannot express, and its `EXPORTERS`. `exporting` lists the formats of each kind and their serving commands,
-writes a folder and checks it; `importing` converts a published checkpoint to a drafter. Tensors and configs only: no
-forward is written here. May import all of `models`.
+writes a folder and checks it; `importing` converts a published checkpoint to a drafter; `llamacpp` writes GGUF files.
+Tensors and configs only: no forward is written here. May import all of `models`.
 """

@@ -20,7 +20,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.files import check_writable, expand_home, written_whole
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, read_drafter
+from draftsmith.models.base.registry import read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
 from draftsmith.models.formats.importing import read_checkpoint
 from draftsmith.models.formats.layout import (
@@ -34,7 +34,7 @@ from draftsmith.models.formats.layout import (
 from draftsmith.models.target.gguf_file import get_gguf_file
 from draftsmith.models.target.loading import load_target, target_location
 from draftsmith.models.weights import some_of, weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe, TargetRecipe
 
 FORMATS = {

@@ -22,13 +22,13 @@ from draftsmith.errors import UserError, reason
 from draftsmith.files import check_writable, expand_home, file_sha256, read_json, written_whole
 from draftsmith.hub import hub_errors, hub_id
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads
 from draftsmith.models.formats.layout import Checkpoint, Parameters, drafted_ids, with_own_head
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.target.view import target_values
 from draftsmith.models.weights import describe_differences, some_of, weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
 IMPORT_FILE = "import.json"

@@ -223,7 +223,8 @@ def _rows(q_bhmsd: Tensor, num_kv_heads: int) -> Tensor:
 class _Folded:
     """Group attention of the last Q of 1 + `num_masks` depths, whose queries are folded in heads [B, H*Q, S, Dh].
 
-    `past` is part (a), by the kernels that torch has, with its log-sum-exp; `own_group` is part (b).
+    `past` is part (a), by the kernels that torch has, with its log-sum-exp; `merge_own_group` and `own_group_backward`
+    are part (b).
     """
 
     query_depths: int
@@ -295,7 +296,7 @@ class _Folded:
             return self._flash_forward(q_bhsd, k_bhsd, v_bhsd)
         by_document = [self._fused_forward(*parts) for parts in self._by_document(q_bhsd, k_bhsd, v_bhsd)]
         outs, lses, states = zip(*by_document, strict=True)
-        return _joined(outs), _joined(lses), [state for there in states for state in there]
+        return _joined(outs), _joined(lses), [state for of_document in states for state in of_document]
 
     def past_backward(self, states: list[Tensor], *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of queries, keys and values.
@@ -320,7 +321,7 @@ class _Folded:
         if self.documents is None:
             return [parts]
         slices = zip(*(part.split(_lengths(self.documents[0]), dim=2) for part in parts), strict=True)
-        return [there for there in slices if there[0].shape[2] > 0]
+        return [of_document for of_document in slices if of_document[0].shape[2] > 0]
 
     # ---- by the device's fused kernel, one sequence in each row of the batch ----
 

@@ -27,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.decoding.decoders import StepwiseDecoder
+from draftsmith.models.groups.layout import Groups
 from draftsmith.models.target.features import target_features
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
@@ -85,7 +86,8 @@ def _trained(drafter: Drafter, target: Any, batch: dict[str, Tensor], is_part: b
     groups = drafter.groups(ids, mask, positions)
     counts = 2 * drafter.label_counts(groups)
     features, teacher = drafter.training_features(target, ids, positions)
-    output = drafter(ids, features, mask, positions, teacher, counts if is_part else None, groups)
+    divisors = counts if is_part else _count_rows(drafter, groups)
+    output = drafter(ids, features, mask, positions, teacher, divisors, groups)
     output.loss.backward()
     gradients = {name: weight.grad for name, weight in drafter.named_parameters() if weight.grad is not None}
     if is_part:
@@ -99,6 +101,14 @@ def _trained(drafter: Drafter, target: Any, batch: dict[str, Tensor], is_part: b
         "correct_groups": output.correct_bgs.flatten().nonzero().flatten().tolist(),
         "gradients": {name: _fingerprint(gradient) for name, gradient in gradients.items()},
     }
+
+
+def _count_rows(drafter: Drafter, groups: Groups) -> Tensor:
+    """Return `Drafter.label_counts` of the rows that are computed, also where others were dropped at random."""
+    depth_m, label_m, _ = groups.labels(groups.labelled_m)
+    read_m = drafter.vocab.mask_of(drafter.vocab.columns_of(label_m), torch.float64)
+    zeros_g = read_m.new_zeros(drafter.config.num_depths)
+    return torch.stack([zeros_g.index_add(0, depth_m, counted_m) for counted_m in (torch.ones_like(read_m), read_m)])
 
 
 def _drafts(drafter: Drafter, target: Any, ids: list[int]) -> list[list[float]]:

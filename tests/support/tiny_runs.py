@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
 TARGET_LAYERS = 4  # enough for features of a low, a middle and a high layer

@@ -26,8 +26,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from draftsmith.data.sources.files import JSON_SUFFIXES, TABLE_SUFFIXES
 from draftsmith.errors import masked
 from draftsmith.files import write_atomically
-from draftsmith.models.base.registry import TRAINING_FILE
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.results import portable
 from draftsmith.train.drafter.report import TrainReport

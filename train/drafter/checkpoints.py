@@ -31,7 +31,7 @@ class Manifest:
     launch: str
     processes: int
     files: dict[str, str]
-    device: str | None = None  # of the first process; None: by a version that did not write it
+    device: str  # of the first process
 
 
 def _fingerprint(file: Path) -> str:
@@ -54,7 +54,7 @@ def _describe(device: torch.device) -> str:
 def device_note(checkpoint: Path, device: torch.device) -> str | None:
     """Return a sentence if a checkpoint was written with another device, version of torch or number of threads."""
     before, now = read_json(checkpoint / MANIFEST, Manifest, "").device, _describe(device)
-    if before in (None, now):
+    if before == now:
         return None
     return f"{checkpoint} was written with {before}, this is {now}: the weights will be the same up to rounding only"
 
@@ -92,16 +92,6 @@ def set_damaged_aside(folder: Path) -> list[str]:
         checkpoint.rename(aside)
         sentences.append(f"{checkpoint} is damaged ({damage}): set aside as {aside.name}")
     return sentences
-
-
-def is_last_checkpoint(checkpoint: Path) -> bool:
-    """Return whether the training was finished when this checkpoint was written, by its steps or by validation."""
-    state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    early = state["stateful_callbacks"].get("EarlyStoppingCallback")
-    stopped = early is not None and (
-        early["attributes"]["early_stopping_patience_counter"] >= early["args"]["early_stopping_patience"]
-    )
-    return stopped or state["global_step"] >= state["max_steps"]
 
 
 def check_same_launch(checkpoint: Path, launch: Launch) -> None:

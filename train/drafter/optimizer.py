@@ -5,7 +5,7 @@ orthogonal rows or columns. `torch.optim.Muon` computes it; its `match_rms_adamw
 AdamW's (Liu et al., arXiv 2502.16982, section 2.2), so that rates of both are of the same order.
 
 Embeddings, [MASK] vectors, norms, biases and heads over the vocabulary stay with AdamW, as in both sources. So do
-weights that a kind trains at a separate rate (`get_learning_rate_factors`).
+weights that a kind trains at a separate rate (`Drafter.learning_rate_factors`).
 """
 
 from typing import Any, Literal
@@ -20,17 +20,11 @@ from draftsmith.models.base.drafter import Drafter
 OptimizerName = Literal["adamw", "muon"]
 
 
-def get_learning_rate_factors(drafter: Drafter) -> dict[str, float]:
-    """Return a kind's factors on the learning rate, by prefix of the parameters' names; most kinds have none."""
-    factors: dict[str, float] = getattr(drafter, "learning_rate_factors", dict)()
-    return factors
-
-
 def muon_parameters(drafter: Drafter) -> list[str]:
     """Return the names of the trained matrices that Muon updates: weights of linear layers, except vocabulary heads."""
     markov = [] if drafter.markov_head is None else [drafter.markov_head.markov_w2]
     heads = {id(head) for head in [*drafter.vocab.own_heads, *markov]}
-    prefixes = tuple(get_learning_rate_factors(drafter))
+    prefixes = tuple(drafter.learning_rate_factors)
     return [
         f"{name}.weight"
         for name, module in drafter.named_modules()
@@ -64,15 +58,10 @@ class MuonWithAdamW(Optimizer):
         self._adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
         self._muon.state = self._adamw.state = self.state
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all parameters once from their gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self._share()  # loading a checkpoint and FSDP2 replace groups and state
-        self._adamw.step()
+        loss = self._adamw.step(closure)
         self._muon.step()
         return loss
 
@@ -107,8 +96,8 @@ def muon_with_adamw(adamw: Optimizer, drafter: Drafter, learning_rate: float) ->
 
 
 def apply_learning_rate_factors(optimizer: Optimizer, drafter: Drafter) -> None:
-    """Split a new optimizer's groups by `get_learning_rate_factors`."""
-    factors = get_learning_rate_factors(drafter)
+    """Split a new optimizer's groups by `Drafter.learning_rate_factors`."""
+    factors = drafter.learning_rate_factors
     if not factors:
         return
     names = {parameter: name for name, parameter in drafter.named_parameters()}

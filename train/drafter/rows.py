@@ -177,33 +177,30 @@ def heldout_sums(output: DrafterOutput, loss_mask_bs: Tensor) -> Tensor:
     """
     sums_4g = output.depth_sums.cpu()
     chains_2g = torch.tensor(replayed_chains(output.correct_bgs, loss_mask_bs), dtype=torch.float64)
-    loss = torch.zeros(()) if output.loss is None else output.loss.cpu()
-    return torch.cat([(loss.double() * sums_4g[2].sum())[None], sums_4g.flatten(), chains_2g.flatten()])
+    return torch.cat([(output.loss.cpu().double() * sums_4g[2].sum())[None], sums_4g.flatten(), chains_2g.flatten()])
 
 
-def heldout_metrics(sums: Tensor, prefix: str) -> dict[str, float]:
+def heldout_metrics(sums: Tensor) -> dict[str, float]:
     """Return the mean loss over labels, and of each depth loss, accuracy and tau of a chain that long."""
     losses, correct, counts, counts_in_head, tokens, rounds = sums[1:].view(6, -1).tolist()
-    metrics = {f"{prefix}_loss": float(sums[0]) / max(1.0, sum(counts))}
+    metrics = {"eval_loss": float(sums[0]) / max(1.0, sum(counts))}
     for j, count in enumerate(counts):
         if counts_in_head[j]:
-            metrics[f"{prefix}_loss_depth{j + 1}"] = round(losses[j] / counts_in_head[j], 4)
+            metrics[f"eval_loss_depth{j + 1}"] = round(losses[j] / counts_in_head[j], 4)
         if count:
-            metrics[f"{prefix}_accuracy_depth{j + 1}"] = round(correct[j] / count, 4)
+            metrics[f"eval_accuracy_depth{j + 1}"] = round(correct[j] / count, 4)
         if rounds[j]:
-            metrics[f"{prefix}_tau_depth{j + 1}"] = round(tokens[j] / rounds[j], 4)
+            metrics[f"eval_tau_depth{j + 1}"] = round(tokens[j] / rounds[j], 4)
     return metrics
 
 
-def replayed_chains(correct_bgs: Tensor | None, loss_mask_bs: Tensor) -> list[list[float]]:
+def replayed_chains(correct_bgs: Tensor, loss_mask_bs: Tensor) -> list[list[float]]:
     """Return the tokens committed, then the rounds, of greedy chains of 1, 2, ..., G tokens over all answers.
 
     Args:
         correct_bgs: Whether depth j of the group at t is the token x_{t+1+j}; False where there is no label.
         loss_mask_bs: 1 at the tokens of answers, without holes. An answer's first token comes from the prefill.
     """
-    if correct_bgs is None:
-        raise ValueError("the drafter's forward does not say which labels are right: DrafterOutput.correct_bgs")
     right_bs = correct_bgs.long().cumprod(1).sum(1).tolist()
     depths = correct_bgs.shape[1]
     tokens, rounds = [0.0] * depths, [0.0] * depths

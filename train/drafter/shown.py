@@ -39,8 +39,8 @@ class ShownTraining(TrainerCallback):
         self._begun_step = 0
 
     @staticmethod
-    def create_if_supported() -> "ShownTraining":
-        """Create the callback, with a live panel if stderr is a terminal."""
+    def create() -> "ShownTraining":
+        """Create the callback, with a live panel if stdout and stderr are a terminal."""
         return ShownTraining(Console(stderr=True) if sys.stderr.isatty() and sys.stdout.isatty() else None)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:

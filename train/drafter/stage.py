@@ -21,23 +21,30 @@ from draftsmith.data.distill.token_dataset import load_tokens, tokens_hash
 from draftsmith.errors import UserError
 from draftsmith.files import bytes_text, free_bytes_at, write_atomically
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, Start, load_drafter_class
+from draftsmith.models.base.registry import Start, load_drafter_class
 from draftsmith.models.cuda_attention import without_cudnn_attention
 from draftsmith.models.target.loading import load_target_config, weights_hash
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder, check_settings, target_settings, with_run_lock, write_settings
+from draftsmith.recipes.run_folder import (
+    STARTED_FILE,
+    TRAINING_FILE,
+    RunFolder,
+    check_settings,
+    target_settings,
+    with_run_lock,
+    write_settings,
+)
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.drafter.card import write_drafter_card
 from draftsmith.train.drafter.checkpoints import (
     check_same_launch,
     device_note,
-    is_last_checkpoint,
     newest_checkpoint,
     set_damaged_aside,
 )
 from draftsmith.train.drafter.report import TrainReport
 from draftsmith.train.drafter.rows import PackedRows, check_packing, split_rows
-from draftsmith.train.drafter.start import start_folder, start_from, start_sentence, start_settings
+from draftsmith.train.drafter.start import start_folder, start_from, start_sentence
 from draftsmith.train.drafter.trackers import check_trackers, tracked
 from draftsmith.train.drafter.trainer import DrafterTrainer, StopOnInterrupt
 from draftsmith.train.drafter.training_arguments import recipe_arguments
@@ -45,7 +52,6 @@ from draftsmith.train.features.cache import check_offline_support, open_features
 from draftsmith.train.processes.frozen_target import load_frozen_target, outside_the_launch, sync_models
 from draftsmith.train.processes.launch import Launch, check_launch, detect_launch, errors_in_sentences
 
-SETTINGS, TARGET_WEIGHTS = "settings.json", "the target's weights (hash)"
 # Keys of `train:` that change outputs and not the weights: they may differ when a run is resumed.
 HARMLESS_TRAIN_KEYS = (
     "logging_steps", "logging_strategy", "save_steps", "save_strategy", "save_total_limit", "report_to",
@@ -84,9 +90,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
             "training with data.eval_rows_frac=0.02"
         )
     begun_from = start_folder(recipe)
-    settings, started = _settings(recipe, tokens) | start_settings(begun_from), run.drafter / SETTINGS
-    if started.is_file() and TARGET_WEIGHTS.encode() not in started.read_bytes():
-        settings.pop(TARGET_WEIGHTS, None)  # by a version that did not write them
+    settings, started = _settings(recipe, tokens, begun_from), run.drafter / STARTED_FILE
     check_settings(started, settings, "train from scratch")
     if (run.drafter / TRAINING_FILE).is_file():
         return TrainReport.read(run.drafter)
@@ -108,20 +112,19 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     if recipe.validation.decides:
         args.metric_for_best_model, args.greater_is_better = f"tau_depth{drafter.config.num_depths}", True
     if trainer.is_world_process_zero():
+        _check_free_space(run.drafter, drafter)
         write_settings(started, settings)
         run.record("train", {} if begun_from is None else {str(f): f for f in begun_from.glob("*.safetensors")})
-        _check_free_space(run.drafter, drafter)
         if start is not None:
             print(f"{recipe.name}: {start_sentence(start)}")
         if drafter.vocab.coverage is not None:
             print(f"{recipe.name}: {drafter.vocab.coverage.sentence()}")
     checkpoint = _find_checkpoint(trainer, launch)
-    if checkpoint is not None:
-        trainer.restore_counts(checkpoint)
+    finished = checkpoint if checkpoint is not None and trainer.restore_counts(checkpoint) else None
     with tracked(recipe, trainer):
         try:
-            if checkpoint is not None and is_last_checkpoint(checkpoint):
-                trainer.restore(checkpoint)
+            if finished is not None:
+                trainer.restore(finished)
             else:
                 with _deterministic(args), without_cudnn_attention():
                     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -134,7 +137,7 @@ def train_drafter(recipe: Recipe) -> TrainReport:
     trained = set(drafter.parameters())  # some may be inside the target
     if any(parameter.grad is not None for parameter in target.parameters() if parameter not in trained):
         raise AssertionError("the target is frozen, yet it got a gradient")
-    _save(trainer, run.drafter, args, settings, start)
+    _save(trainer, run.drafter, settings, start)
     if trainer.is_world_process_zero():
         write_drafter_card(recipe)
     if stop.requested:  # in the last step
@@ -218,7 +221,7 @@ def _find_checkpoint(trainer: DrafterTrainer, launch: Launch) -> Path | None:
     return checkpoint
 
 
-def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
+def _settings(recipe: Recipe, tokens: Dataset, begun_from: Path | None) -> dict[str, Any]:
     """Return the settings that the trained weights depend on, flat, by recipe key; without keys that are not set."""
     data, features, validation = recipe.data, recipe.data.features, recipe.validation
     harmless = set(HARMLESS_TRAIN_KEYS) - (set(EVALUATION_KEYS) if validation.decides else set())
@@ -226,7 +229,7 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
     settings = {
         "seed": recipe.seed,
         **target_settings(recipe),
-        TARGET_WEIGHTS: weights_hash(recipe.target),
+        "the target's weights (hash)": weights_hash(recipe.target),
         "drafter.kind": recipe.drafter.kind,
         **{f"drafter.options.{key}": value for key, value in recipe.drafter.options.items()},
         **{f"train.{key}": value for key, value in recipe.train.items() if key not in harmless},
@@ -240,18 +243,14 @@ def _settings(recipe: Recipe, tokens: Dataset) -> dict[str, Any]:
         "data.eval_rows_frac": data.eval_rows_frac or None,
         "data.train_answer_tokens": data.train_answer_tokens,
         "data.packing, rows of": data.max_length_tokens if data.packing else None,
+        "drafter.init (its weights)": None if begun_from is None else " ".join(weights_sha256(begun_from).values()),
     }
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def _save(
-    trainer: DrafterTrainer,
-    folder: Path,
-    args: TrainingArguments,
-    settings: dict[str, Any],
-    start: Start | None,
-) -> None:
+def _save(trainer: DrafterTrainer, folder: Path, settings: dict[str, Any], start: Start | None) -> None:
     """Write the trained drafter and the training's figures and settings into `folder`."""
+    args = trainer.args
     trainer.save_model(str(folder))
     drafter = trainer.accelerator.unwrap_model(trainer.model)
     covered = None if drafter.vocab.coverage is None else drafter.vocab.coverage.coverage

@@ -16,10 +16,10 @@ from draftsmith.errors import UserError
 from draftsmith.hub import hub_id
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.base.registry import TRAINING_FILE, Start, drafter_config, drafter_place, read_drafter
+from draftsmith.models.base.registry import Start, drafter_config, drafter_place, read_drafter
 from draftsmith.models.weights import some_of, weights_sha256
 from draftsmith.recipes.loading import first_stage
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
 SHOWN_HASH_DIGITS = 12
@@ -55,11 +55,6 @@ def start_folder(recipe: Recipe) -> Path | None:
             f"key `drafter.init`: {init} is not the folder of a trained drafter, such as runs/NAME/drafter: correct it"
         )
     return folder
-
-
-def start_settings(folder: Path | None) -> dict[str, str]:
-    """Return the warm start's part of a training's settings: the hash of the weights in `folder`; empty without one."""
-    return {} if folder is None else {"drafter.init (its weights)": " ".join(weights_sha256(folder).values())}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from draftsmith.progress import is_quiet
 from draftsmith.train.drafter.checkpoints import STATE_FILE, write_manifest
 from draftsmith.train.drafter.optimizer import apply_learning_rate_factors, muon_with_adamw
 from draftsmith.train.drafter.rows import ROWS_COLUMN, PackedRows, heldout_metrics, heldout_sums
-from draftsmith.train.drafter.shown import ShownTraining
+from draftsmith.train.drafter.shown import HELD_OUT_PREFIX, ShownTraining
 from draftsmith.train.drafter.training_arguments import DrafterTrainingArguments
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.processes.launch import detect_launch
@@ -57,7 +57,7 @@ from draftsmith.train.processes.split_weights import load_whole_weights, set_up_
 # A terminal's Ctrl-C reaches the launcher too, which passes it on: the same one, twice.
 SAME_SIGNAL_S = 1.0
 # The batch of a process for which no row is left; two tokens, as the second has a token to its left.
-NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0], ROWS_COLUMN: []}
+NO_ROW: dict[str, Any] = {"input_ids": [0, 0], "loss_mask": [0, 0]}
 
 
 def collate_right_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -219,6 +219,9 @@ class DrafterTrainer(Trainer):
     `ROWS_COLUMN`, and the target does not run.
 
     The target is neither wrapped nor saved: it stays outside the model that the Trainer knows.
+
+    Methods are in the order in which the Trainer calls them: loaders, optimizer, then of a step its batches, loss and
+    gradient's norm, and after it log, checkpoint and evaluation. What resumes a training comes last.
     """
 
     args: DrafterTrainingArguments
@@ -236,9 +239,8 @@ class DrafterTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         collator: Any = collate_right_padded if cache is None else FeatureCollator(cache)
-        kwargs |= {"train_dataset": dataset, "eval_dataset": eval_dataset}
         self._launch = detect_launch(args)
-        super().__init__(model=drafter, args=args, data_collator=collator, **kwargs)
+        super().__init__(drafter, args, collator, train_dataset=dataset, eval_dataset=eval_dataset, **kwargs)
         self._drafter, self._target, self._autocast_target = drafter, target, autocast_target
         # Loss, tokens and `DrafterOutput.depth_sums`, [2 + 4G], of this process, since processes last added them up.
         self._counts: Tensor | None = None
@@ -246,7 +248,7 @@ class DrafterTrainer(Trainer):
         self.add_callback(self.progress)
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.shown = ShownTraining.create_if_supported()
+        self.shown = ShownTraining.create()
         if not is_quiet():
             self.add_callback(self.shown)
 
@@ -257,20 +259,33 @@ class DrafterTrainer(Trainer):
         elif self._launch.strategy == "zero":
             set_up_zero(self)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Any:
-        """Return the micro-batch's part of the loss of the global batch, whose labels are counted in [2, G]."""
-        self._drafter.generator = inputs["generator"]
-        output = self._forward(model, inputs, *self._target_features(inputs), num_items_in_batch)
-        self._count(output, inputs["attention_mask"])
-        # Gradients are averaged over processes, whose parts are to be added up.
-        loss = cast(Tensor, output.loss) * self.args.world_size
-        return (loss, output) if return_outputs else loss
+    def get_train_dataloader(self) -> DataLoader:
+        return even_out(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return even_out(super().get_eval_dataloader(eval_dataset))
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if isinstance(sampler, LengthGroupedSampler):
+            lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            # A step's rows are those of all processes.
+            return RowsByLength(sampler.batch_size * self.args.world_size, lengths, seed)
+        return sampler
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer
+        try:
+            optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
+        apply_learning_rate_factors(optimizer, self._drafter)
+        if self.args.optimizer == "muon":
+            rate = self.args.muon_learning_rate or self.args.learning_rate
+            optimizer = self.optimizer = muon_with_adamw(optimizer, self._drafter, rate)
+        return optimizer
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -297,6 +312,50 @@ class DrafterTrainer(Trainer):
             return batches, None
         return batches, self.accelerator.reduce(torch.stack(counts).sum(0).to(device), reduction="sum")
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """Return the micro-batch's part of the loss of the global batch.
+
+        Args:
+            num_items_in_batch: Label counts [2, G] of the global batch, from `get_batch_samples`.
+        """
+        self._drafter.generator = inputs["generator"]
+        output = self._forward(model, inputs, num_items_in_batch)
+        loss_and_tokens = torch.stack([output.loss.detach().double(), inputs["attention_mask"].sum().double()])
+        counts = torch.cat([loss_and_tokens, output.depth_sums.flatten()])
+        self._counts = counts if self._counts is None else self._counts + counts
+        # Gradients are averaged over processes, whose parts are to be added up.
+        loss = output.loss * self.args.world_size
+        return (loss, output) if return_outputs else loss
+
+    def _forward(self, model: nn.Module, inputs: dict[str, Any], label_counts: Tensor | None = None) -> DrafterOutput:
+        """Return the drafter's output for a batch; its features are computed by the target, or were read from disk."""
+        self._drafter.training_step = self.state.global_step
+        ids, positions, mask = inputs["input_ids"], inputs.get("position_ids"), inputs["attention_mask"]
+        device_type = ids.device.type
+        with torch.autocast(device_type, dtype=torch.bfloat16, enabled=self._autocast_target and self.args.bf16):
+            if "features" in inputs:
+                features, teacher = split_features(self._drafter, inputs["features"].to(self._target.dtype))
+            else:
+                features, teacher = self._drafter.training_features(self._target, ids, positions, mask)
+        # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
+        half = self.args.bf16 and self._launch.strategy == "fsdp"
+        with torch.autocast(device_type, dtype=torch.bfloat16) if half else nullcontext():
+            return model(
+                ids,
+                features,
+                inputs["loss_mask"],
+                position_ids=positions,
+                teacher_features=teacher,
+                label_counts=label_counts,
+                groups=inputs.get("groups"),
+            )
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm over all processes, which thus stop together.
 
@@ -315,107 +374,17 @@ class DrafterTrainer(Trainer):
             )
         return norm
 
-    def get_train_dataloader(self) -> DataLoader:
-        return even_out(super().get_train_dataloader())
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        return even_out(super().get_eval_dataloader(eval_dataset))
-
-    def _target_features(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return [B, S, F] for the drafter and, if its loss has a teacher, [B, S, D]: of the target, or from disk."""
-        self._drafter.training_step = self.state.global_step
-        ids, half = inputs["input_ids"], self._autocast_target and self.args.bf16
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=half):
-            if "features" in inputs:
-                return split_features(self._drafter, inputs["features"].to(self._target.dtype))
-            positions, mask = inputs.get("position_ids"), inputs["attention_mask"]
-            return self._drafter.training_features(self._target, ids, positions, mask)
-
-    def _forward(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        features: Tensor,
-        teacher_features: Tensor | None,
-        label_counts: Tensor | None = None,
-    ) -> DrafterOutput:
-        """Return the drafter's output for a batch and the target's features of it."""
-        # Under FSDP2 accelerate leaves autocast to its mixed precision policy, which is off.
-        half = self.args.bf16 and self._launch.strategy == "fsdp"
-        with torch.autocast(features.device.type, dtype=torch.bfloat16) if half else nullcontext():
-            return model(
-                inputs["input_ids"],
-                features,
-                inputs["loss_mask"],
-                position_ids=inputs.get("position_ids"),
-                teacher_features=teacher_features,
-                label_counts=label_counts,
-                groups=inputs.get("groups"),
-            )
-
-    @torch.no_grad()
-    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Log and return the accuracy by depth and the tau of a chain on the held-out examples.
-
-        It does not use the training's random generators, so that it does not change the training.
-        """
-        model, sums = self.model_wrapped, []
-        model.eval()
-        with torch.random.fork_rng():
-            for batch in self.get_eval_dataloader():
-                inputs = self._prepare_inputs(batch)
-                with self.accelerator.autocast():
-                    output = self._forward(model, inputs, *self._target_features(inputs))
-                    sums.append(heldout_sums(output, inputs["loss_mask"]))
-        model.train()
-        whole = self.accelerator.reduce(torch.stack(sums).sum(0).to(self.args.device), reduction="sum")
-        metrics = heldout_metrics(whole.cpu(), metric_key_prefix)
-        metric = self.args.metric_for_best_model
-        if metric is not None and f"{metric_key_prefix}_{metric}" not in metrics:
-            raise UserError("the held-out examples contain no answer to validate on: raise data.eval_rows_frac")
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
-        return metrics
-
-    def evaluate_at_end(self) -> None:
-        """Evaluate the last step's weights, unless that was done, or the best ones have replaced them."""
-        is_done = any("eval_loss" in log and log["step"] == self.state.global_step for log in self.state.log_history)
-        if self.eval_dataset is not None and not is_done and not self.args.load_best_model_at_end:
-            self.evaluate()
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler[int] | None:
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        if isinstance(sampler, LengthGroupedSampler):
-            lengths = list(sampler.lengths)  # a dataset's column would be looked up in its file for each row
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            # A step's rows are those of all processes.
-            return RowsByLength(sampler.batch_size * self.args.world_size, lengths, seed)
-        return sampler
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        made_before = self.optimizer is not None
-        try:
-            optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"key `train.optim`: {' '.join(str(error).split())}") from None
-        if made_before:
-            return optimizer
-        apply_learning_rate_factors(optimizer, self._drafter)
-        if self.args.optimizer == "muon":
-            rate = self.args.muon_learning_rate or self.args.learning_rate
-            optimizer = self.optimizer = muon_with_adamw(optimizer, self._drafter, rate)
-        return optimizer
-
-    def _count(self, output: DrafterOutput, attention_mask_bs: Tensor) -> None:
-        loss_and_tokens = torch.stack([cast(Tensor, output.loss).detach().double(), attention_mask_bs.sum().double()])
-        counts = torch.cat([loss_and_tokens, output.depth_sums.flatten()])
-        self._counts = counts if self._counts is None else self._counts + counts
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             self._sync_counts()
             logs = {**logs, **self.progress.take_log()}
         super().log(logs, start_time)
+
+    def _sync_counts(self) -> None:
+        """Sum the counts over all processes, for a log or a checkpoint; all processes must call it at the same step."""
+        if self._counts is not None:
+            counts, self._counts = self.accelerator.reduce(self._counts, reduction="sum").cpu(), None
+            self.progress.add(int(counts[1]), float(counts[0]), counts[2:].view(4, -1))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint has what the launch's own way of saving writes; what training ends with is one whole file.
@@ -440,6 +409,50 @@ class DrafterTrainer(Trainer):
             best = self.state.best_model_checkpoint
             rotate_checkpoints(self.args.output_dir, limit, best_model_checkpoint=best, use_mtime=True)
 
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Log and return the accuracy by depth and the tau of a chain on the held-out examples.
+
+        It does not use the training's random generators, so that it does not change the training.
+        """
+        model, sums = self.model_wrapped, []
+        model.eval()
+        with torch.random.fork_rng():
+            for batch in self.get_eval_dataloader():
+                inputs = self._prepare_inputs(batch)
+                with self.accelerator.autocast():
+                    output = self._forward(model, inputs)
+                    sums.append(heldout_sums(output, inputs["loss_mask"]))
+        model.train()
+        whole = self.accelerator.reduce(torch.stack(sums).sum(0).to(self.args.device), reduction="sum")
+        metrics = heldout_metrics(whole.cpu())
+        metric = self.args.metric_for_best_model
+        if metric is not None and f"{HELD_OUT_PREFIX}{metric}" not in metrics:
+            raise UserError("the held-out examples contain no answer to validate on: raise data.eval_rows_frac")
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # type: ignore[has-type]
+        return metrics
+
+    def evaluate_at_end(self) -> None:
+        """Evaluate the last step's weights, unless that was done, or the best ones have replaced them."""
+        is_done = any("eval_loss" in log and log["step"] == self.state.global_step for log in self.state.log_history)
+        if self.eval_dataset is not None and not is_done and not self.args.load_best_model_at_end:
+            self.evaluate()
+
+    def restore_counts(self, checkpoint: Path) -> bool:
+        """Restore the callbacks' counts from a checkpoint; transformers' Trainer restores the rest.
+
+        Returns:
+            Whether the training was finished when the checkpoint was written, by its steps or by validation.
+        """
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        saved = state["stateful_callbacks"]
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                for name, value in saved.get(type(callback).__name__, {}).get("attributes", {}).items():
+                    setattr(callback, name, value)
+        return self.stopped_early or bool(state["global_step"] >= state["max_steps"])
+
     def restore(self, checkpoint: Path) -> None:
         """Restore the state and the weights that training ended with: the best ones if these are wanted.
 
@@ -461,14 +474,6 @@ class DrafterTrainer(Trainer):
         else:
             self._load_from_checkpoint(str(checkpoint))
 
-    def restore_counts(self, checkpoint: Path) -> None:
-        """Restore the callbacks' counts from a checkpoint; transformers' Trainer restores the rest."""
-        saved = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["stateful_callbacks"]
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
-                for name, value in saved.get(type(callback).__name__, {}).get("attributes", {}).items():
-                    setattr(callback, name, value)
-
     @property
     def best_step(self) -> int | None:
         """The step of the best evaluation whose weights were saved, if the recipe keeps the best ones."""
@@ -483,12 +488,6 @@ class DrafterTrainer(Trainer):
             and each.early_stopping_patience_counter >= each.early_stopping_patience
             for each in self.callback_handler.callbacks
         )
-
-    def _sync_counts(self) -> None:
-        """Sum the counts over all processes, for a log or a checkpoint; all processes must call it at the same step."""
-        if self._counts is not None:
-            counts, self._counts = self.accelerator.reduce(self._counts, reduction="sum").cpu(), None
-            self.progress.add(int(counts[1]), float(counts[0]), counts[2:].view(4, -1))
 
 
 def generator_of(device: torch.device, seed: int, step: int, place: int) -> torch.Generator:

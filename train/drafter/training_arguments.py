@@ -54,8 +54,11 @@ WORLD_SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD
 logger = logging.getLogger(__name__)
 
 
-def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
+def recipe_arguments(recipe: Recipe, processes: int | None = None) -> DrafterTrainingArguments:
     """Return the arguments of a recipe's training, with those that `validation` needs.
+
+    Args:
+        processes: As in `training_arguments`.
 
     Raises:
         UserError: As `training_arguments`, or `validation` contradicts other keys.
@@ -72,13 +75,16 @@ def recipe_arguments(recipe: Recipe) -> DrafterTrainingArguments:
             values["save_strategy"] = evaluates
             values |= {"save_steps": values["eval_steps"]} if "eval_steps" in values else {}
     folder = RunFolder(recipe).drafter / "checkpoints"
-    return training_arguments(values, folder, recipe.seed, use_cpu=recipe.target.device == "cpu")
+    return training_arguments(values, folder, recipe.seed, recipe.target.device == "cpu", processes)
 
 
 def training_arguments(
-    values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False
+    values: dict[str, Any], output_dir: Path, seed: int, use_cpu: bool = False, processes: int | None = None
 ) -> DrafterTrainingArguments:
     """Build `TrainingArguments` from our defaults and `values`, with the global batch split over the processes.
+
+    Args:
+        processes: Number of processes of a launch that is planned; None: that of this launch.
 
     Raises:
         UserError: A key does not exist, or its value has the wrong type or does not go with the others.
@@ -86,9 +92,8 @@ def training_arguments(
     # accelerate may request a CPU too; and transformers rejects bf16 on a CPU unless use_cpu is set.
     accelerate_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     use_cpu = use_cpu or accelerate_cpu or not torch.accelerator.is_available()
-    checked = _split_global_batch(
-        {key: _checked(key, value) for key, value in values.items()}, get_int_from_env(WORLD_SIZES, 1)
-    )
+    checked = {key: _checked(key, value) for key, value in values.items()}
+    checked = _split_global_batch(checked, get_int_from_env(WORLD_SIZES, 1) if processes is None else processes)
     defaults = {
         "output_dir": str(output_dir),
         "seed": seed,

@@ -96,13 +96,13 @@ class PlanOptions:
     processes: int = 1
 
 
-def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
+def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
     """Plan the recipe's training; read the target's config, local conversations and, if they exist, distilled tokens.
 
     Raises:
         UserError: The target's config cannot be read, or a key is wrong.
     """
-    options, args, tokens = options or PlanOptions(), recipe_arguments(recipe), _train_tokens(recipe)
+    args, tokens = recipe_arguments(recipe, options.processes), _train_tokens(recipe)
     length, labelled, how = training_rows(recipe, tokens, options.labelled_share)
     answers, conversations = count_answers(recipe), recipe.data.conversations.limit
     if answers is not None:
@@ -127,10 +127,12 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
     notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
     if num_tokens is None:
         notes.append("data.conversations.limit is not set, so that the time of training is not known before distilling")
-    verdict = fits = None
+    launches, verdict, fits = process_lines(recipe, cost, options.processes), None, None
     if options.memory_gib is not None:
-        fits = cost.peak_bytes <= USABLE_FRAC * options.memory_gib * 2**30
-        need = f"{cost.peak_bytes / 2**30:.3g} of {options.memory_gib:g} GiB"
+        least = min(launches, key=lambda line: line.amount, default=memory[-1])
+        fits = least.amount <= USABLE_FRAC * options.memory_gib * 2**30
+        need = f"{least.amount / 2**30:.3g} of {options.memory_gib:g} GiB"
+        need += f" in each of {options.processes} processes with {least.what}" if launches else ""
         # The recipe's lines that make the two largest parts smaller.
         largest = sorted(cost.bytes, key=lambda part: -cost.bytes[part])[:2]
         ways_out = "; or ".join(f"{PARTS[part][1]} ({part}: {bytes_text(cost.bytes[part])})" for part in largest)
@@ -143,7 +145,7 @@ def make_plan(recipe: Recipe, options: PlanOptions | None = None) -> Plan:
         peak_bytes=cost.peak_bytes,
         disk=[_feature_cache(recipe, cost, num_tokens, tokens is not None)],
         time=_times(recipe, args, cost, options, num_tokens, answers),
-        processes=process_lines(recipe, cost, options.processes),
+        processes=launches,
         verdict=verdict,
         fits=fits,
         notes=notes,
@@ -189,7 +191,7 @@ def count_answers(recipe: Recipe) -> list[int] | None:
 def vocabulary_lines(tokens: Dataset | None, cost: StepCost) -> list[Line]:
     """Return the bytes of the LM heads by size of the draft vocabulary, and its share of the answers' tokens."""
     output, own_heads = cost.target.get_output_embeddings(), cost.drafter.vocab.own_heads
-    if tokens is None or output is None:  # not distilled yet; offline: the target's layers are not there
+    if tokens is None:  # not distilled yet
         return []
     counts_v = supervised_token_counts(tokens, output.weight.shape[0])
     sums_v = counts_v.sort(descending=True).values.cumsum(0)
@@ -220,11 +222,15 @@ def _feature_cache(recipe: Recipe, cost: StepCost, num_tokens: int | None, is_di
 
 def process_lines(recipe: Recipe, cost: StepCost, processes: int) -> list[Line]:
     """Return the bytes of each of N processes by launch, if there are several; without launches that cannot be done."""
+    if processes == 1:
+        return []
     weights, state, held = (cost.bytes[part] for part in ("drafter", "optimiser", "gradients"))
     gradients, part = tensor_bytes(trained_parameters(cost.drafter)), 1 / processes
     rest, of_target = cost.peak_bytes - weights - held - state, "the target whole (or data.features.sharded=true)"
     unsupported = cost.drafter.unsupported
-    if recipe.data.features.sharded and "split_target" not in unsupported:
+    if recipe.data.features.source == "offline":
+        of_target = "the target's embedding and LM head"
+    elif recipe.data.features.sharded and "split_target" not in unsupported:
         rest -= round(sum(tensor_bytes(each.parameters()) for each in decoder_layers(cost.target)) * (1 - part))
         of_target = f"1/{processes} of the target's layers"
     whole = weights + gradients
@@ -238,7 +244,7 @@ def process_lines(recipe: Recipe, cost: StepCost, processes: int) -> list[Line]:
     return [
         Line(launch, rest + round(own), "bytes", f"the drafter {how}; {of_target}")
         for launch, own, how in launches
-        if processes > 1 and not ("split_weights" in unsupported and launch in ("FSDP2", "ZeRO-3"))
+        if not ("split_weights" in unsupported and launch in ("FSDP2", "ZeRO-3"))
     ]
 
 
@@ -272,13 +278,13 @@ def _times(
     lines = [Line("training", rate, "tokens/s", how)]
     trained_tokens, what = args.num_train_epochs * (num_tokens or 0), f"{args.num_train_epochs:g} epochs"
     if args.max_steps > 0:
-        trained_tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens
+        trained_tokens = args.max_steps * args.gradient_accumulation_steps * cost.tokens * num
         what = f"{args.max_steps} steps"
     if trained_tokens:
         how = f"{what}, {trained_tokens:,.0f} tokens, {together}"
         lines.append(Line("training", trained_tokens / rate / num, "seconds", how))
     head = target.get_output_embeddings()
-    if not cost.target_flops or head is None:
+    if not cost.target_flops:
         return lines  # offline: the target's layers are not there
     read_rate = options.memory_gb_per_s * 1e9 if options.memory_gb_per_s else read_bytes_per_s(device)
     row_flops, held_bytes = cost.target_flops / cost.tokens + 2 * head.weight.numel(), tensor_bytes(target.parameters())

@@ -50,7 +50,7 @@ def set_up_zero(trainer: Any) -> None:
 def whole_weights(trainer: Any, launch: Launch) -> dict[str, Tensor] | None:
     """Return the weights by name, on the CPU, in the optimiser's precision; None where the Trainer saves them itself.
 
-    All processes must ask; what any but the first gets is of no use.
+    All processes must call it; only the first uses the result.
     """
     if launch.strategy not in ("fsdp", "zero"):
         return None
@@ -86,9 +86,8 @@ def load_whole_weights(model: nn.Module, checkpoint: Path, launch: Launch) -> No
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         state |= get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    elif (checkpoint / IN_ONE).exists():
+        state |= torch.load(checkpoint / IN_ONE, weights_only=True)
     else:
-        if (checkpoint / IN_ONE).exists():
-            state |= torch.load(checkpoint / IN_ONE, weights_only=True)
-        else:
-            distributed_checkpoint.load({"model": state}, checkpoint_id=checkpoint / IN_PARTS)
+        distributed_checkpoint.load({"model": state}, checkpoint_id=checkpoint / IN_PARTS)
     model.load_state_dict(state)

@@ -199,6 +199,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "no such drafter": ({}, ["drafter.kind=paralel"], "drafter/drafter", "use one of .*parallel"),
     "no such option": ({}, ["drafter.options.num_mask=3"], "drafter/drafter", "did you mean `num_masks`"),
     "no such training key": ({}, ["train.learning_rat=1"], "drafter/train section", "did you mean `learning_rate`"),
+    "no evaluations": ({}, ["validation.keep=best"], "drafter/train section", "`validation` needs evaluations"),
     "no loss at all": (
         {"mask": lambda row, t: 0}, [], "tokens/supervised tokens", "none of .* tokens carries loss",
     ),
@@ -418,6 +419,7 @@ def test_decoder_that_is_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest
     assert finding["figures"]["largest_difference"] > 0.01
     assert "parallel computes other logits in decoding than in training" in finding["sentence"]
     assert f"{finding['figures']['largest_difference']:.1e}" in printed
+    assert ParallelDecoder.__module__.removeprefix("draftsmith.").replace(".", "/") in finding["sentence"]
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "pass_embeddings"])

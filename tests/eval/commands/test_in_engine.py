@@ -21,9 +21,9 @@ from draftsmith.eval.commands import in_engine
 from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.in_engine import cpu_cache_bytes, read_engine_options, vllm_arguments
-from draftsmith.models.base.registry import TRAINING_FILE, load_drafter_class
+from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
 ANSWERED = list(chain.from_iterable(ANSWER))

@@ -56,7 +56,7 @@ def test_features_of_the_wrong_position_are_found(tmp_path: Path, monkeypatch: p
     assert re.match(
         r"medusa drafts something else than it was trained on: tau 1\.\d\d of 5\.94 after \d+ steps on one answer of "
         r"96 tokens \(loss .*, \d+% of the labels right, \d+ s\); compare the labels, features and positions of "
-        r"training with those of the decoder in models/drafters/medusa\.py",
+        r"training with those of its decoder \(models/drafters/medusa\.py, models/decoding/decoders\.py\)",
         findings["overfit"]["sentence"],
     )
     assert findings["train = decode"]["severity"] == "ok"  # which does not cover the trainer's call of the drafter

@@ -19,10 +19,9 @@ from draftsmith.eval.bench.records import RecordLog
 from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 from draftsmith.eval.serving.endpoint import DraftCounts
-from draftsmith.models.base.registry import TRAINING_FILE
 from draftsmith.models.target.loading import load_target
 from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import RunFolder
+from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
 __all__ = ["vllm_environment"]  # fixture

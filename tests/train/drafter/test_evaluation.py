@@ -64,7 +64,7 @@ def test_figures_are_summed_over_batches() -> None:
     assert (logs["loss"], logs["loss_depth1"], logs["accuracy_depth1"]) == (0.5, 2.0, 0.375)
     assert not {"loss_depth2", "accuracy_depth2"} & logs.keys()
     sums = [heldout_sums(output, torch.tensor([[0, 1, 1, 1]])) for output in outputs]
-    assert heldout_metrics(sums[0] + sums[1], "eval") == {
+    assert heldout_metrics(sums[0] + sums[1]) == {
         "eval_loss": 2.0, "eval_loss_depth1": 2.0, "eval_accuracy_depth1": 0.375, "eval_tau_depth1": 1.0,
         "eval_tau_depth2": 1.0,
     }  # fmt: skip

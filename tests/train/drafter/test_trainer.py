@@ -56,7 +56,6 @@ def test_finished_drafter_is_not_trained_again(target_folder: Path) -> None:
 
 
 def test_changed_target_is_refused(target_folder: Path) -> None:
-    """Settings of an earlier version do not have its weights' hash, and are as good as equal."""
     recipe = make_recipe(target_folder, "target")
     train_drafter(recipe)
     weights = {name: 2 * value for name, value in load_file(target_folder / "model.safetensors").items()}
@@ -65,11 +64,18 @@ def test_changed_target_is_refused(target_folder: Path) -> None:
         UserError, match=r"started with the target's weights \(hash\) = '\w+', now it is '\w+': restore"
     ):
         train_drafter(recipe)
-    file = RunFolder(recipe).drafter / "settings.json"
-    settings = json.loads(file.read_text())
-    del settings["the target's weights (hash)"]
-    file.write_text(json.dumps(settings))
-    assert train_drafter(recipe).was_finished
+
+
+def test_full_disk_starts_no_training(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards an option may change, as nothing was trained with the old one."""
+    recipe = make_recipe(target_folder, "full", max_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "free_bytes_at", lambda _: 0)
+        with pytest.raises(UserError, match="but only 0 B are free on that disk"):
+            train_drafter(recipe)
+    assert not (RunFolder(recipe).drafter / "settings.json").exists()
+    recipe.train["learning_rate"] = 2e-2
+    assert train_drafter(recipe).steps == 1
 
 
 def with_packing(recipe: Recipe) -> Recipe:

@@ -405,6 +405,41 @@ def test_impossible_launches_are_left_out(tmp_path: Path) -> None:
     assert [line.what for line in lines] == ["DDP", "ZeRO-1", "ZeRO-2"]
 
 
+def test_verdict_is_that_of_the_smallest_launch(tmp_path: Path) -> None:
+    """Split over four processes a step needs less memory than in one process."""
+    recipe = build_recipe(tmp_path, llama_config(num_hidden_layers=64))
+    recipe.data.features.sharded = True
+    options = replace(GIVEN, processes=4)
+    least = min(make_plan(recipe, options).processes, key=lambda line: line.amount)
+    plan = make_plan(recipe, replace(options, memory_gib=1.2 * least.amount / 2**30))
+    assert plan.peak_bytes > 1.2 * least.amount
+    assert plan.fits
+    assert f"in each of 4 processes with {least.what}" in str(plan.verdict)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_offline_features_may_be_sharded_too(tmp_path: Path, processes: int) -> None:
+    """No layer of the target is loaded, so none is split."""
+    recipe = build_recipe(tmp_path, data={"features": {"source": "offline"}})
+    whole = make_plan(recipe, replace(GIVEN, processes=processes)).processes
+    recipe.data.features.sharded = True
+    assert make_plan(recipe, replace(GIVEN, processes=processes)).processes == whole
+    assert len(whole) == (5 if processes > 1 else 0)
+    assert all(line.how.endswith("the target's embedding and LM head") for line in whole)
+
+
+def test_processes_share_the_rows_of_a_step(tmp_path: Path) -> None:
+    """Of 8 rows of 32 tokens, four processes compute 2 each. Without a global batch each computes its own 2."""
+    options = replace(GIVEN, processes=4)
+    train = {"per_device_train_batch_size": 8, "global_batch_size": 8}
+    shared = make_plan(build_recipe(tmp_path, train=train), options)
+    own = make_plan(build_recipe(tmp_path), options)
+    assert shared.peak_bytes == own.peak_bytes
+    assert shared.time == own.time
+    rate, seconds = (line.amount for line in own.time if line.what == "training")
+    assert seconds == pytest.approx(2 * 8 * 32 / rate / 4)  # two steps
+
+
 # ---- the command ----
 
 
