@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
@@ -850,18 +849,6 @@ def test_prompt_has_the_bits_of_its_tokens_one_by_one(dtype: torch.dtype, monkey
             assert len(calls) == -(-len(prompt) // most_rows)
             assert torch.equal(step.logits, logits)
             assert torch.equal(step.features, features)
-
-
-def test_compiled_session_returns_the_requested_features() -> None:
-    """It reads all features requested so far."""
-    outputs = []
-    for compiler in (None, Compiler()):
-        with TargetSession(session_target("llama", packed=True), 64, compiler=compiler) as session:
-            session.read_layers((0, FINAL_FEATURES))
-            session.read_layers((1,))
-            outputs.append(run_trees(session, PROMPT, TREES))
-    for ours, theirs in zip(*outputs, strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 # ---- in drafters ----

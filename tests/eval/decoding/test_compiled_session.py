@@ -23,7 +23,6 @@ from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
 from draftsmith.recipes.loading import load_recipe
 from draftsmith.recipes.schema import MethodConfig
@@ -148,32 +147,6 @@ def test_sessions_on_a_cpu_do_not_share_a_graph() -> None:
             assert generate(session, Autoregressive(), PROMPTS[0], GREEDY, 16).ids == wanted
             answers.append(wanted)
     assert answers[0] != answers[1]
-
-
-@pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.nightly), False])
-def test_compiled_bf16_logits_are_bitwise_equal_alone_and_in_a_tree(static: bool) -> None:
-    """Greedy answers are therefore identical in half precision too."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{**SIZES, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
-    )
-    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).bfloat16()
-    use_grouped_sdpa(target)
-    pack_linears(target)
-    prompt = [5, 9, 33, 12]
-    with TargetSession(target, 64, compiler=Compiler(is_static=static)) as session:
-        session.prefill(prompt)
-        in_tree = session.forward_tree(TREE)
-        session.commit([0, 2, 4, 6])
-        after = session.forward_tree(root_only(30)).logits[0]
-        session.prefill(prompt)
-        for token, node in ((7, 0), (20, 2), (22, 4), (24, 6)):
-            step = session.forward_tree(root_only(token))
-            assert torch.equal(step.logits[0], in_tree.logits[node])
-            assert torch.equal(step.features[0], in_tree.features[node])
-            session.commit([0])
-        assert torch.equal(session.forward_tree(root_only(30)).logits[0], after)
 
 
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
