@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.half_right import BUILDERS, GREEDY, SIZES, TINY, HalfRightDecoder
+from support.half_right import BUILDERS, GREEDY, SIZES, TINY, HalfRightDecoder, tree_method
 from support.tiny_models import tiny_drafter_of, tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -18,14 +18,13 @@ from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession, open_session
-from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.schema import MethodConfig
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7, 8], [90, 3]]
@@ -168,16 +167,15 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog
     """Answers and accepted lengths equal those without compilation; nothing is recompiled over 1,000 tokens."""
     target = tiny_target(num_hidden_layers=4).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
-    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
     prompts = [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)]]
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder: Any = drafter.decoder(64)
-        method = build_tree_drafter(recipe, decoder, GREEDY)
+        method = tree_method(decoder, tree)
         wanted = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
         decoder, plain = drafter.decoder(1000), drafter.decoder(1000)
         assert isinstance(decoder, Compilable)
         decoder.compile(backend="eager")
-        method = build_tree_drafter(recipe, decoder, GREEDY)
+        method = tree_method(decoder, tree)
         for stance in ("default", "fail_on_recompile"):
             torch.compiler.set_stance(stance)
             outs = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
@@ -228,10 +226,9 @@ def test_compiled_forwards_write_into_static_memory(kind: str) -> None:
 
     decoder: Any = drafter.decoder(64)
     decoder.compile(backend=watching)
-    recipe = MethodConfig.model_validate({"name": "x", "tree": "chain"})
     compiler = Compiler(watching, is_static=True)
     with TargetSession(target, 64, drafter.feature_layers, compiler=compiler) as session:
-        generate(session, build_tree_drafter(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
+        generate(session, tree_method(decoder), [5, 9, 33], GREEDY, 12)
     assert len(changed) >= 2 * 4 + 2  # keys and values of every layer
     assert {node.op for node in changed} == {"placeholder"}
     # The attribute read by torch's `_get_static_input_indices`.
