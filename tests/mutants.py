@@ -189,7 +189,7 @@ MUTANTS = (
         LAYOUT,
         "return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m",
         "return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m - 1",
-        "tests/models/drafters/test_dspark.py",
+        "tests/models/drafters/test_every_drafter.py -k the_loss_and_its_gradients",
     ),
     Mutant(
         "KL the other way round",

@@ -38,12 +38,6 @@ def test_log_file_gets_a_whole_line_every_half_minute() -> None:
     )
 
 
-def test_short_stage_writes_no_progress_to_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    with configure_progress_bars(), progress_bar(2, "tokenise", "conv") as bar:
-        bar.update(2)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with configure_progress_bars(quiet=True), progress_bar(2, "distil", "conv") as bar:
         bar.update(2)

@@ -30,23 +30,10 @@ def test_answers_equal_the_targets() -> None:
     assert sum(round_.kept for round_ in rounds) == 23
 
 
-def test_costs_of_adaptive_trees_are_measured_with_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
-    monkeypatch.setattr(costs, "SIZES", (2, 4))
-    target = tiny_target()
-    adaptive = MethodConfig(name="x", tree="adaptive", nodes=6, branch=3)
-    with SpeculativeDecoder(target, None, tiny_parallel(target), adaptive, max_length_tokens=32) as decoder:
-        decoder.answer(PROMPT, 8)
-        assert isinstance(decoder.method, TreeDrafter)
-        assert decoder.method.adaptive is not None
-        known = decoder.method.adaptive.costs
-        assert known is not None
-        decoder.answer(PROMPT, 8)
-        assert decoder.method.adaptive.costs is known
-
-
-def test_refused_prompt_leaves_costs_to_be_measured_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The costs after a prompt that fills the session but for one token are whole too."""
+def test_costs_of_adaptive_trees_are_measured_with_the_first_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first that is not refused: it fills the session but for one token, and the costs are whole."""
     monkeypatch.setattr(costs, "TIMED_FORWARDS", 1)
     target = tiny_target()
     adaptive = MethodConfig(name="x", tree="adaptive", nodes=6, branch=3)
@@ -60,6 +47,8 @@ def test_refused_prompt_leaves_costs_to_be_measured_with_the_next(monkeypatch: p
         assert known is not None
         assert [size for size, _ in known.verify] == [1, *(size + 1 for size in costs.SIZES)]
         assert known.draft > 0
+        decoder.answer(PROMPT, 8)
+        assert decoder.method.adaptive.costs is known
 
 
 def test_question_needs_a_tokenizer(tmp_path: Path) -> None:

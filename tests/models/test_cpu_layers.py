@@ -10,19 +10,19 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.half_right import PATHS_IN_TREES, run_trees
 from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.session import TargetSession, open_session
 from draftsmith.eval.methods.drafter import tree_builder
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
@@ -736,12 +736,6 @@ SESSION_TARGETS: dict[str, tuple[dict[str, Any], bool]] = {
     ),
 }
 PROMPT = [5, 9, 33, 12, 40, 7]
-# A chain, a tree whose path is not in order, and a single token.
-TREES = [
-    (DraftTree([7, 3, 20, 21], TreeShape.of((-1, 0, 1, 2))), [0, 1, 2]),
-    (DraftTree([9, 4, 5, 6, 8], TreeShape.of((-1, 0, 0, 2, 3))), [0, 2, 3, 4]),
-    (root_only(11), [0]),
-]
 
 
 def session_target(name: str, packed: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -766,23 +760,12 @@ def count_calls(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> list
     return calls
 
 
-def run_trees(session: TargetSession, prompt: list[int], rounds: Sequence[tuple[DraftTree, list[int]]]) -> list[Tensor]:
-    """Return the logits and features of the prompt, and of every tree, whose path is committed."""
-    step = session.prefill(prompt)
-    outputs = [step.logits, step.features]
-    for tree, path in rounds:
-        step = session.forward_tree(tree)
-        outputs += [step.logits, step.features]
-        session.commit(path)
-    return outputs
-
-
 @pytest.mark.parametrize("name", SESSION_TARGETS)
 def test_session_equals_the_unpacked_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, chains, trees of up to 75 nodes and single tokens, with features of several layers."""
     in_one_call = SESSION_TARGETS[name][1]
     wide = DraftTree(list(range(3, 58)) + list(range(3, 23)), TreeShape.of((-1, *[0] * 74)))
-    rounds = [*TREES, (wide, [0, 50]), *TREES]
+    rounds = [*PATHS_IN_TREES, (wide, [0, 50]), *PATHS_IN_TREES]
     outputs = []
     for packed in (False, True):
         with TargetSession(session_target(name, packed), 64, (0, 1, FINAL_FEATURES)) as session:
@@ -802,7 +785,7 @@ def test_sequences_have_the_bits_of_each_alone(name: str, dtype: torch.dtype, mo
     """Alternating and together; with windows some are beyond theirs and some are not."""
     target = session_target(name, packed=True, dtype=dtype)
     prompts = [[5, 6, 7, 8], [9, 3], [token % VOCABULARY for token in range(PAGE - 3)]]
-    by_sequence = [TREES, TREES[1:] + TREES[:1], TREES[2:] + TREES[:2]]
+    by_sequence = [PATHS_IN_TREES, PATHS_IN_TREES[1:] + PATHS_IN_TREES[:1], PATHS_IN_TREES[2:] + PATHS_IN_TREES[:2]]
     alone = []
     for prompt, rounds in zip(prompts, by_sequence, strict=True):
         with TargetSession(target, 2 * PAGE, (1, FINAL_FEATURES)) as session:
@@ -850,18 +833,6 @@ def test_prompt_has_the_bits_of_its_tokens_one_by_one(dtype: torch.dtype, monkey
             assert len(calls) == -(-len(prompt) // most_rows)
             assert torch.equal(step.logits, logits)
             assert torch.equal(step.features, features)
-
-
-def test_compiled_session_returns_the_requested_features() -> None:
-    """It reads all features requested so far."""
-    outputs = []
-    for compiler in (None, Compiler()):
-        with TargetSession(session_target("llama", packed=True), 64, compiler=compiler) as session:
-            session.read_layers((0, FINAL_FEATURES))
-            session.read_layers((1,))
-            outputs.append(run_trees(session, PROMPT, TREES))
-    for ours, theirs in zip(*outputs, strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 # ---- in drafters ----

@@ -28,7 +28,6 @@ from draftsmith.models.cuda_attention import (
     can_split,
     has_split_attention,
     use_split_sdpa,
-    without_cudnn_attention,
 )
 from draftsmith.models.decoding import cached_attention
 
@@ -177,31 +176,30 @@ def check_again() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("check_again")
-def test_kernels_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(0.5, "a result differs from torch's by 0.5"), (None, "RuntimeError: no C compiler"), (0.0, None)],
+)
+def test_kernels_that_fail_or_differ_are_not_used(
+    error: float | None, reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are checked once per process."""
+    calls: list[Tensor] = []
+
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        calls.append(query)
+        if error is None:
+            raise RuntimeError("no C compiler\nand a long trace")
         seen = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
         return seen.transpose(1, 2) + error
 
     monkeypatch.setattr(cuda_attention.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(cuda_attention, "split_attention", attention)
-    error = 0.0
-    assert has_split_attention(torch.device("cpu"), torch.float32)
-    error = 0.5
-    assert has_split_attention(torch.device("cpu"), torch.float32)  # checked once per process
-    has_split_attention.cache_clear()
-    assert not has_split_attention(torch.device("cpu"), torch.float32)
-    assert "is not used on cpu (a result differs from torch's by 0.5)" in caplog.text
-
-
-@pytest.mark.usefixtures("check_again")
-def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def attention(*_: Tensor) -> Tensor:
-        raise RuntimeError("no C compiler\nand a long trace")
-
-    monkeypatch.setattr(cuda_attention.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(cuda_attention, "split_attention", attention)
-    assert not has_split_attention(torch.device("cpu"), torch.float32)
-    assert "is not used on cpu (RuntimeError: no C compiler); a step takes longer" in caplog.text
+    assert has_split_attention(torch.device("cpu"), torch.float32) == (reason is None)
+    assert reason is None or f"is not used on cpu ({reason})" in caplog.text
+    checks = len(calls)
+    has_split_attention(torch.device("cpu"), torch.float32)
+    assert len(calls) == checks
 
 
 @pytest.mark.parametrize(
@@ -225,10 +223,3 @@ def test_sdpa_on_cuda_is_replaced(
     )
     use_split_sdpa(model)
     assert chosen == [SPLIT_SDPA] * is_replaced
-
-
-def test_cudnn_attention_is_off_inside_and_restored_after() -> None:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    with without_cudnn_attention():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled() is before

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.tiny_models import VOCABULARY, capped_target, random_batch, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,7 +14,6 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.models.base.registry import load_drafter_class
 from draftsmith.models.formats.exporting import EXPORTERS, refusal
-from draftsmith.models.groups.layout import depth_labels
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
 from draftsmith.models.target_logits import PLAIN, LogitShape, logit_shape
@@ -43,12 +42,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"loss": "kl", "num_heads": 2, "lm_heads": "shared"}),
     ("dflash", {"block_size": 3, "feature_layers": [0, 1], "loss": "kl", "sample_from_anchor": True}),
 ]
-
-
-def capped_target() -> PreTrainedModel:
-    """Build a target in fp64 with logits far beyond its cap."""
-    sizes = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
-    return tiny_target("gemma2", tie_word_embeddings=False, **sizes).double()
 
 
 @pytest.mark.parametrize(("model_type", "keys", "expected"), SCALED, ids=str)
@@ -84,39 +77,6 @@ def test_other_functions_of_logits_are_refused() -> None:
     target.__class__ = Strange
     with pytest.raises(UserError, match="logits of Strange are not its LM head's, scaled or capped by logit_scale"):
         load_drafter_class("parallel").from_target(target, {})
-
-
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
-def test_teacher_has_the_targets_distribution(kind: str, options: dict[str, Any]) -> None:
-    """A batch's loss is the KL from the target's own logits to the drafter's, as in decoding."""
-    target = capped_target()
-    drafter = tiny_drafter_of(kind, target, **{"loss": "kl", **options}).double()
-    if "draft_vocab_size" in options:
-        counts_v = torch.zeros(VOCABULARY, dtype=torch.long)
-        counts_v[::2] += 2
-        drafter.vocab.choose(counts_v)
-    drafter.attach(target)
-    batch = random_batch(target, drafter=drafter)
-    ids = batch["input_ids"]
-    q = drafter.group_logits(ids, batch["features"]).log_softmax(-1)
-    whole_p = target(input_ids=ids).logits.softmax(-1)
-    assert whole_p.amax() < 0.5  # otherwise the cap would have no effect
-    p = whole_p if drafter.vocab.ids is None else torch.zeros_like(whole_p)
-    mass = torch.ones_like(whole_p[..., 0])
-    if drafter.vocab.ids is not None:
-        inside = whole_p[..., drafter.vocab.ids]
-        mass = inside.sum(-1)
-        p[..., drafter.vocab.ids] = inside / mass[..., None]
-    labels_bgs = depth_labels(ids, batch["loss_mask"], drafter.config.num_depths)
-    expected = torch.zeros((), dtype=torch.float64)
-    for depth, share in enumerate(drafter.config.options.depth_shares):
-        place_b, place_s = (labels_bgs[:, depth] >= 0).nonzero(as_tuple=True)
-        first = 0 if drafter.reads_first_token else 1
-        place_b, place_s = place_b[place_s >= first], place_s[place_s >= first]
-        at_p, at_q = p[place_b, place_s + depth], q[place_b, depth, place_s]
-        losses = (torch.special.xlogy(at_p, at_p) - torch.where(at_p > 0, at_p * at_q, 0.0)).sum(-1)
-        expected = expected + share * (losses * mass[place_b, place_s + depth]).mean()
-    torch.testing.assert_close(drafter(**batch).loss, expected)
 
 
 def build_twins() -> tuple[PreTrainedModel, PreTrainedModel]:

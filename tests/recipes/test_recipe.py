@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
-from support.places import ROOT
 
 from draftsmith.data.sources.files import open_records
 from draftsmith.errors import UserError
 from draftsmith.models.base.registry import drafter_place, is_published
 from draftsmith.models.target.loading import target_location
-from draftsmith.recipes.loading import _with_parents, first_stage, load_recipe
-
-SHIPPED = ROOT / "recipes"
+from draftsmith.recipes.loading import first_stage, load_recipe
 
 
 def write(folder: Path, values: Any) -> Path:
@@ -244,14 +241,6 @@ def test_error_about_an_override_names_no_line(tmp_path: Path) -> None:
         load_recipe(file, ["eval.runs=0"])
     with pytest.raises(UserError, match="key `extends` cannot be an override: write it into a recipe file"):
         load_recipe(file, ["extends=embedded"])
-
-
-def test_shipped_recipes_stay_short_and_chains_shallow() -> None:
-    files = [*SHIPPED.glob("*.yaml"), *SHIPPED.glob("base/*.yaml")]
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
-    assert [file.name for file, text in texts.items() if not text.startswith("# ")] == []  # says what it trains
-    assert sum(bool(line.strip()) for text in texts.values() for line in text.splitlines()) <= 1200
-    assert max(len(_with_parents(file)) for file in files) == 3
 
 
 @pytest.mark.parametrize("key", ["target.model", "data.distill.model"])

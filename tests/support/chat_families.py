@@ -4,6 +4,9 @@ The templates are written for these tests; their output is the published form, c
 """
 
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 from support.tiny_tokenizers import CHATML, LLAMA3, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -199,3 +202,12 @@ TOOL_FAMILIES = {
 }
 
 FIELD_OF_THOUGHTS = Family(QWEN3_FIELD, "<|im_end|>", added=THOUGHTS)
+
+
+def mark_loss(tokenizer: Any, row: Any) -> str:
+    """Return the row's text with «» around tokens that carry loss."""
+    runs = [
+        (loss, list(run)) for loss, run in groupby(zip(row.loss_mask, row.input_ids, strict=True), key=itemgetter(0))
+    ]
+    texts = [(loss, tokenizer.decode([token for _, token in run])) for loss, run in runs]
+    return "".join(f"«{text}»" if loss else text for loss, text in texts)

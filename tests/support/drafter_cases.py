@@ -136,9 +136,11 @@ def options_of(kind: str) -> set[str]:
     return set(load_drafter_class(kind).config_class.Options.model_fields)
 
 
-def target_and_drafter(kind: str, options: dict[str, Any]) -> tuple[PreTrainedModel, Drafter]:
-    """Build a target and a drafter, whose draft vocabulary, if any, is spread over the target's."""
-    target = tiny_target(num_hidden_layers=TARGET_LAYERS)
+def target_and_drafter(
+    kind: str, options: dict[str, Any], target: PreTrainedModel | None = None
+) -> tuple[PreTrainedModel, Drafter]:
+    """Build a drafter whose draft vocabulary, if any, is spread over the target's, and by default a target."""
+    target = tiny_target(num_hidden_layers=TARGET_LAYERS) if target is None else target
     drafter = tiny_drafter_of(kind, target, **options)
     drafter.vocab.prepare(FREQUENT)
     if "draft_vocab_size" in options:

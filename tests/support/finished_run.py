@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,8 @@ def finished_run(parent: Path) -> FinishedRun:
     ]
     write_lines(folder / "chats.jsonl", [{"conversations": [{"from": who, "value": w} for who, w in t]} for t in talks])
     questions = [(1, "writing", ["w5 w6 w7", "w8 w9"]), (2, "math", ["w20 w21"])]
-    keys = ("question_id", "category", "turns")
-    write_lines(folder / "questions.jsonl", [dict(zip(keys, question, strict=True)) for question in questions])
     conversations = {"source": str(folder / "chats.jsonl"), "decontaminate": []}
+    asked = write_questions(folder / "questions.jsonl", questions)
     recipe = recipe_in(
         folder,
         data={
@@ -99,7 +99,7 @@ def finished_run(parent: Path) -> FinishedRun:
         },
         train={"max_steps": 2, "save_steps": 1},
         eval={
-            "questions": str(folder / "questions.jsonl"), "max_new_tokens": 8, "runs": 1, "warmup_questions": 0,
+            "questions": asked, "max_new_tokens": 8, "runs": 1, "warmup_questions": 0,
             "methods": [{"name": "tuned", "tree": "tuned"}, {"name": "x", "kind": "prompt_lookup"}],
         },
     )  # fmt: skip
@@ -110,6 +110,13 @@ def finished_run(parent: Path) -> FinishedRun:
             write_tuned(run.root / "drafter", MethodConfig(name="x", tree="best_first", nodes=3))
     shutil.copytree(folder, whole)
     return run
+
+
+def write_questions(file: Path, questions: Sequence[tuple[int, str, list[str]]]) -> str:
+    """Write questions, each with its number, category and turns."""
+    keys = ("question_id", "category", "turns")
+    write_lines(file, [dict(zip(keys, each, strict=True)) for each in questions])
+    return str(file)
 
 
 def write_lines(file: Path, records: list[dict[str, Any]]) -> None:

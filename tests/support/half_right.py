@@ -1,11 +1,13 @@
 """Tiny targets of many architectures, drafters that are sometimes right, and every kind of tree."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.methods.drafter import (
     BestFirstBuilder,
     BestFirstGrower,
@@ -14,9 +16,13 @@ from draftsmith.eval.methods.drafter import (
     StaticBuilder,
     StaticGrower,
     TreeBuilder,
+    TreeDrafter,
+    build_tree_drafter,
 )
+from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models.decoding.decoders import ALL_TOKENS
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.schema import MethodConfig
 
 GREEDY = Sampling()
 DEPTHS = 4
@@ -33,6 +39,13 @@ GROWERS: dict[str, TreeBuilder] = {
     "static": StaticGrower([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]),
     "best_first": BestFirstGrower(nodes=12, branch=4),
     "wide": BestFirstGrower(nodes=30, branch=30, max_depth=2),
+}
+# Keys of a recipe's method.
+TREES: dict[str, dict[str, Any]] = {
+    "chain": {"tree": "chain"},
+    "static": {"tree": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
+    "adaptive": {"tree": "adaptive", "nodes": 9, "branch": 3, "lookup": True},
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -62,6 +75,36 @@ TINY = {
         "gpt2", vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.3
     ),
 }
+
+# A chain, a tree whose path is not in order, and a single token, with the path that is committed.
+PATHS_IN_TREES = [
+    (DraftTree([7, 3, 20, 21], TreeShape.of((-1, 0, 1, 2))), [0, 1, 2]),
+    (DraftTree([9, 4, 5, 6, 8], TreeShape.of((-1, 0, 0, 2, 3))), [0, 2, 3, 4]),
+    (root_only(11), [0]),
+]
+
+
+def run_trees(session: TargetSession, prompt: list[int], rounds: Sequence[tuple[DraftTree, list[int]]]) -> list[Tensor]:
+    """Return the logits and features of the prompt, and of every tree, whose path is committed."""
+    step = session.prefill(prompt)
+    outputs = [step.logits, step.features]
+    for tree, path in rounds:
+        step = session.forward_tree(tree)
+        outputs += [step.logits, step.features]
+        session.commit(path)
+    return outputs
+
+
+def tree_method(
+    decoder: Any,
+    tree: str = "chain",
+    sampling: Sampling = GREEDY,
+    generator: torch.Generator | None = None,
+    **keys: Any,
+) -> TreeDrafter:
+    """Make the method that drafts one of the `TREES`, with other values of some keys."""
+    recipe = MethodConfig.model_validate({"name": "x", **TREES[tree], **keys})
+    return build_tree_drafter(recipe, decoder, sampling, generator)
 
 
 class HalfRightDecoder:

@@ -5,7 +5,7 @@ from torch import Tensor
 from draftsmith.eval.decoding.method import Method
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
 
-V = 11
+V, DRAFTED = 11, 4
 
 
 class Scripted(Method):
@@ -13,8 +13,8 @@ class Scripted(Method):
 
     name = "scripted"
 
-    def __init__(self, answer: list[int], spoil_depth: int | None, drafted: int = 4) -> None:
-        self.answer, self.spoil_depth, self.drafted = answer, spoil_depth, drafted
+    def __init__(self, answer: list[int], spoil_depth: int | None) -> None:
+        self.answer, self.spoil_depth = answer, spoil_depth
         self.observed: list[int] = []
 
     def start(self, prompt_ids: list[int], features: Tensor) -> None:
@@ -23,10 +23,10 @@ class Scripted(Method):
 
     def propose(self) -> DraftTree:
         start = len(self.observed)
-        tokens = (self.answer + [0] * self.drafted)[start : start + self.drafted]
+        tokens = (self.answer + [0] * DRAFTED)[start : start + DRAFTED]
         if self.spoil_depth is not None:
             tokens[self.spoil_depth - 1] = (tokens[self.spoil_depth - 1] + 1) % V
-        return DraftTree([self.observed[-1], *tokens], TreeShape.chain(self.drafted))
+        return DraftTree([self.observed[-1], *tokens], TreeShape.chain(DRAFTED))
 
     def observe(self, committed_ids: list[int], features: Tensor) -> None:
         assert len(committed_ids) == len(features)

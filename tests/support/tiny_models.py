@@ -64,6 +64,12 @@ def tiny_target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     return target
 
 
+def capped_target() -> PreTrainedModel:
+    """Build a target in fp64 with logits far beyond its cap."""
+    sizes = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": None}
+    return tiny_target("gemma2", tie_word_embeddings=False, **sizes).double()
+
+
 def tiny_chat_llama() -> LlamaForCausalLM:
     """Build a target in float64 with the vocabulary of `tiny_tokenizers`."""
     return smallest_llama(

@@ -5,15 +5,13 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from support import tiny_tokenizers as templates
-from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, Family
+from support.chat_families import FAMILIES, FIELD_OF_THOUGHTS, Family, mark_loss
 from support.tiny_tokenizers import tiny_tokenizer
 from tqdm import tqdm
 
@@ -269,15 +267,6 @@ def test_rewritten_answers_without_a_row_are_counted(tmp_path: Path) -> None:
     assert "; of 1 conversations 1 rewritten answers too long, 1 rewritten answers refused" in report.sentence()
 
 
-def mark_loss(tokenizer: Any, row: Any) -> str:
-    """Return the row's text with «» around tokens that carry loss."""
-    runs = [
-        (loss, list(run)) for loss, run in groupby(zip(row.loss_mask, row.input_ids, strict=True), key=itemgetter(0))
-    ]
-    texts = [(loss, tokenizer.decode([token for _, token in run])) for loss, run in runs]
-    return "".join(f"«{text}»" if loss else text for loss, text in texts)
-
-
 ASKED = "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -301,13 +290,6 @@ def test_given_answers_whose_thoughts_leave_the_history_carry_loss_once(family: 
     assert [mark_loss(tokenizer, row) for row in rows] == [
         ASKED + "Hello<|im_end|>\n" + ASKED + said[1], ASKED + said[0]
     ]  # fmt: skip
-
-
-def test_thoughts_that_the_template_drops_are_refused() -> None:
-    turns = (Turn("user", "Say hi"), Turn("assistant", "Hello", reasoning_content="one"))
-    for name in ("Llama 3", "R1"):
-        with pytest.raises(TemplateProblem, match="does not write the thoughts that conversations have as `reasoning_"):
-            tokenize_rows(FAMILIES[name].tokenizer(), Conversation("x", turns), 1000)
 
 
 def test_answers_of_weight_0_carry_no_loss() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from support import tiny_tokenizers as templates
-from support.chat_families import FAMILIES
+from support.chat_families import FAMILIES, mark_loss
 from support.tiny_tokenizers import tiny_tokenizer
 from transformers import GenerationConfig
 
@@ -85,42 +85,33 @@ WITH_SYSTEM = {
 }
 
 
-def mark_loss(family: str, turns: tuple[Turn, ...]) -> str:
-    """Decode the tokens, with «» around those that carry loss."""
+def marked(family: str, turns: tuple[Turn, ...]) -> str:
     tokenizer = FAMILIES[family].tokenizer()
-    tokenized = tokenize_conversation(tokenizer, Conversation("golden", turns))
-    text, ids, previous = "", [], 0
-    for token_id, carries_loss in zip([*tokenized.input_ids, None], [*tokenized.loss_mask, 0], strict=True):
-        if carries_loss != previous or token_id is None:
-            text += tokenizer.decode(ids) + ("" if carries_loss == previous else "«" if carries_loss else "»")
-            ids = []
-        ids.append(token_id)
-        previous = carries_loss
-    return text
+    return mark_loss(tokenizer, tokenize_conversation(tokenizer, Conversation("golden", turns)))
 
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_golden_masks_of_families(family: str) -> None:
-    assert mark_loss(family, TALK) == GOLDEN[family]
+    assert marked(family, TALK) == GOLDEN[family]
 
 
 @pytest.mark.parametrize("family", WITH_SYSTEM)
 def test_system_turn_changes_nothing_else(family: str) -> None:
     without, with_it = WITH_SYSTEM[family]
     assert GOLDEN[family].count(without) == 1
-    assert mark_loss(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
+    assert marked(family, (SYSTEM, *TALK)) == GOLDEN[family].replace(without, with_it)
 
 
 def test_answers_whose_system_prompt_moves_carry_no_loss() -> None:
     """The target read it before each of them."""
     moved = GOLDEN["Mistral v0.3"].replace("«", "").replace("»", "").replace(" Bye.</s>", "« Bye.</s>»")
-    assert mark_loss("Mistral v0.3", (SYSTEM, *TALK)) == moved.replace("Say [INST]", "You are a helper.\n\nSay [INST]")
+    assert marked("Mistral v0.3", (SYSTEM, *TALK)) == moved.replace("Say [INST]", "You are a helper.\n\nSay [INST]")
 
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Mistral v0.1"])
 def test_families_without_system_turns_refuse_them(family: str) -> None:
     with pytest.raises(TemplateRefusal, match="roles system, user"):
-        mark_loss(family, (SYSTEM, *TALK))
+        marked(family, (SYSTEM, *TALK))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support.benchmark_scripts import benchmark, figures_of
-from support.finished_run import write_lines
+from support.finished_run import write_questions
 from support.tiny_runs import recipe_file, tiny_run
 
 from draftsmith.errors import UserError
@@ -50,19 +50,12 @@ def test_conclusions_by_hand() -> None:
     assert best["ratios"] == pytest.approx([30 / 33, 2.0, 2.0])
 
 
-def write_questions(folder: Path) -> str:
-    """Write three questions."""
-    questions = [(number, f"c{number}", [f"w{5 + number} w6 w7"]) for number in range(3)]
-    keys = ("question_id", "category", "turns")
-    write_lines(folder / "q.jsonl", [dict(zip(keys, question, strict=True)) for question in questions])
-    return str(folder / "q.jsonl")
-
-
 @pytest.mark.slow
 def test_all_sides_give_equal_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"questions": write_questions(tmp_path), "max_new_tokens": 8}
+    questions = [(number, f"c{number}", [f"w{5 + number} w6 w7"]) for number in range(3)]
+    asked = {"questions": write_questions(tmp_path / "q.jsonl", questions), "max_new_tokens": 8}
     trees = [{"name": "chain"}, {"name": "tree", "tree": "best_first", "nodes": 4, "branch": 2}]
     trees.append({"name": "adaptive", "tree": "adaptive", "nodes": 4, "branch": 2})
     monkeypatch.setattr("draftsmith.eval.bench.costs.TIMED_FORWARDS", 2)  # no time is asserted

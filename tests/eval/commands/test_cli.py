@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -41,18 +40,6 @@ def test_sigterm_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     result = RUNNER.invoke(cli.app, ["run", "quickstart"])
     assert (result.exit_code, result.stderr) == (143, f"{INTERRUPTED}\n")
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-def test_help_groups_commands_and_truncates_nothing() -> None:
-    """Each command is in a group, in the order of use, with a summary of one line."""
-    for option in ("-h", "--help"):
-        printed = RUNNER.invoke(cli.app, [option]).stdout
-        assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == ["Options", *cli.PANELS]
-        rows = re.findall(r"^  ([a-z]+)  +(.*)$", printed, re.MULTILINE)
-        assert sorted(name for name, _ in rows) == sorted({*COMMANDS, *NO_RECIPE})
-        assert rows[0][0] == "demo"
-        assert all(0 < len(text) <= 45 and "..." not in text for _, text in rows)
-    assert RUNNER.invoke(cli.app, ["train", "-h"]).stdout.startswith("Usage:")
 
 
 def test_shipped_recipes_are_listed_one_per_line(tmp_path: Path) -> None:

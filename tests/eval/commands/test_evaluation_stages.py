@@ -189,13 +189,6 @@ def test_model_card_has_figures_and_proof_of_its_weights_only(recipe: Recipe) ->
     assert "## Is it lossless?" not in card.read_text()
 
 
-def test_example_of_the_card_runs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = RunFolder(recipe).drafter
-    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    exec(code.replace("owner/this-drafter", str(folder)), {})
-    assert len(capsys.readouterr().out) > 20
-
-
 @pytest.mark.parametrize("stage", [tune, prove, evaluate])
 def test_stage_without_a_drafter_is_reported(stage: Callable[[Recipe], object], recipe: Recipe) -> None:
     with pytest.raises(UserError, match="no trained drafter"):

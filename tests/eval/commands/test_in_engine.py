@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support.finished_run import write_lines
+from support.finished_run import write_questions
 from support.streaming_server import ANSWER, StreamingServer
 from support.tiny_models import tiny_target
-from support.tiny_runs import recipe_file, recipe_in, save_target
+from support.tiny_runs import recipe_file, recipe_in, save_target, save_trained
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -22,8 +22,6 @@ from draftsmith.eval.commands.cli import app
 from draftsmith.eval.commands.console import console
 from draftsmith.eval.commands.in_engine import cpu_cache_bytes, read_engine_options, vllm_arguments
 from draftsmith.models.base.registry import load_drafter_class
-from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
 from draftsmith.recipes.schema import Recipe
 
 ANSWERED = list(chain.from_iterable(ANSWER))
@@ -33,11 +31,8 @@ OTHER_ANSWER = [[30], [31, 39], [33, 34], [35, 36]]
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     save_target(tmp_path / "target")
-    questions = [(1, "writing", ["w5 w6"]), (2, "math", ["w7", "w8"])]
-    keys = ("question_id", "category", "turns")
-    write_lines(tmp_path / "questions.jsonl", [dict(zip(keys, each, strict=True)) for each in questions])
-    values = {"questions": str(tmp_path / "questions.jsonl"), "max_new_tokens": 7}
-    return recipe_file(recipe_in(tmp_path, eval=values))
+    asked = write_questions(tmp_path / "questions.jsonl", [(1, "writing", ["w5 w6"]), (2, "math", ["w7", "w8"])])
+    return recipe_file(recipe_in(tmp_path, eval={"questions": asked, "max_new_tokens": 7}))
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -160,10 +155,8 @@ def test_server_with_the_wrong_drafting_is_refused(recipe: str, servers: list[St
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_missing_vllm_is_reported_with_the_way_out(recipe: str) -> None:
-    run = RunFolder(recipe_in(Path(recipe).parent, "run"))
-    load_drafter_class("eagle").from_target(tiny_target(num_hidden_layers=4), {}).save_pretrained(run.drafter)
-    training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}
-    (run.drafter / TRAINING_FILE).write_text(json.dumps(training))
+    drafter = load_drafter_class("eagle").from_target(tiny_target(num_hidden_layers=4), {})
+    save_trained(recipe_in(Path(recipe).parent, "run"), drafter)
     result = call(recipe)
     assert result.exit_code == 2
     assert "--engine vllm needs vLLM in this environment: pip install draftsmith[vllm]" in result.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.half_right import BUILDERS, GREEDY, SIZES, TINY, HalfRightDecoder
+from support.half_right import BUILDERS, GREEDY, SIZES, TINY, HalfRightDecoder, tree_method
 from support.tiny_models import tiny_drafter_of, tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -18,15 +18,13 @@ from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession, open_session
-from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
+from draftsmith.eval.methods.drafter import TreeDrafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
-from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.decoding.decoders import Compilable, StepwiseDecoder
 from draftsmith.recipes.loading import load_recipe
-from draftsmith.recipes.schema import MethodConfig
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7, 8], [90, 3]]
@@ -150,32 +148,6 @@ def test_sessions_on_a_cpu_do_not_share_a_graph() -> None:
     assert answers[0] != answers[1]
 
 
-@pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler")
-@pytest.mark.parametrize("static", [pytest.param(True, marks=pytest.mark.nightly), False])
-def test_compiled_bf16_logits_are_bitwise_equal_alone_and_in_a_tree(static: bool) -> None:
-    """Greedy answers are therefore identical in half precision too."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        **{**SIZES, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
-    )
-    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False).bfloat16()
-    use_grouped_sdpa(target)
-    pack_linears(target)
-    prompt = [5, 9, 33, 12]
-    with TargetSession(target, 64, compiler=Compiler(is_static=static)) as session:
-        session.prefill(prompt)
-        in_tree = session.forward_tree(TREE)
-        session.commit([0, 2, 4, 6])
-        after = session.forward_tree(root_only(30)).logits[0]
-        session.prefill(prompt)
-        for token, node in ((7, 0), (20, 2), (22, 4), (24, 6)):
-            step = session.forward_tree(root_only(token))
-            assert torch.equal(step.logits[0], in_tree.logits[node])
-            assert torch.equal(step.features[0], in_tree.features[node])
-            session.commit([0])
-        assert torch.equal(session.forward_tree(root_only(30)).logits[0], after)
-
-
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -195,16 +167,15 @@ def test_compiled_drafters(kind: str, options: dict[str, Any], tree: str, caplog
     """Answers and accepted lengths equal those without compilation; nothing is recompiled over 1,000 tokens."""
     target = tiny_target(num_hidden_layers=4).double()
     drafter = tiny_drafter_of(kind, target, **options).double()
-    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "nodes": 7, "branch": 3})
     prompts = [[5, 9, 33, 12, 40, 7], [8], [*range(10, 30)]]
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder: Any = drafter.decoder(64)
-        method = build_tree_drafter(recipe, decoder, GREEDY)
+        method = tree_method(decoder, tree)
         wanted = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
         decoder, plain = drafter.decoder(1000), drafter.decoder(1000)
         assert isinstance(decoder, Compilable)
         decoder.compile(backend="eager")
-        method = build_tree_drafter(recipe, decoder, GREEDY)
+        method = tree_method(decoder, tree)
         for stance in ("default", "fail_on_recompile"):
             torch.compiler.set_stance(stance)
             outs = [generate(session, method, prompt, GREEDY, 24) for prompt in prompts]
@@ -255,10 +226,9 @@ def test_compiled_forwards_write_into_static_memory(kind: str) -> None:
 
     decoder: Any = drafter.decoder(64)
     decoder.compile(backend=watching)
-    recipe = MethodConfig.model_validate({"name": "x", "tree": "chain"})
     compiler = Compiler(watching, is_static=True)
     with TargetSession(target, 64, drafter.feature_layers, compiler=compiler) as session:
-        generate(session, build_tree_drafter(recipe, decoder, GREEDY), [5, 9, 33], GREEDY, 12)
+        generate(session, tree_method(decoder), [5, 9, 33], GREEDY, 12)
     assert len(changed) >= 2 * 4 + 2  # keys and values of every layer
     assert {node.op for node in changed} == {"placeholder"}
     # The attribute read by torch's `_get_static_input_indices`.

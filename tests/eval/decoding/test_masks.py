@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.half_right import GREEDY, tree_method
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -14,16 +15,7 @@ from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import TreeDrafter, build_tree_drafter
 from draftsmith.eval.trees.verify import DraftTree, TreeShape
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import MethodConfig
-
-GREEDY = Sampling()
-TREES: dict[str, dict[str, Any]] = {
-    "chain": {"tree": "chain"},
-    "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
-}
 
 
 class SeenMasks(TorchFunctionMode):
@@ -55,11 +47,6 @@ def masks_are_aligned(at_least: int) -> Iterator[None]:
         assert all(step % 8 == 0 for step in steps), places
 
 
-def build_method(decoder: Any, tree: str) -> TreeDrafter:
-    recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
-    return build_tree_drafter(recipe, decoder, GREEDY)
-
-
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [("parallel", "best_first"), ("eagle", "best_first"), ("hydra", "best_first"), ("dflash", "chain")],
@@ -72,7 +59,7 @@ def test_masks_of_target_and_drafter_are_aligned(kind: str, tree: str) -> None:
         TargetSession(target, 61, drafter.feature_layers, compiler=Compiler("eager", is_static=True)) as padded,
         masks_are_aligned(at_least=20),
     ):
-        generate(session, build_method(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 30)
+        generate(session, tree_method(drafter.decoder(61), tree), [5, 9, 33], GREEDY, 30)
         with torch.inference_mode():
             padded.prefill([5, 9, 33])
             mask = padded._mask([(0, DraftTree([5, 6, 7], TreeShape.of((-1, 0, 0))))], padded.cache.capacity)

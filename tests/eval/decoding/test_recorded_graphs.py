@@ -11,25 +11,20 @@ from typing import Any
 import pytest
 import torch
 from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
+from support.half_right import tree_method
 from support.tiny_models import tiny_drafter_of, tiny_target
 from torch import Tensor
 
 from draftsmith.eval.decoding.compiled_forward import Compiler
 from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.trees.verify import DraftTree, TreeShape, root_only
 from draftsmith.models import compiling
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import Compilable, PathDecoder, StepwiseDecoder
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [*range(5, 25)]
-TREES: dict[str, dict[str, Any]] = {
-    "chain": {"tree": "chain"},
-    "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
-}
 FEW_FIRST = [
     kind
     if kind in ("parallel", "medusa", "eagle", "hydra", "dflash")
@@ -82,19 +77,18 @@ def build_on_ghost(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", ["chain", "best_first"])
 @pytest.mark.parametrize("kind", FEW_FIRST)
 def test_round_has_few_launches(kind: str, tree: str, replays: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """A draft is one graph, or one per level; answers equal those without graphs; only results are waited for."""
     target, drafter = build_on_ghost(kind)
-    recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
     with TargetSession(target, 64, drafter.feature_layers) as session:
-        plain = generate(session, build_tree_drafter(recipe, drafter.decoder(64), Sampling()), PROMPT, Sampling(), 12)
+        plain = generate(session, tree_method(drafter.decoder(64), tree), PROMPT, Sampling(), 12)
     decoder = drafter.decoder(64)
     assert isinstance(decoder, Compilable)
     decoder.compile()
     levels = decoder.num_depths if isinstance(decoder, StepwiseDecoder) else 1
-    method, rounds, outlines = build_tree_drafter(recipe, decoder, Sampling()), list[Any](), list[int]()
+    method, rounds, outlines = tree_method(decoder, tree), list[Any](), list[int]()
 
     def count(round_: Round) -> None:
         waits = GhostDevice.of("in") - GhostDevice.counts["in", NOT_WAITED_FOR] + GhostDevice.of("back")
@@ -132,11 +126,10 @@ def test_draft_that_cannot_be_compiled_runs_eagerly(
 ) -> None:
     """It gives equal answers after one warning, and the current tree is completed."""
     target, drafter = build_on_ghost(kind)
-    recipe = MethodConfig.model_validate({"name": "x", **TREES["best_first"]})
 
     def answer(decoder: Any) -> Any:
         with TargetSession(target, 64, drafter.feature_layers) as session:
-            out = generate(session, build_tree_drafter(recipe, decoder, Sampling()), PROMPT, Sampling(), 12)
+            out = generate(session, tree_method(decoder, "best_first"), PROMPT, Sampling(), 12)
         return out.ids, out.accept_lengths
 
     wanted = answer(drafter.decoder(64))

@@ -9,27 +9,20 @@ from typing import Any
 import pytest
 import torch
 from support.ghost_device import NOT_WAITED_FOR, GhostDevice, ghost_device
+from support.half_right import TREES, tree_method
 from support.table_decoder import paths_in
 from support.tiny_models import tiny_drafter_of, tiny_target
 
 from draftsmith.eval.decoding.generate import Round, generate
 from draftsmith.eval.decoding.method import Autoregressive, Method
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.prompt_lookup import PromptLookup
 from draftsmith.eval.trees.verify import DeviceTokens, DraftTree, TreeShape
 from draftsmith.models.base.registry import drafter_kinds
 from draftsmith.models.decoding.decoders import LevelDecoder, SequenceDecoder, StepwiseDecoder
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import MethodConfig
 
 PROMPT = [5, 9, 33, 12, 40, 7]
-TREES: dict[str, dict[str, Any]] = {
-    "chain": {"tree": "chain"},
-    "static": {"tree": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
-    "best_first": {"tree": "best_first", "nodes": 9, "branch": 3},
-    "adaptive": {"tree": "adaptive", "nodes": 9, "branch": 3, "lookup": True},
-}
 # One kind drafts in one forward, one level by level; every other kind is like one of them.
 FEW_FIRST = [
     "parallel",
@@ -81,8 +74,7 @@ def waits_and_calls(
         drafter = tiny_drafter_of(kind, target)
         target.to(device)
         drafter = drafter.to(device).attach(target)
-        recipe = MethodConfig.model_validate({"name": "x", **TREES[tree]})
-        method = build_tree_drafter(recipe, drafter.decoder(64), sampling, torch.Generator().manual_seed(2))
+        method = tree_method(drafter.decoder(64), tree, sampling, torch.Generator().manual_seed(2))
         return *count_waits(method, drafter.feature_layers, target, sampling), method.decoder
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.finished_run import write_lines
 from support.served_drafters import SERVED, train_briefly
-from support.tiny_runs import recipe_in
+from support.tiny_runs import recipe_in, save_trained
 from support.vllm_server import NEEDS_VLLM, vllm_environment
 
 from draftsmith.data.sources.conversation import Turn
@@ -20,8 +20,7 @@ from draftsmith.eval.commands.evaluate import evaluate
 from draftsmith.eval.commands.in_engine import ServingOptions, evaluate_in_engine
 from draftsmith.eval.serving.endpoint import DraftCounts
 from draftsmith.models.target.loading import load_target
-from draftsmith.models.weights import weights_sha256
-from draftsmith.recipes.run_folder import TRAINING_FILE, RunFolder
+from draftsmith.recipes.run_folder import RunFolder
 from draftsmith.recipes.schema import Recipe
 
 __all__ = ["vllm_environment"]  # fixture
@@ -60,12 +59,9 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
         ids = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS + DEPTH + 1)
         answers.append(ids[0, len(prompt) :].tolist())
     drafter = train_briefly(KIND, OPTIONS, target, prompts[:8], answers)
-    run = RunFolder(recipe)
-    drafter.save_pretrained(run.drafter)
-    training = {"steps": 1, "history": [], "weights_sha256": weights_sha256(run.drafter)}
-    (run.drafter / TRAINING_FILE).write_text(json.dumps(training))
+    save_trained(recipe, drafter)
     evaluate(recipe)
-    return Setup(recipe, list(RecordLog(run.eval / "records.jsonl")))
+    return Setup(recipe, list(RecordLog(RunFolder(recipe).eval / "records.jsonl")))
 
 
 def result(setup: Setup, name: str) -> dict[str, Any]:

@@ -26,14 +26,6 @@ CONFIDENCES = torch.tensor([0.5, 0.25, 0.5], dtype=torch.float64)
 BY_HAND = [1.5703125, 0.8203125, 0.3515625]
 
 
-def test_dpace_by_hand() -> None:
-    """A whole group, one cut after two depths, one of a single depth, and rows in any order."""
-    group_n, depth_n = torch.tensor([4, 0, 4, 2, 0, 4]), torch.tensor([2, 0, 0, 0, 1, 1])
-    weights_pg = group_lengths(0.5, -CONFIDENCES[depth_n].log(), group_n * 3 + depth_n, 5, 3)
-    expected = [[1.21875, 0.46875, 0], [0, 0, 0], [0.75, 0, 0], [0, 0, 0], BY_HAND]
-    torch.testing.assert_close(weights_pg, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
-
-
 def test_dpace_at_its_extremes() -> None:
     """Fully confident or fully smoothed: G, G-1, ...; a label outside the draft vocabulary counts alpha."""
     nats = torch.tensor([0.0, 0.0, 0.0]), torch.tensor([5.0, 1.0, 9.0]), torch.tensor([0.0, math.inf, 0.0])

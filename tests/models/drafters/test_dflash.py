@@ -137,13 +137,6 @@ def test_anchor_ratio_drops_whole_blocks() -> None:
     torch.testing.assert_close(drafter.train().label_counts(groups), 0.3 * everything)
 
 
-def test_batch_without_labels_gets_one_block() -> None:
-    """The layers need an input: a row of the context and a whole block, without labels."""
-    labels, active = torch.full((2, 2, 5), -100), torch.zeros(2, 3, 5, dtype=torch.bool)
-    groups = Groups.of(torch.ones(2, 5).long(), labels, active, first_token=False)
-    assert (groups.counts_r, groups.index_n.tolist(), len(groups.labelled_m)) == ([1, 1, 1], [1, 6, 11], 0)
-
-
 @pytest.mark.parametrize(
     ("layers", "expected"),
     # The published ids count layer outputs, one less: [1, 9, 17, 25, 33] and [1, 6, 11, 16, 21].

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from support.half_right import tree_method
 from support.tiny_models import LENGTH, VOCABULARY, tiny_drafter_of, tiny_target
 from support.tiny_runs import make_recipe
 from torch import nn
@@ -16,13 +17,11 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.models.base.group_wise import GroupWiseDrafter
 from draftsmith.models.base.registry import load_drafter
 from draftsmith.models.drafters.eagle3 import Eagle3Drafter
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.run_folder import RunFolder
-from draftsmith.recipes.schema import MethodConfig
 from draftsmith.train.drafter.stage import train_drafter
 
 TARGET_LAYERS = 4
@@ -124,16 +123,16 @@ def test_drafting_with_a_vocabulary_smaller_than_the_branching(kind: str, tree: 
     drafter = tiny_drafter_of(kind, target, draft_vocab_size=3)
     drafter.vocab.prepare(ROWS)
     paths = [[0], [1], [2], [0, 0], [0, 2]] if tree == "static" else None
-    recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 4})
+    keys = {"branch": 4} if paths is None else {"paths": paths}
     sampling, prompt = Sampling(temperature), [5, 9, 33, 12, 40, 7]
     generator = torch.Generator().manual_seed(5)
     with TargetSession(target, 64, drafter.feature_layers) as session:
         decoder = drafter.double().decoder(64)
         if paths is not None:
-            wide = tree_builder(MethodConfig(name="x", tree="static", paths=[*paths, [3]]), decoder)
+            wide = tree_method(decoder, tree, sampling, generator, paths=[*paths, [3]])
             with pytest.raises(UserError, match="is 2 deep and 4 wide, but the drafter"):
-                generate(session, TreeDrafter("x", decoder, wide, sampling, generator), prompt, sampling, 30)
-        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), sampling, generator)
+                generate(session, wide, prompt, sampling, 30)
+        method = tree_method(decoder, tree, sampling, generator, **keys)
         drafted = generate(session, method, prompt, sampling, 30, generator=generator)
         assert len(drafted.ids) == 30
         if temperature == 0:

@@ -21,14 +21,15 @@ from support.drafter_cases import (
     options_of,
     target_and_drafter,
 )
-from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
+from support.half_right import tree_method
+from support.tiny_models import EXPERTS, LENGTH, VOCABULARY, capped_target, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from draftsmith.eval.decoding.generate import generate
 from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import TargetSession
-from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_kinds, load_drafter
 from draftsmith.models.decoding.decoders import StepwiseDecoder
@@ -36,10 +37,10 @@ from draftsmith.models.drafters.dflash import DFlashDrafter
 from draftsmith.models.drafters.dflash2 import CandidateDrafter
 from draftsmith.models.groups.layers import SUPPORTED_MODEL_TYPES
 from draftsmith.models.groups.layout import depth_labels
-from draftsmith.models.loss import LOSSES, has_teacher, loss_weights, smooth_l1
+from draftsmith.models.loss import LOSSES, loss_weights, smooth_l1
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import target_features
-from draftsmith.recipes.schema import MethodConfig
+from draftsmith.models.target_logits import logit_shape
 from draftsmith.train.drafter.rows import pack_documents
 from draftsmith.train.drafter.trainer import collate_right_padded
 
@@ -72,7 +73,7 @@ def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> Non
 
 
 # Kinds with own decoder layers, and the model type of these for a target without suitable ones.
-OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
+OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dflash2", "dspark")] + [
     (kind, layers)
     for kind in ("draft_model", "eagle", "eagle3", "eagle_parallel", "hydra", "parallel", "peagle")
     for layers in ("llama", "qwen3")
@@ -86,7 +87,7 @@ def test_layers_of_another_model_type(case: tuple[str, str], model_type: str, tm
     kind, layers = case
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS, **EXPERTS[model_type])
     options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
-    if layers == "qwen3" and kind not in ("dflash", "dspark"):
+    if layers == "qwen3" and kind not in ("dflash", "dflash2", "dspark"):
         options["layers"] = "qwen3"
     drafter = tiny_drafter_of(kind, target, **options)
     names = set(drafter.state_dict())
@@ -177,10 +178,7 @@ def test_greedy_identity(kind: str, options: dict[str, Any]) -> None:
         decoder = drafter.decoder(32)
         plain = generate(session, Autoregressive(), prompt, greedy, 20)
         for tree in trees:
-            paths = [[0], [1], [0, 0], [0, 1], [1, 0]] if tree == "static" else None
-            recipe = MethodConfig.model_validate({"name": "x", "tree": tree, "paths": paths, "nodes": 9, "branch": 3})
-            method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), greedy)
-            assert generate(session, method, prompt, greedy, 20).ids == plain.ids, tree
+            assert generate(session, tree_method(decoder, tree), prompt, greedy, 20).ids == plain.ids, tree
 
 
 @every_kind
@@ -318,7 +316,7 @@ def lattice_losses(
 
 def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss label by label from the logits of all groups: no chunks, no active rows, weights as defined."""
-    config, ids, features = drafter.config, batch["input_ids"], batch["features"]
+    config, ids, features, shape = drafter.config, batch["input_ids"], batch["features"], logit_shape(target)
     logits, shares = logits_of_head(drafter, ids, features), config.options.depth_shares
     labels = depth_labels(ids, batch["loss_mask"], config.num_depths)
     drafted = drafter.group_logits(ids, features).argmax(-1)
@@ -327,8 +325,10 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     hidden = group_hidden(drafter, ids, features) if "class_weight" in config.to_dict() else None
     selector = getattr(drafter, "candidate_selector", None)
     has_lattice, chosen = hasattr(drafter, "lilicorr"), list[Tensor]()
-    normed = drafter.norm(group_hidden(drafter, ids, features)) if selector is not None or has_lattice else None
+    needs_normed = selector is not None or has_lattice or drafter.needs_acceptance
+    normed = drafter.norm(group_hidden(drafter, ids, features)) if needs_normed else None
     gates = None if selector is None else selector.hidden_projection(normed)
+    says = drafter.confidence_head if drafter.needs_acceptance else None
     alpha, until_first_error = config.options.group_weighting or (None, False)
     means: list[list[Tensor]] = [[] for _ in shares]  # losses through the head, by depth
     further: list[list[Tensor]] = [[] for _ in shares]  # EAGLE's regression and the selector's loss
@@ -345,7 +345,7 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 break
             row, read = logits[b, j, t, kept][None], config.loss != "ce" or label in kept
             place = torch.tensor([kept.index(label) if label in kept else 0])
-            p_all = target.lm_head(teacher[b, t + j]) if has_teacher(config.loss) else logits[b, j, t]
+            p_all = shape(target.lm_head(teacher[b, t + j])) if drafter.needs_teacher else logits[b, j, t]
             counts = {"ce": float(label in kept)}  # the others: the target's probability of the draft vocabulary
             inside = p_all.softmax(-1)[kept].sum() if config.teacher_mass else 1.0
             distance = getattr(config, "class_weight", 1.0) * sum(
@@ -369,6 +369,13 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
                 nats = -scores.log_softmax(-1)[candidates.index(label)] if label in kept else 0.0 * scores[0]
                 further[j].append(kept_on * config.selector_weight * nats.nan_to_num())
                 distance = distance + config.selector_weight * nats.nan_to_num()
+            if says is not None and read:
+                acceptance = torch.minimum(p_all[kept].softmax(-1), row[0].softmax(-1)).sum().detach()
+                before = drafter.markov_head.markov_w1.weight[ids[b, t + j]]
+                said = says.proj.weight[0] @ torch.cat([normed[b, j, t], before]) + says.proj.bias[0]
+                nats = binary_cross_entropy_with_logits(said, acceptance)
+                further[j].append(kept_on * config.confidence_weight * nats)
+                distance = distance + config.confidence_weight * nats
             if has_lattice:
                 further[j].append(kept_on * chosen[j])
                 distance = distance + chosen[j]
@@ -386,17 +393,38 @@ def reference_loss(target: PreTrainedModel, drafter: Drafter, batch: dict[str, T
     return total
 
 
+# Losses of a confidence head.
+CONFIDENCE = [
+    ("dspark", {"markov_rank": 5, "dpace_alpha": 0.4, "draft_vocab_size": 40}),
+    ("dspark", {"markov_rank": 5, "confidence_weight": 0.5, "loss": "ce"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*KINDS, *BY_GROUPS, *CONFIDENCE])
+def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
+    check_loss(*target_and_drafter(kind, options))
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*KINDS, *BY_GROUPS],
+    [
+        ("parallel", {"draft_vocab_size": 40, "markov_rank": 5}),
+        ("eagle3", {"feature_layers": [0, 1], "draft_vocab_size": 40}),
+        ("medusa", {"lm_heads": "shared"}),
+        ("dflash", {"block_size": 3, "feature_layers": [0, 1], "sample_from_anchor": True}),
+    ],
 )
-def test_the_loss_and_its_gradients(kind: str, options: dict[str, Any]) -> None:
+def test_the_loss_for_a_target_that_caps_its_logits(kind: str, options: dict[str, Any]) -> None:
+    """The teacher has the target's own distribution, as in decoding."""
+    target = capped_target()
+    assert target(random_batch(target)["input_ids"]).logits.softmax(-1).amax() < 0.5  # or the cap would do nothing
+    check_loss(*target_and_drafter(kind, {**options, "loss": "kl"}, target))
+
+
+def check_loss(target: PreTrainedModel, drafter: Drafter) -> None:
     """1e-6 in fp64, since transformers' norms and RoPE and the row weights are in fp32."""
-    target, drafter = target_and_drafter(kind, options)
     target, drafter = target.double(), drafter.double()
     drafter.training_step = 0  # Medusa-2's heads only
-    if kind == "dspark":
-        drafter.needs_acceptance = False  # no loss of the confidence head
     batch = random_batch(target, drafter=drafter)
 
     def gradients(loss: Tensor) -> dict[str, Tensor]:

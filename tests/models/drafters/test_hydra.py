@@ -60,18 +60,6 @@ def test_heads_equal_the_papers(architecture: str, options: dict[str, Any]) -> N
                 torch.testing.assert_close(logits[j, t], expected, atol=1e-10, rtol=1e-10)
 
 
-def test_new_drafter_repeats_the_targets_logits() -> None:
-    """All heads start as the target's LM head on h_{t-1}, which gives the target's logits at t-1."""
-    target = tiny_target()
-    drafter = HydraDrafter.from_target(target, {"num_layers": 2})
-    batch = random_batch(target)
-    with torch.no_grad():
-        logits = drafter.group_logits(batch["input_ids"], batch["features"])
-        expected = target(batch["input_ids"]).logits
-    for j in range(5):
-        torch.testing.assert_close(logits[:, j, 1:], expected[:, :-1])
-
-
 def test_prefix_attention_for_a_target_without_suitable_layers() -> None:
     drafter = HydraDrafter.from_target(tiny_target("gpt2"), {"prefix_attention": True})
     assert drafter.prefix is not None

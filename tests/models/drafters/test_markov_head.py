@@ -5,16 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
+from support.half_right import tree_method
 from support.tiny_models import LENGTH, VOCABULARY, random_batch, tiny_drafter_of, tiny_target
 from torch import Tensor
 
-from draftsmith.eval.methods.drafter import TreeDrafter, tree_builder
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.group_wise import GroupWiseDrafter, MaskOptions
 from draftsmith.models.base.registry import drafter_kinds, load_drafter_class
 from draftsmith.models.decoding.decoders import MarkovDecoder
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import MethodConfig
 
 MASKED = [k for k in drafter_kinds() if issubclass(load_drafter_class(k).config_class.Options, MaskOptions)]
 every_masked_kind = pytest.mark.parametrize("kind", MASKED)
@@ -99,7 +97,5 @@ def test_theory_counts_one_forward_per_round() -> None:
     found = {}
     for kind, options in (("parallel", {}), ("parallel", {"markov_rank": RANK}), ("eagle", {})):
         decoder: Any = tiny_drafter_of(kind, tiny_target(), **options).decoder(LENGTH)
-        recipe = MethodConfig.model_validate({"name": "x"})
-        method = TreeDrafter("x", decoder, tree_builder(recipe, decoder), Sampling())
-        found[kind, bool(options)] = method.sequential
+        found[kind, bool(options)] = tree_method(decoder).sequential
     assert found == {("parallel", False): False, ("parallel", True): False, ("eagle", False): True}

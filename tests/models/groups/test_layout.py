@@ -57,15 +57,6 @@ def test_one_document_per_row_is_not_packed() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("first_token", [True, False])
-def test_batch_without_labels_keeps_one_row(first_token: bool) -> None:
-    labels = torch.full((2, 3, 4), -100)
-    groups = Groups.of(torch.ones(2, 4).long(), labels, active(labels), first_token=first_token)
-    assert (groups.index_n.tolist(), groups.counts_r, groups.labelled_m.tolist()) == (
-        [int(not first_token)], [1, 0, 0], [],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("dflash", {}), ("dflash2", {}), ("dspark", {}), ("lilicorr", {}), ("eagle3", WITHOUT), ("peagle", WITHOUT)],

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from support.tiny_runs import tiny_run
 
-from draftsmith.train.drafter.shown import ShownTraining, line_of, span, sparks
+from draftsmith.train.drafter.shown import ShownTraining, line_of, span
 from draftsmith.train.drafter.stage import train_drafter
 
 RECORD = {"loss": "3.274", "accuracy_depth1": "0.584", "accuracy_depth2": "0.44", "tokens_per_s": 4600.4, "epoch": 0.3}
@@ -29,14 +29,6 @@ def test_line_of_a_record() -> None:
     assert line_of(logs(RECORD), 725.0) == "loss 3.27  acc 58/44 %  4,600 tok/s  12 min left"
     assert line_of(logs(HELD_OUT_LOGS), 725.0) == "held-out: loss 3.41  acc 55 %  tau 2.31"  # for the deepest chain
     assert [span(seconds) for seconds in (4, 89, 90, 5340, 12_000)] == ["4 s", "89 s", "2 min", "89 min", "3 h 20 min"]
-
-
-def test_sparkline() -> None:
-    assert sparks([]) == ""
-    assert sparks([2.0, 2.0]) == "▁▁"
-    assert sparks([1, 8, 4.5]) == "▁█▅"
-    many = sparks([float(number) for number in range(1000)])
-    assert (len(many), many[0], many[-1]) == (32, "▁", "█")
 
 
 def test_log_file_gets_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,22 +122,13 @@ def test_too_small_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("begin", [train_drafter, project_features])
-@pytest.mark.parametrize(
-    ("key", "value", "sentence"),
-    [
-        ("max_position_embeddings", 7, r"has a row of \d+ tokens, and the target has 7 positions: set data.max"),
-        ("vocab_size", 5, r"has the token id \d+, and the target's embedding has 5 rows: take the tokenizer"),
-    ],
-)  # fmt: skip
-def test_too_long_rows_are_refused_before_loading(
-    tmp_path: Path, begin: Callable[[Recipe], Any], key: str, value: int, sentence: str
-) -> None:
+def test_too_long_rows_are_refused_before_loading(tmp_path: Path, begin: Callable[[Recipe], Any]) -> None:
     recipe = tiny_run(tmp_path)
     file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 7}))
     for weights in (tmp_path / "target").glob("*.safetensors"):
         weights.unlink()
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=r"has a row of \d+ tokens, and the target has 7 positions: set data.max"):
         begin(recipe)
 
 

@@ -99,29 +99,33 @@ def test_checkpoint_of_another_launch_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "message"),
+    ("launch", "variable", "value", "message"),
     [
-        ("PARALLELISM_CONFIG_TP_SIZE", "2", r"asks for tp_size above 1: drafters are trained data-parallel only"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing .* by name: leave it out"),
+        (
+            FSDP2,
+            "PARALLELISM_CONFIG_TP_SIZE",
+            "2",
+            "asks for tp_size above 1: drafters are trained data-parallel",
+        ),
+        (FSDP2, "FSDP_ACTIVATION_CHECKPOINTING", "true", "fsdp_activation_checkpointing .* by name: leave it out"),
+        (
+            ZERO2,
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+            "{}/zero.json",
+            r"tensor_parallel\.autotp_size above 1: draft",
+        ),
     ],
 )
 def test_unsupported_ways_to_split_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch, variable: str, value: str, message: str
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=message):
-        check_launch(recipe_in(tmp_path), make_arguments(tmp_path), FSDP2)
-
-
-def test_tensor_parallel_deepspeed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches.importlib.util, "find_spec", lambda name: name)
-    args, file = make_arguments(tmp_path), tmp_path / "zero.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    with pytest.raises(
-        UserError, match=r"tensor_parallel\.autotp_size above 1: drafters are trained data-parallel only"
-    ):
-        check_launch(recipe_in(tmp_path), args, ZERO2)
+    args = make_arguments(tmp_path)
+    config = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    monkeypatch.setenv(variable, value.format(tmp_path))
+    with pytest.raises(UserError, match=message):
+        check_launch(recipe_in(tmp_path), args, launch)
 
 
 def test_missing_libraries_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
