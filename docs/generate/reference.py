@@ -59,7 +59,7 @@ def formats() -> list[str]:
             served += " with `parallel_drafting`" if exporter.parallel else ""
             cells.append(f"{served}; {'real vLLM' if to in IN_REAL_VLLM else 'checked by the rules'}")
             for each in exporter.refusals:
-                why = re.sub(r"{config\.(?:target_config\[)?(\w+)\]?}", r"`\1`", each.why)
+                why = re.sub(r"{config\.[\w\[\]]*?(\w+)\]?}", r"`\1`", each.why)
                 condition = (kind, each.drafters, f"{why}: train with {each.recipe_line}")
                 conditions.setdefault(condition, []).append(to)
         lines.append(f"| `{kind}` | {' | '.join(cells)} |")

@@ -46,6 +46,9 @@ PARD_RULES = (
         "inputs", "embedding", "a draft model reads tokens only, and this drafter reads {config.inputs}",
         "drafter.kind=peagle",
     ),
+    Refusal(
+        "no masks", lambda config: not config.num_masks, "without masks it is a draft model", "drafter.kind=draft_model"
+    ),
     only("mask_residual", False, "engines do not add the newest token to its masks"),
     only("markov_rank", 0, "PARD has no Markov head"),
     no_scaled_embeddings("and a mask is none"),
@@ -65,7 +68,7 @@ def to_pard(drafter: Drafter) -> Checkpoint:
 
 def _saved(drafter: Drafter, tied: bool, mask_token_id: int | None) -> Checkpoint:
     model = as_causal_lm(cast(GroupWiseDrafter, drafter), drafter.attached.target, tied)
-    if mask_token_id is not None and drafter.config.num_masks:
+    if mask_token_id is not None:
         model.get_input_embeddings().weight[mask_token_id] = cast(Any, drafter).masks[0]
         model.config.pard_token = mask_token_id
     with tempfile.TemporaryDirectory() as folder:

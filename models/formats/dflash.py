@@ -26,6 +26,7 @@ from draftsmith.models.formats.layout import (
     Exporter,
     Parameters,
     Refusal,
+    borrowed_head,
     drafted_mask,
     dtype_name,
     llama_config,
@@ -171,7 +172,7 @@ def _tensors(drafter: Drafter) -> dict[str, Tensor]:
     """Return the drafter's tensors, with the target's head rows of a draft vocabulary."""
     tensors = dict(drafter.state_dict())
     if has_draft_vocabulary(drafter.config):
-        tensors["lm_head.weight"] = drafter.vocab.borrowed_head.weight.to(drafter.dtype)
+        tensors["lm_head.weight"] = borrowed_head(drafter, "drafter.options.draft_vocab_size=null")
     return tensors
 
 

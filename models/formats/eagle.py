@@ -15,9 +15,9 @@ layers' keys.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.config import DrafterConfig
@@ -30,6 +30,7 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
+    borrowed_head,
     drafted_mask,
     dtype_name,
     has_uncapped_logits,
@@ -152,8 +153,8 @@ def to_speculators(drafter: Drafter) -> Checkpoint:
 def _with_head(tensors: dict[str, Tensor], drafter: Drafter) -> dict[str, Tensor]:
     """Add the target's LM head, in the drafter's dtype, if the drafter has none."""
     if "lm_head.weight" not in tensors:
-        head = cast(nn.Linear, drafter.attached.lm_head).weight.detach()
-        tensors["lm_head.weight"] = head.to(drafter.dtype)
+        vocabulary = drafter.config.target_config["vocab_size"]
+        tensors["lm_head.weight"] = borrowed_head(drafter, f"drafter.options.draft_vocab_size={vocabulary}")
     return tensors
 
 

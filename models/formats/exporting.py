@@ -54,8 +54,8 @@ EXPORT_FILE = "export.json"  # written last: marks a folder as ours, which a lat
 # With one of these in a folder's path vLLM ignores `method`: config/speculative.py:1326-1349.
 NAMES_OF_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 NAMED_METHODS = ("eagle", "eagle3", "dflash", "dspark")
-# Options that do not affect the weights.
-UNCOMPARED = ("loss", "teacher_mass", "shared_mask", "first_token")
+# Options that do not affect the weights, and `layers`, whose kinds may be the same layers: config and names tell.
+UNCOMPARED = ("loss", "teacher_mass", "shared_mask", "first_token", "layers")
 
 
 @dataclass

@@ -13,9 +13,9 @@ supported: it attends to the prefix from the first feature on, ours from a row b
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.models.base.drafter import Drafter
@@ -25,6 +25,7 @@ from draftsmith.models.formats.layout import (
     Parameters,
     Refusal,
     always,
+    borrowed_head,
     dtype_name,
     only,
     renamed,
@@ -82,13 +83,7 @@ def to_vllm(drafter: Drafter) -> Checkpoint:
     }
     tensors = dict(drafter.state_dict())
     if config["original_lm_head"]:
-        head = cast(nn.Linear, drafter.attached.lm_head)
-        if head.bias is not None:
-            raise UserError(
-                "the target's LM head has a bias, which Medusa's layout cannot hold: train with "
-                "drafter.options.lm_heads=separate"
-            )
-        tensors["lm_head.weight"] = head.weight.detach().to(drafter.dtype)
+        tensors["lm_head.weight"] = borrowed_head(drafter, "drafter.options.lm_heads=separate")
     return Checkpoint(config, tensors)
 
 
@@ -109,6 +104,7 @@ def to_hydra(drafter: Drafter) -> Checkpoint:
         "hydra_num_heads": drafter.config.num_heads,
         "hydra_num_layers": drafter.config.num_layers,
         **HYDRA_KEYS,
+        "lm_head_bias": bool(drafter.config.lm_head_bias),  # not a key of theirs: fresh biases are zero
         "base_model_name_or_path": drafter.config.target_name_or_path,
         **_sizes(drafter),
     }
@@ -166,7 +162,7 @@ def hydra_parameters(checkpoint: Checkpoint, target_config: Mapping[str, Any]) -
     state = renamed(checkpoint.tensors, HYDRA_NAMES, back=True)
     _check_size(state["heads.0.0.linear.weight"], target_config)
     biases = [name for name in state if re.match(r"lm_heads\.\d+\.bias", name)]
-    biased = any(state[name].any() for name in biases)
+    biased = bool(checkpoint.config.get("lm_head_bias")) or any(state[name].any() for name in biases)
     if not biased:
         state = {name: value for name, value in state.items() if name not in biases}
     heads, layers = _counts(state, r"heads\.(\d+)\.(\d+)\.linear\.weight")

@@ -325,6 +325,21 @@ def take_borrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: state.pop(f"{name}.weight") for name in names if f"{name}.weight" in state}
 
 
+def borrowed_head(drafter: Drafter, recipe_line: str) -> Tensor:
+    """Return the weight [V', D] of the LM head that a drafter takes from its target, in the drafter's dtype.
+
+    Args:
+        recipe_line: Recipe line for a drafter whose head need not be written.
+
+    Raises:
+        UserError: The head has a bias.
+    """
+    head = drafter.vocab.borrowed_head
+    if head.bias is not None:
+        raise UserError(f"the target's LM head has a bias, which no layout can hold: train with {recipe_line}")
+    return head.weight.detach().to(drafter.dtype)
+
+
 def drafted_ids(d2t: Tensor) -> Tensor:
     """Convert offsets [W] of a draft vocabulary to ids [W] of the target's vocabulary."""
     return d2t + torch.arange(len(d2t))

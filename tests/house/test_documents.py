@@ -75,6 +75,7 @@ def test_tables_agree_with_the_code() -> None:
     assert [page.name for page, text in texts.items() if reference.filled(text) != text] == []
     made = {name for text in texts.values() for name in re.findall(r"^<!-- made: (\w+) -->$", text, re.MULTILINE)}
     assert made == {*reference.MADE}
+    assert not any("{config" in text for text in texts.values())  # a part of a `Refusal.why`
     assert all(text.count("<!-- made: ") == text.count("<!-- /made -->") for text in texts.values())
 
 

@@ -65,6 +65,7 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("eagle", "eagle", "llama", {"fc_bias": True}),
     ("medusa", "medusa", "llama", {"num_layers": 2}),
     ("hydra", "hydra", "llama", {"embedding_norm": False, "num_layers": 2}),
+    ("hydra", "hydra", "llama", {"embedding_norm": False, "lm_head_bias": True}),
     ("dflash", "vllm", "llama", {"feature_layers": [1, 3], "mask_token_id": 5, "causal": True}),
     ("dflash", "vllm", "qwen2", {"num_layers": 2, "block_size": 4, "sliding_window": 9}),
     ("dflash", "vllm", "phi3", {}),
@@ -85,12 +86,16 @@ EXPRESSIBLE: list[tuple[str, str, str, dict[str, Any]]] = [
     ("draft_model", "vllm", "mixtral", {}),
     ("parallel", "vllm", "qwen3_moe", {**PARD, "layers": "qwen3"}),
     ("dflash", "vllm", "qwen3_moe", {}),
+    ("eagle3", "vllm", "llama", {"layers": "llama"}),
+    ("eagle3", "speculators", "qwen3", {"layers": "qwen3"}),
+    ("draft_model", "vllm", "mistral", {"layers": "llama"}),
 ]
 INEXPRESSIBLE: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("parallel", "vllm", "llama", {}, "4 distinct masks", "drafter.kind=peagle"),
     ("parallel", "vllm", "llama", {"shared_mask": True}, "reads both", "drafter.options.inputs=embedding"),
     ("parallel", "vllm", "llama", {**PARD, "mask_residual": True}, "newest token", "mask_residual=false"),
     ("parallel", "vllm", "llama", {**PARD, "markov_rank": 5}, "PARD has no Markov head", "markov_rank=0"),
+    ("parallel", "vllm", "llama", {"inputs": "embedding", "num_masks": 0}, "is a draft model", "kind=draft_model"),
     ("peagle", "vllm", "llama", {"markov_rank": 5}, "P-EAGLE has no Markov head", "markov_rank=0"),
     ("eagle", "vllm", "llama", {"fc_bias": True}, "bias of fc", "fc_bias=false"),
     ("eagle", "vllm", "llama", {"draft_vocab_size": 20}, "no draft vocabulary", "draft_vocab_size=null"),
@@ -181,6 +186,25 @@ def test_inexpressible_option_is_refused_by_name(
     with pytest.raises(UserError, match=f"{re.escape(why)}.*train with .*{re.escape(line)}"):
         export_drafter(drafter, to, tmp_path / "theirs", "TARGET", tmp_path)
     assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "options", "line"),
+    [
+        ("medusa", "vllm", {"lm_heads": "shared"}, "lm_heads=separate"),
+        ("eagle3", "eagle", FEATURES, f"draft_vocab_size={VOCABULARY}"),
+        ("peagle", "speculators", {}, f"draft_vocab_size={VOCABULARY}"),
+        ("dflash", "vllm", {"draft_vocab_size": 20}, "draft_vocab_size=null"),
+    ],
+)
+def test_bias_of_a_written_head_is_refused(
+    kind: str, to: str, options: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    """No layout has a place for the bias of a head that is the target's."""
+    target = tiny_target(num_hidden_layers=4)
+    target.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY))
+    with pytest.raises(UserError, match=f"LM head has a bias.*train with drafter.options.{line}"):
+        export_to(tiny_drafter_of(kind, target, **options), to, tmp_path)
 
 
 def test_eagle3_layer_ids_follow_each_engines_counting(tmp_path: Path) -> None:
