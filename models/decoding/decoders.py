@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
 from draftsmith.models.cpu_layers import MOST_CALL_ROWS, CpuLayers, has_static_rope
 from draftsmith.models.decoding.cached_attention import CachedAttention, masked_columns
@@ -476,6 +477,19 @@ def depths_below(
     return below
 
 
+def check_tree_size(nodes: int) -> None:
+    """Check that a decoder has room for a tree of this many nodes.
+
+    Raises:
+        UserError: It has not.
+    """
+    if nodes > LONGEST_TREE_NODES:
+        raise UserError(
+            f"a draft tree that expands {nodes} nodes is too large: use at most {LONGEST_TREE_NODES}, with a smaller "
+            "`branch` or `max_depth` of the method"
+        )
+
+
 class GrowingTree:
     """The nodes of a draft tree while it grows level by level: their depths, and which nodes each sees.
 
@@ -495,11 +509,10 @@ class GrowingTree:
         """Add W nodes below `parents`; return their depths.
 
         Raises:
-            ValueError: A parent does not exist, or the tree grows too large.
+            ValueError: A parent does not exist.
+            UserError: The tree grows too large.
         """
-        end = len(self.depths) + len(parents)
-        if end > LONGEST_TREE_NODES:
-            raise ValueError(f"a draft tree of {end} nodes is too large: use at most {LONGEST_TREE_NODES}")
+        check_tree_size(len(self.depths) + len(parents))
         depths = depths_below(parents, self.depths)
         self.depths += depths
         self.parents += [parent - 1 for parent in parents]

@@ -30,7 +30,13 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.options import Attention, DepthWeights, Layers, SlidingWindow
 from draftsmith.models.compiling import BACKEND, StaticCall, padded_rows
-from draftsmith.models.decoding.decoders import FEWEST_STATIC_NODES, LONGEST_TREE_NODES, CachedDecoder, depths_below
+from draftsmith.models.decoding.decoders import (
+    FEWEST_STATIC_NODES,
+    LONGEST_TREE_NODES,
+    CachedDecoder,
+    check_tree_size,
+    depths_below,
+)
 from draftsmith.models.decoding.kv_cache import with_tokens, write_level
 from draftsmith.models.drafters.medusa import HeadsDrafter, MedusaConfig
 from draftsmith.models.groups.attention import GroupAttention
@@ -253,6 +259,7 @@ class HydraDecoder:
     def _level(self, tokens: list[int] | Tensor, parents: list[int], depths: list[int]) -> Tensor:
         """Add new nodes of one depth; return fp32 logits [W, V'] of their children."""
         nodes, first, depth, device = len(parents), len(self._depths), depths[0], self._drafter.device
+        check_tree_size(first + nodes)
         self._depths += depths
         if self._backend is not None:
             size = max(FEWEST_STATIC_NODES, padded_rows(nodes)) if depth else 1

@@ -109,3 +109,18 @@ def test_tree_equals_its_paths(prefix_attention: bool) -> None:
             expected = drafter.group_logits(text, padded)[0, len(path), 5]
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(grown[3], grown[4], atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["hydra", "eagle"])
+def test_too_large_tree_is_reported(kind: str) -> None:
+    """A wide best-first tree expands up to `branch` nodes at every level, more in all than it keeps."""
+    target = tiny_target()
+    batch = random_batch(target, 1)
+    decoder = tiny_drafter_of(kind, target).decoder(LENGTH)
+    decoder.start(batch["input_ids"][0, :5], batch["features"][0, :5])
+    decoder.observe(batch["input_ids"][0, 5:6], batch["features"][0, 4:5])
+    decoder.begin()
+    for _ in range(4):
+        decoder.expand([7] * 60, [0] * 60)
+    with pytest.raises(UserError, match="expands 301 nodes is too large: use at most 256, with a smaller `branch`"):
+        decoder.expand([7] * 60, [0] * 60)
