@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.data.sources.conversation import Turn
 from draftsmith.data.tokens.chat_tokens import answer_end_ids, prompt_token_ids
-from draftsmith.eval.bench.costs import MeasuredCosts
-from draftsmith.eval.bench.measured_methods import compile_decoder
-from draftsmith.eval.decoding.generate import AnswerRecord, Round, generate
-from draftsmith.eval.decoding.method import Autoregressive, Method
+from draftsmith.eval.bench.costs import measure_round_costs
+from draftsmith.eval.bench.measured_methods import Arm, compile_decoder
+from draftsmith.eval.decoding.generate import AnswerRecord, Round
+from draftsmith.eval.decoding.method import Autoregressive
 from draftsmith.eval.decoding.session import open_session
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.models.base.drafter import Drafter
@@ -59,20 +59,19 @@ class SpeculativeDecoder:
         max_length_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.tokenizer, self.sampling, self.lenience = tokenizer, sampling, tree.lenience
+        self.tokenizer = tokenizer
         self.end_ids = frozenset(() if tokenizer is None else answer_end_ids(target.generation_config, tokenizer))
         length = max_length_tokens or session_tokens(target, DEFAULT_LENGTH_TOKENS)
         for model in (target, drafter):
             if model is not None:
                 pack_linears(model)
-        self.generator = torch.Generator(target.device).manual_seed(seed)
-        self.method: Method = Autoregressive()
+        generator = torch.Generator(target.device).manual_seed(seed)
+        self.arm = Arm(Autoregressive(), sampling, generator, lenience=tree.lenience)
         self.session = open_session(target, length, compiles=None)
-        if drafter is None:
-            return
-        decoder = compile_decoder(drafter.decoder(length), target.device, compiles=None)
-        self.method = build_tree_drafter(tree, decoder, sampling, self.generator)
-        self.session.read_layers(drafter.feature_layers)
+        if drafter is not None:
+            decoder = compile_decoder(drafter.decoder(length), target.device, compiles=None)
+            method = build_tree_drafter(tree, decoder, sampling, generator)
+            self.arm = Arm(method, sampling, generator, drafter.feature_layers, tree.lenience)
 
     def ask(
         self, question: str, max_new_tokens: int = 128, on_round: Callable[[Round], None] | None = None
@@ -96,18 +95,8 @@ class SpeculativeDecoder:
             UserError: Prompt and answer are longer than `max_length_tokens`.
         """
         self.session.check_room(prompt_ids, max_new_tokens)
-        MeasuredCosts(self.session, prompt_ids).set_costs(self.method)  # with the first prompt, once
-        return generate(
-            self.session,
-            self.method,
-            prompt_ids,
-            self.sampling,
-            max_new_tokens,
-            self.end_ids,
-            self.generator,
-            lenience=self.lenience,
-            on_round=on_round,
-        )
+        measure_round_costs(self.session, [self.arm], prompt_ids)  # with the first prompt, once
+        return self.arm.answer(self.session, prompt_ids, max_new_tokens, self.end_ids, on_round=on_round)
 
     def close(self) -> None:
         """Close the session on the target."""

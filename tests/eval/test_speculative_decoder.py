@@ -41,14 +41,14 @@ def test_costs_of_adaptive_trees_are_measured_with_the_first_prompt(
         with pytest.raises(UserError, match="a prompt of 32 tokens and an answer of 1 do not fit into a session of 32"):
             decoder.answer([5] * 32, 1)
         decoder.answer([5] * 31, 1)
-        assert isinstance(decoder.method, TreeDrafter)
-        assert decoder.method.adaptive is not None
-        known = decoder.method.adaptive.costs
+        assert isinstance(decoder.arm.method, TreeDrafter)
+        assert decoder.arm.method.adaptive is not None
+        known = decoder.arm.method.adaptive.costs
         assert known is not None
         assert [size for size, _ in known.verify] == [1, *(size + 1 for size in costs.SIZES)]
         assert known.draft > 0
         decoder.answer(PROMPT, 8)
-        assert decoder.method.adaptive.costs is known
+        assert decoder.arm.method.adaptive.costs is known
 
 
 def test_question_needs_a_tokenizer(tmp_path: Path) -> None:
