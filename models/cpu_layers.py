@@ -5,7 +5,7 @@ Llama, Mistral, Qwen 2 and Qwen 3, packed by `pack_linears`, one call runs them 
 prompt is read in several calls of at most `MOST_CALL_ROWS` rows. Other layers and other dtypes run as they are.
 
 Shapes: R rows, R' of them that logits are wanted of, E width that comes in, D hidden, L layers, G key-value heads, S
-columns of the cache, H head size, A angles of RoPE, T taps, V vocabulary.
+columns of the cache, H head size, A angles of RoPE, V vocabulary.
 """
 
 from __future__ import annotations
@@ -134,12 +134,10 @@ class CpuLayers:
         values: Tensor,
         start: int,
         mask: Tensor | None,
-        taps: Sequence[int],
-        parents: list[int] | None = None,
-        first_kept: int = 0,
-        with_logits: bool = True,
-        wide: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        parents: list[int] | None,
+        first_kept: int,
+        with_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Run rows through all layers; their keys and values are written into the cache.
 
         Args:
@@ -149,23 +147,23 @@ class CpuLayers:
             keys, values: [L, 1, G, S, H].
             start: Column of the cache for the first row; the other rows follow it.
             mask: [R, S'] additive: a row sees the columns where it is zero. None: all before it, and itself.
-            taps: Layers whose hidden states to return, numbered as in `FeatureTap`.
             parents: In place of a mask: the parents of a draft tree's nodes, -1 for none; the last R nodes are the
                 rows. A row sees all columns before the tree, its ancestors and itself.
             first_kept: The first row to return logits of.
-            wide: Whether logits are fp32, whatever the layers' dtype is.
 
         Returns:
-            Features [R, T * D] and logits [R', V], which are empty without `with_logits`.
+            Hidden states [R, D] before and after the final norm, and fp32 logits [R', V], which are empty without
+            `with_logits`.
         """
         read = None
         if self._first_input is not None:
             inputs, read = self._first_input(inputs)
-        features, logits = self.native.forward(
-            inputs.contiguous(), *rotary, keys, values, start, None, mask, parents, read, list(taps), first_kept,
-            with_logits, wide,
+        taps = [self.num_layers, -1]  # as in `FeatureTap`
+        states, logits = self.native.forward(
+            inputs.contiguous(), *rotary, keys, values, start, None, mask, parents, read, taps, first_kept, with_logits,
+            True,
         )  # fmt: skip
-        return features, logits
+        return *states.chunk(2, dim=-1), logits
 
     def draft(self, ids: Tensor, features: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         """Run causal rows of tokens with their features, and of the masks after them (`set_fusion`).

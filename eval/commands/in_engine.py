@@ -309,7 +309,7 @@ def cpu_cache_bytes(config: PreTrainedConfig, length_tokens: int, max_concurrenc
     At most 4 GiB, unless a single conversation needs more.
     """
     capacity = (length_tokens // CACHE_BLOCK_TOKENS + 2) * CACHE_BLOCK_TOKENS
-    one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), 1, capacity)) * BYTES_OF_AN_ELEMENT
+    one_bytes = 2 * math.prod(cache_shape(config.get_text_config(), capacity)) * BYTES_OF_AN_ELEMENT
     return max(one_bytes, min(max_concurrency * one_bytes, LARGEST_CPU_CACHE_BYTES))
 
 

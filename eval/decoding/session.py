@@ -210,13 +210,13 @@ class TargetSession:
     @property
     def runs_in_one_call(self) -> bool:
         """Return whether a draft tree is one call of `CpuTarget`."""
-        return self.model.few_rows is not None
+        return self.model.cpu_target is not None
 
     @torch.inference_mode()
     def prefill(self, prompt_ids: list[int]) -> TargetStep:
         """Forget the current sequence and read a prompt."""
         self.check_room(prompt_ids)
-        self.cache.crop(0, self.current)
+        self.cache.lengths[self.current] = 0
         if self.model.states is not None:
             self.model.states.reset()
         self.model.refresh()
@@ -430,7 +430,7 @@ class TargetSession:
             self.forward_tree(root_only(root))
             self.commit([0])
             right = self.forward_tree(root_only(younger)).logits[0]
-            self.cache.crop(0)
+            self.cache.length = 0
             # The same result by another kernel, as a measure of rounding in half precision.
             ids = torch.tensor([[*prompt, root, younger]], device=self.device)
             also_right = self._target(input_ids=ids, use_cache=False).logits[0, -1]

@@ -51,7 +51,7 @@ class DraftModelDecoder:
         self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        self._cache.crop(0)
+        self._cache.length = 0
         self._pending = prompt_ids.tolist()
         self._nodes.clear()
 

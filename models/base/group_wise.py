@@ -28,7 +28,7 @@ from draftsmith.models.decoding.decoders import (
     TreeDecoder,
 )
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
+from draftsmith.models.groups.layers import Rotate, build_rotary, build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups, previous_features
 from draftsmith.recipes.schema import MOST_DEPTHS
 
@@ -142,14 +142,14 @@ class GroupWiseDrafter(Drafter):
     layers: nn.ModuleList
     norm: nn.Module
     layers_config: PreTrainedConfig
-    _rotary: Rotate | None = None
+    rotary_of: Rotate  # RoPE's cos and sin [1, N, Dh] of hidden states at positions [1, N]
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, config.num_layers)
         self.layers, self.norm = build_target_layers(self.layers_config)
 
     def attach(self, target: PreTrainedModel) -> Self:
-        self._rotary = rotary_of(self.config.layers, target, self.layers_config)
+        self.rotary_of = build_rotary(self.config.layers, target, self.layers_config)
         return super().attach(target)
 
     @property
@@ -176,7 +176,7 @@ class GroupWiseDrafter(Drafter):
         hidden = hidden_ne.unsqueeze(0)
         rotary = self.rotary_of(hidden, groups.position_n.unsqueeze(0))
         attention = GroupAttention(self.config.attention, groups, window=self.sliding_window)
-        return self.run_layers(hidden, rotary, cached_attention=attention)[0]
+        return self.run_layers(hidden, rotary, attention)[0]
 
     def head_inputs(self, groups: Groups, hidden_nd: Tensor) -> Iterable[tuple[nn.Linear, Tensor, Tensor]]:
         yield self.vocab.head(), groups.labelled_m, self.norm(hidden_nd.index_select(0, groups.labelled_m))
@@ -205,25 +205,19 @@ class GroupWiseDrafter(Drafter):
         """Compute the layers' next inputs [W, E], from draft tokens [W] and the outputs [W, D] that predicted them."""
         return self.real_inputs(input_ids, feedback)
 
-    def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
-        """Run the layers, [1, N, E] -> [1, N, D]; `cached_attention` is their attention, see `groups/attention.py`."""
+    def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Any) -> Tensor:
+        """Run the layers, [1, N, E] -> [1, N, D]; `attention` is theirs, see `attend` in `groups/attention.py`."""
         for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=rotary, **attention)
+            hidden = layer(hidden, position_embeddings=rotary, row_attention=attention)
         return hidden
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Map [..., D] to the logits [..., V'] of `columns`."""
         return self.vocab.logits(self.norm(hidden))
 
-    def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
-        if self._rotary is None:
-            raise ValueError("the drafter has no target: call drafter.attach(target) first")
-        return self._rotary(hidden, position_ids)
-
     # ---- decoding ----
 
-    def few_rows(self) -> CpuLayers | None:
+    def cpu_layers(self) -> CpuLayers | None:
         """Return the layers as one call on a CPU; None if `CpuLayers` does not support them."""
         ours = type(self)
         if (ours.run_layers, ours.logits_of) != (GroupWiseDrafter.run_layers, GroupWiseDrafter.logits_of):
@@ -239,10 +233,7 @@ class GroupWiseDrafter(Drafter):
 
     def with_markov_head(self, decoder: DrafterDecoder) -> DrafterDecoder | StepwiseDecoder:
         """Wrap a decoder so that the Markov head, if any, adds to its logits by the previous token."""
-        head = self.markov_head
-        if head is None:
-            return decoder
-        return MarkovDecoder(decoder, lambda tokens: head(tokens).float(), self.config.num_depths, self.device)
+        return decoder if self.markov_head is None else MarkovDecoder(decoder, self)
 
 
 def embeddings_of(target: PreTrainedModel) -> Tensor:

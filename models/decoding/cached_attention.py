@@ -13,12 +13,11 @@ from draftsmith.models.cpu_kernels import can_attend
 from draftsmith.models.cpu_layers import CpuLayers, head_size, num_kv_heads
 from draftsmith.models.cuda_attention import can_split, has_split_attention, split_attention
 from draftsmith.models.decoding.kv_cache import KVCache, aligned, zero_mask
-from draftsmith.models.target.features import FINAL_FEATURES
 
 
-def cache_shape(config: PreTrainedConfig, batch_size: int, capacity: int) -> tuple[int, ...]:
-    """Return the shape of the cache of B sequences: (layers, keys and values, B, Hkv, capacity, Dh)."""
-    return (config.num_hidden_layers, 2, batch_size, num_kv_heads(config), capacity, head_size(config))
+def cache_shape(config: PreTrainedConfig, capacity: int) -> tuple[int, ...]:
+    """Return the shape of the cache of a sequence: (layers, keys and values, 1, Hkv, capacity, Dh)."""
+    return (config.num_hidden_layers, 2, 1, num_kv_heads(config), capacity, head_size(config))
 
 
 def masked_columns(columns: Tensor, rows: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -55,7 +54,7 @@ class CachedAttention(KVCache):
         window: int | None = None,
     ) -> None:
         super().__init__(capacity)
-        one = torch.empty(cache_shape(config, 1, 1)[2:], device=device, dtype=dtype)
+        one = torch.empty(cache_shape(config, 1)[2:], device=device, dtype=dtype)
         self.allocate(config.num_hidden_layers, one, one)
         self._repeats = config.num_attention_heads // one.shape[1]
         self._splits = device.type == "cuda" and has_split_attention(device, dtype)
@@ -111,13 +110,8 @@ class CachedAttention(KVCache):
 
     def run(
         self, layers: CpuLayers, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int, with_logits: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Run the current step's rows through all layers in one call.
-
-        Returns:
-            Hidden states [R, 2 D] before and after the final norm, and fp32 logits [k, V'] of the rows from
-            `first_kept` on.
-        """
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the current step's rows through all layers in one call, and return what `CpuLayers.forward` does."""
         keys, values, first = self.keys, self.values, self._first
         start = self._columns_seen - len(inputs_re) - first
         if first:
@@ -126,10 +120,7 @@ class CachedAttention(KVCache):
         if mask is None and self._open:
             mask = keys.new_zeros(len(inputs_re), self._columns_seen - first)
         cos, sin = (part[0] for part in rotary)
-        return layers.forward(
-            inputs_re, (cos, sin), keys, values, start, mask, (layers.num_layers, FINAL_FEATURES),
-            parents=self._parents, first_kept=first_kept, with_logits=with_logits, wide=True,
-        )  # fmt: skip
+        return layers.forward(inputs_re, (cos, sin), keys, values, start, mask, self._parents, first_kept, with_logits)
 
     def attend(self, layer_index: int, q_bhrd: Tensor, k_bhrd: Tensor, v_bhrd: Tensor, scale: float) -> Tensor:
         """Return [1, R, H, Dh] for queries [1, H, R, Dh]; store the new keys and values [1, Hkv, R, Dh]."""

@@ -1,4 +1,4 @@
-"""A causal language model with its KV cache: how a forward runs that nothing has compiled.
+"""A causal language model with its KV cache: how a forward runs that nothing has compiled, in one call on a CPU.
 
 Shapes: N rows of a forward, S columns of the cache, L layers, G key-value heads, D head size, F features, V vocabulary.
 """
@@ -14,12 +14,88 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_layers import MOST_CALL_ROWS
+from draftsmith.models.cpu_kernels import PackedLinear
+from draftsmith.models.cpu_layers import (
+    MOST_CALL_ROWS,
+    CpuLayers,
+    has_static_rope,
+    head_size,
+    is_of_family,
+    num_kv_heads,
+)
 from draftsmith.models.decoding.kv_cache import KVCache
 from draftsmith.models.decoding.recurrent import ChainStates, cache_layers
-from draftsmith.models.target.features import FeatureTap
-from draftsmith.models.target.few_rows import CpuTarget
+from draftsmith.models.target.features import FeatureTap, get_text_decoder
 from draftsmith.models.target.windows import Masks, has_recurrent_layers
+
+
+class CpuTarget:
+    """A causal language model whose forwards are one call; made by `of`.
+
+    Args:
+        layers: The target's layers, final norm and LM head.
+        decoder: The module with its embedding and RoPE.
+        positions: Number of positions to compute RoPE's angles for.
+    """
+
+    def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
+        self._layers, self._embedding = layers, decoder.embed_tokens
+        like = self._embedding.weight
+        with torch.no_grad():
+            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
+        cos, sin = (part[0].to(like.dtype).contiguous() for part in angles)
+        self._angles = cos, sin
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the weights again if they changed; called before a sequence."""
+        self._layers.refresh(self._angles, self._embedding.weight.detach())
+
+    def allocate(self, cache: Any) -> None:
+        """Allocate the memory of a `KVCache` for these layers."""
+        config = self._layers.config
+        one = self._embedding.weight.new_empty(1, num_kv_heads(config), 1, head_size(config))
+        cache.allocate(self._layers.num_layers, one, one)
+
+    @classmethod
+    def of(cls, target: Any, positions: int) -> CpuTarget | None:
+        """Return the `CpuTarget`; None if `cpu_layers.h` does not support the target, or its layers are not packed."""
+        decoder: Any = get_text_decoder(target)
+        known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
+        if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
+            return None
+        layers = CpuLayers.of(decoder.layers, decoder.norm, target.lm_head, target.config)
+        if layers is None or not layers.has_head or decoder.embed_tokens.weight.dtype != target.lm_head.weight.dtype:
+            return None
+        return cls(layers, decoder, positions)
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        keys: Tensor | None,
+        values: Tensor | None,
+        start: int,
+        taps: Sequence[int],
+        mask: Tensor | None = None,
+        parents: Sequence[int] | None = None,
+        places: Tensor | None = None,
+        first_kept: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Run N tokens at these positions; see `CpuLayers.forward`.
+
+        Args:
+            places: [N] cache columns of the rows, in place of `start`; these need a mask.
+            first_kept: The first row to return logits of.
+
+        Returns:
+            Logits [N - first_kept, V] and features [N, F].
+        """
+        features, logits = self._layers.native.forward_tokens(
+            list(tokens), list(positions), keys, values, start, places, mask,
+            None if parents is None else list(parents), list(taps), first_kept,
+        )  # fmt: skip
+        return logits, features
 
 
 class CachedModel:
@@ -38,9 +114,9 @@ class CachedModel:
     ) -> None:
         self.model, self.cache = model, cache
         self.feature_layers, self.tap = feature_layers, FeatureTap(model, feature_layers)
-        self.few_rows = CpuTarget.of(model, cache.capacity)
-        if self.few_rows is not None:
-            self.few_rows.allocate(cache)
+        self.cpu_target = CpuTarget.of(model, cache.capacity)
+        if self.cpu_target is not None:
+            self.cpu_target.allocate(cache)
         layers = cache_layers(model, 1, lambda number, count: TreeCacheLayer(cache, number, count, is_static))
         self.states = ChainStates(layers) if has_recurrent_layers(model) else None
         self._layers = Cache(layers=layers)
@@ -55,12 +131,12 @@ class CachedModel:
 
     def refresh(self) -> None:
         """Read the weights again if they changed; called before a sequence."""
-        if self.few_rows is not None:
-            self.few_rows.refresh()
+        if self.cpu_target is not None:
+            self.cpu_target.refresh()
 
     def is_one_call(self, num_rows: int) -> bool:
         """Return True if a forward of this many rows is one call."""
-        return self.few_rows is not None and num_rows <= MOST_CALL_ROWS
+        return self.cpu_target is not None and num_rows <= MOST_CALL_ROWS
 
     def read_prompt(self, ids: Tensor, positions: Tensor, places: int | Tensor, slides: bool) -> tuple[Tensor, Tensor]:
         """Run the first rows of a sequence; the last one's logits [1, V], and features [N, F].
@@ -70,7 +146,7 @@ class CachedModel:
             places: As in `KVCache.write_at`.
             slides: Whether some layer does not see all rows.
         """
-        if self.few_rows is not None and not slides:
+        if self.cpu_target is not None and not slides:
             return self._read_in_calls(ids.tolist(), places)
         self.cache.write_at(places, 0)
         logits = self.logits(ids[None], positions[None], None, **self._last_logits)
@@ -117,13 +193,12 @@ class CachedModel:
         first_kept: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Run rows as `CpuTarget.forward` does, where `is_one_call`; logits [N - first_kept, V], features [N, F]."""
-        assert self.few_rows is not None
+        assert self.cpu_target is not None
         start, scattered = (0, places) if isinstance(places, Tensor) else (places, None)
-        features, logits = self.few_rows.forward(
+        return self.cpu_target.forward(
             tokens, positions, self.cache.keys, self.cache.values, start, self.feature_layers, mask, parents, scattered,
             first_kept,
         )  # fmt: skip
-        return logits, features
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Masks | None, **options: Any) -> Tensor:
         """Run the model itself; logits [1, N, V] of ids and positions [1, N]."""
@@ -145,7 +220,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take this layer's part of the cache's memory, which the first layer makes. Both [1, G, n, D]."""
         cache = self._cache
-        if not cache.is_allocated:
+        if not cache.layers:
             cache.allocate(self._num_layers, key_states, value_states)
         self.keys, self.values = cache.layers[self._index]
         for held, states in ((self.keys, key_states), (self.values, value_states)):

@@ -166,8 +166,8 @@ class CachedDecoder:
         self._static: StaticCall | None = None
         self._backend: str | None = None  # of compilation
         self._masks_ke = torch.empty(0)  # rows after those of the new tokens
-        few_rows = getattr(drafter, "few_rows", None)
-        self._few_rows: CpuLayers | None = None if few_rows is None else few_rows()
+        cpu_layers = getattr(drafter, "cpu_layers", None)
+        self._cpu_layers: CpuLayers | None = None if cpu_layers is None else cpu_layers()
         self._has_residual = False  # whether masks read the newest token too
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._position_offset = 0
@@ -240,7 +240,7 @@ class CachedDecoder:
         """Run rows of a compiled forward; hidden states [R, D], given the columns [R, S] that they do not see."""
         self._cache.begin_static_step(places, hidden)
         rotary = self._rotary_of(inputs_re, positions)
-        states: Tensor = self._drafter.run_layers(inputs_re[None], rotary, cached_attention=self._cache)[0]
+        states: Tensor = self._drafter.run_layers(inputs_re[None], rotary, self._cache)[0]
         self._cache.end_static_step()
         return states
 
@@ -259,8 +259,8 @@ class CachedDecoder:
         """Forget the last sequence; the first row of this one has this position id."""
         self._cache.length, self._position_offset = 0, position_offset
         table = self._make_rotary_table()
-        if self._few_rows is not None:
-            self._few_rows.refresh(None if table is None else (table[0][0], table[1][0]))
+        if self._cpu_layers is not None:
+            self._cpu_layers.refresh(None if table is None else (table[0][0], table[1][0]))
         if self._backend is None or self._rotary_table is None or table is None:
             self._rotary_table = table
             return
@@ -287,8 +287,8 @@ class CachedDecoder:
 
     def _is_one_call(self, num_rows: int) -> bool:
         """Return True if causal rows after the cached ones are one call of `CpuLayers`, which needs no mask."""
-        is_few = self._few_rows is not None and num_rows <= MOST_CALL_ROWS
-        return is_few and not self._cache.is_beyond_window(num_rows)
+        is_fit = self._cpu_layers is not None and num_rows <= MOST_CALL_ROWS
+        return is_fit and not self._cache.is_beyond_window(num_rows)
 
     def _read_ahead(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Run the first rows of a long prompt, `MOST_CALL_ROWS` at a time; return those that fit into one call.
@@ -317,20 +317,18 @@ class CachedDecoder:
 
     def _run_rows(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor], first_kept: int = 0) -> tuple[Tensor, Tensor]:
         """Run the rows of the cache's current step; hidden [k, D] and fp32 logits [k, V'] from `first_kept` on."""
-        drafter, layers = self._drafter, self._few_rows
+        drafter, layers = self._drafter, self._cpu_layers
         if layers is None or len(inputs_re) > MOST_CALL_ROWS:
             kept = self._hidden_of(inputs_re, rotary)[first_kept:]
             return kept, drafter.logits_of(kept).float()
-        features, logits = self._cache.run(layers, inputs_re, rotary, first_kept, layers.has_head)
-        kept, normed = features[first_kept:].chunk(2, dim=-1)
-        return kept, logits if layers.has_head else drafter.vocab.logits(normed).float()
+        hidden, normed, logits = self._cache.run(layers, inputs_re, rotary, first_kept, layers.has_head)
+        return hidden[first_kept:], logits if layers.has_head else drafter.vocab.logits(normed[first_kept:]).float()
 
     def _hidden_of(self, inputs_re: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Return hidden states [R, D] of the rows of the cache's current step, before the final norm."""
-        if self._few_rows is None or len(inputs_re) > MOST_CALL_ROWS:
-            return self._drafter.run_layers(inputs_re.unsqueeze(0), rotary, cached_attention=self._cache)[0]
-        features, _ = self._cache.run(self._few_rows, inputs_re, rotary, 0, False)
-        return features.chunk(2, dim=-1)[0]
+        if self._cpu_layers is None or len(inputs_re) > MOST_CALL_ROWS:
+            return self._drafter.run_layers(inputs_re.unsqueeze(0), rotary, self._cache)[0]
+        return self._cache.run(self._cpu_layers, inputs_re, rotary, 0, False)[0]
 
     def _make_rotary_table(self) -> tuple[Tensor, Tensor] | None:
         """Compute cos and sin of all positions; None if they depend on more than the position."""
@@ -359,7 +357,7 @@ class ParallelDecoder(CachedDecoder):
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V'] of depths 1..G after the newest committed token; one forward of n+K rows."""
         ids, features = self._read_ahead(*self._take_pending())
-        layers, begin, rows = self._few_rows, self._cache.length, len(ids) + len(self._masks_ke)
+        layers, begin, rows = self._cpu_layers, self._cache.length, len(ids) + len(self._masks_ke)
         if (results := self._run_static(ids, features)) is not None:
             _, logits_gv = results
         elif (
@@ -386,13 +384,11 @@ class PathDecoder:
 
     Args:
         decoder: Runs the one forward.
-        num_depths: G.
-        device: The drafter's.
     """
 
-    def __init__(self, decoder: DrafterDecoder, num_depths: int, device: torch.device) -> None:
-        self.num_depths, self.columns = num_depths, decoder.columns
-        self._decoder, self._device = decoder, device
+    def __init__(self, decoder: Any, drafter: Any) -> None:
+        self.num_depths, self.columns = drafter.config.num_depths, decoder.columns
+        self._decoder, self._drafter, self._device = decoder, drafter, drafter.device
         self._newest_1 = torch.empty(0)
         self._depths: list[int] = []  # of every node
 
@@ -436,24 +432,13 @@ class PathDecoder:
 
 
 class MarkovDecoder(PathDecoder):
-    """Decoder that adds the Markov head's bias by the previous token.
-
-    Args:
-        bias_of: Function from previous tokens [W] to the bias of the logits [W, V'].
-    """
-
-    def __init__(
-        self, decoder: DrafterDecoder, bias_of: Callable[[Tensor], Tensor], num_depths: int, device: torch.device
-    ) -> None:
-        super().__init__(decoder, num_depths, device)
-        self._bias_of = bias_of
-        self._logits_gv = torch.empty(0)
+    """Decoder that adds the Markov head's bias by the previous token."""
 
     def _draft(self) -> None:
         self._logits_gv = self._decoder.draft()
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
-        return self._logits_gv[depths_w] + self._bias_of(tokens_w)
+        return self._logits_gv[depths_w] + self._drafter.markov_head(tokens_w).float()
 
 
 def depths_below(

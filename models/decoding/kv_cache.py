@@ -125,7 +125,6 @@ class KVCache:
         self.keys = self.values = torch.empty(0)  # [L, 1, G, S, D]
         # Views of each layer's. A compiled forward that took them from the whole would copy it, there and back.
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self.is_allocated = False
         self._places: int | Tensor = 0
         self._columns_seen = 0
         self._columns: list[Tensor] = []  # of each sequence's tokens
@@ -145,7 +144,6 @@ class KVCache:
             part.new_zeros(num_layers, *part.shape[:2], self.capacity, part.shape[3]) for part in (key, value)
         )
         self.layers = [(self.keys[index], self.values[index]) for index in range(num_layers)]
-        self.is_allocated = True
 
     def columns(self, number: int, device: torch.device) -> Tensor:
         """Return the column [longest_tokens] of every token of a sequence."""
@@ -206,7 +204,3 @@ class KVCache:
                     columns = self.columns(number, part.device)
                     part.index_copy_(3, columns[start + in_place : end], part.index_select(3, columns[source]))
         self.lengths[number] = end
-
-    def crop(self, length_tokens: int, number: int = 0) -> None:
-        """Forget the tokens of a sequence after these; the memory stays."""
-        self.lengths[number] = min(self.lengths[number], length_tokens)

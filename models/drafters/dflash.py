@@ -184,7 +184,7 @@ class DFlashDrafter(GroupWiseDrafter):
         masks_nd = self.mask_inputs()[:1] + newest_nd if self.config.mask_residual else self.mask_inputs()[:1]
         hidden = torch.where(is_mask_n[:, None], masks_nd, newest_nd).unsqueeze(0)
         rotary = self.rotary_of(hidden, positions_n[block_n].unsqueeze(0))
-        hidden_nd = self.run_layers(hidden, rotary, cached_attention=attention)[0]
+        hidden_nd = self.run_layers(hidden, rotary, attention)[0]
         rows_nd = hidden_nd.new_empty(len(groups.index_n), hidden_nd.shape[-1])
         return rows_nd.index_copy(0, block_n, hidden_nd).index_copy(0, context_c, context[0].to(hidden_nd.dtype))
 

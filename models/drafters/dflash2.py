@@ -319,15 +319,12 @@ def logits_at(rows_nd: Tensor, head: nn.Linear, columns_nk: Tensor) -> Tensor:
 class CandidateDecoder(PathDecoder):
     """A `StepwiseDecoder` over a block, whose logits are the candidates' scores given the previous token."""
 
-    def __init__(self, block: BlockDecoder, drafter: CandidateDrafter) -> None:
-        super().__init__(block, drafter.config.num_depths, drafter.device)
-        self._block, self._drafter = block, drafter
-
     def _draft(self) -> None:
-        self._rows = self._block.outputs()
+        self._rows = self._decoder.outputs()
 
     def _after(self, tokens_w: Tensor, depths_w: Tensor | slice) -> Tensor:
-        return self._drafter.path_logits([row[depths_w] for row in self._rows], tokens_w)
+        logits: Tensor = self._drafter.path_logits([row[depths_w] for row in self._rows], tokens_w)
+        return logits
 
 
 DRAFTER = DFlash2Drafter

@@ -267,7 +267,7 @@ class Eagle3Drafter(Eagle3Shape):
             hidden = read(ids_p[token_n + j], feedback_pd.index_select(0, token_n)).unsqueeze(0)
             rotary = self.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
             attention.resume(depths)
-            outputs.append(self.run_layers(hidden, rotary, cached_attention=attention)[0])
+            outputs.append(self.run_layers(hidden, rotary, attention)[0])
             places.append(place_n)
         return torch.cat(outputs).index_select(0, torch.cat(places).argsort())
 

@@ -40,7 +40,7 @@ from draftsmith.models.decoding.decoders import (
 from draftsmith.models.decoding.kv_cache import with_tokens, write_level
 from draftsmith.models.drafters.medusa import HeadsDrafter, MedusaConfig
 from draftsmith.models.groups.attention import GroupAttention
-from draftsmith.models.groups.layers import Rotate, build_target_layers, layers_config, rotary_of
+from draftsmith.models.groups.layers import Rotate, build_rotary, build_target_layers, layers_config
 from draftsmith.models.groups.layout import Groups, previous_features
 
 
@@ -91,13 +91,13 @@ class PrefixAttention(nn.Module):
     """One decoder layer of the target's kind and a norm, over the features of a prefix."""
 
     reads_first_token = True
+    rotary_of: Rotate  # RoPE's cos and sin [1, N, Dh] of features at positions [1, N]
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self._kind, self.layers_config = config.layers, layers_config(config.layers_of, num_layers=1)
         self.sliding_window: int | None = config.sliding_window
         (self.layer,), self.norm = build_target_layers(self.layers_config)
-        self._rotary: Rotate | None = None
 
     @property
     def device(self) -> torch.device:
@@ -108,13 +108,7 @@ class PrefixAttention(nn.Module):
         return next(self.parameters()).dtype
 
     def attach(self, target: PreTrainedModel) -> None:
-        self._rotary = rotary_of(self._kind, target, self.layers_config)
-
-    def rotary_of(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return RoPE's cos and sin [1, N, Dh] at positions [1, N]."""
-        if self._rotary is None:
-            raise ValueError("the drafter has no target: call drafter.attach(target) first")
-        return self._rotary(hidden, position_ids)
+        self.rotary_of = build_rotary(self._kind, target, self.layers_config)
 
     def real_inputs(self, input_ids: Tensor, previous_features: Tensor) -> Tensor:
         """Return the features [n, D] alone, in its dtype."""
@@ -124,9 +118,9 @@ class PrefixAttention(nn.Module):
         """Return an empty tensor: the heads read the states themselves."""
         return states[..., :0]
 
-    def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], **attention: Any) -> Tensor:
+    def run_layers(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Any) -> Tensor:
         """Map features [1, N, D] to states [1, N, D]; `attention` as in `groups/attention.py`."""
-        return self.norm(self.layer(hidden, position_embeddings=rotary, **attention))
+        return self.norm(self.layer(hidden, position_embeddings=rotary, row_attention=attention))
 
 
 class HydraDrafter(HeadsDrafter):
@@ -176,7 +170,7 @@ class HydraDrafter(HeadsDrafter):
         hidden = previous_pd.index_select(0, token_n).unsqueeze(0)
         rotary = self.prefix.rotary_of(hidden, groups.position_n[place_n].unsqueeze(0))
         attention = GroupAttention(self.config.attention, groups, depths, window=self.prefix.sliding_window)
-        states_nd = self.prefix.run_layers(hidden, rotary, cached_attention=attention)[0]
+        states_nd = self.prefix.run_layers(hidden, rotary, attention)[0]
         states_pd = states_nd.new_zeros(len(previous_pd), states_nd.shape[-1]).index_copy(0, token_n, states_nd)
         return torch.cat([states_pd, embedded_pd.to(states_pd.dtype)], dim=-1)
 

@@ -106,9 +106,9 @@ class ParallelDrafter(GroupWiseDrafter):
             read = torch.cat([self.embedding_norm(self.attached.embedding(input_ids).to(dtype)), read], dim=-1)
         return self.fuse(read)
 
-    def few_rows(self) -> CpuLayers | None:
+    def cpu_layers(self) -> CpuLayers | None:
         """Return its layers as one call on a CPU, in which `real_inputs` are computed too."""
-        layers = super().few_rows()
+        layers = super().cpu_layers()
         if layers is not None and self.config.inputs != "embedding":
             norms, embedding = [self.feature_norm] * len(self.config.feature_layers), None
             if self.config.inputs == "both":

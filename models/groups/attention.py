@@ -61,7 +61,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    cached_attention: Any = None,
+    row_attention: Any = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface for the layers of drafters, for which it is registered.
@@ -69,10 +69,10 @@ def attend(
     It hands queries [1, H, N, Dh], keys and values to the object passed to the forward, whose method `attend`
     returns [1, N, H, Dh]: `GroupAttention` in training, `CachedAttention` over a KV cache in decoding.
     """
-    if cached_attention is None:
-        raise ValueError("the drafter's layers need `cached_attention`")
+    if row_attention is None:
+        raise ValueError("the drafter's layers need `row_attention`")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cached_attention.attend(module.layer_idx, query, key, value, scale), None
+    return row_attention.attend(module.layer_idx, query, key, value, scale), None
 
 
 class GroupAttention:

@@ -97,7 +97,7 @@ def build_target_layers(config: PreTrainedConfig) -> tuple[nn.ModuleList, nn.Mod
     return skeleton.layers, skeleton.norm
 
 
-def rotary_of(kind: str, target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
+def build_rotary(kind: str, target: PreTrainedModel, config: PreTrainedConfig) -> Rotate:
     """Build the RoPE function of layers of this kind, for `target` the target's own.
 
     It maps hidden states and positions [1, N] to cos and sin [1, N, Dh], in their dtype. It is no module of the

@@ -38,11 +38,11 @@ from draftsmith.models.cpu_kernels import (
 )
 from draftsmith.models.cpu_layers import CpuLayers
 from draftsmith.models.decoding import cached_model, decoders
+from draftsmith.models.decoding.cached_model import CpuTarget
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap
-from draftsmith.models.target.few_rows import CpuTarget
 from draftsmith.recipes.schema import MethodConfig
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
@@ -220,7 +220,7 @@ def our_outputs(
     if with_mask and parents is None:
         mask = torch.full((len(rows.ids), room - 5), torch.finfo(rows.keys.dtype).min, dtype=rows.keys.dtype)
         mask[:, columns] = rows.mask(rows.keys.dtype)
-    features, logits = ours.forward(
+    logits, features = ours.forward(
         rows.ids.tolist(), rows.positions.tolist(), *caches, context, TAPS, mask=mask, parents=parents,
         places=None if places is None else columns[context:],
     )  # fmt: skip
@@ -748,7 +748,7 @@ def session_target(name: str, packed: bool, dtype: torch.dtype = torch.float32) 
 def count_calls(session: TargetSession, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which every forward in one call adds its number of rows."""
     calls: list[int] = []
-    ours = session.model.few_rows
+    ours = session.model.cpu_target
     assert ours is not None
     plain = ours.forward
 
@@ -856,11 +856,11 @@ TINY_LATTICE = {"lattice_hidden_size": 32, "lattice_heads": 4, "lattice_top_k": 
 IN_ONE_CALL = {"dflash", "draft_model", "dspark", "eagle", "eagle3", "eagle_parallel", "parallel", "peagle"}
 
 
-def find_few_rows_runner(decoder: Any) -> CpuLayers | None:
-    """Return the decoder's runner of few rows, or that of the decoder it wraps."""
-    while not hasattr(decoder, "_few_rows") and hasattr(decoder, "_decoder"):
+def find_cpu_layers(decoder: Any) -> CpuLayers | None:
+    """Return the decoder's layers in one call, or those of the decoder it wraps."""
+    while not hasattr(decoder, "_cpu_layers") and hasattr(decoder, "_decoder"):
         decoder = decoder._decoder
-    return getattr(decoder, "_few_rows", None)
+    return getattr(decoder, "_cpu_layers", None)
 
 
 def draft_all(decoder: Any, ids: Tensor, features: Tensor, prompt: int) -> tuple[list[Tensor], list[DraftTree]]:
@@ -917,7 +917,7 @@ def test_drafts_equal_those_of_unpacked_layers(
         pack_linears(target)
         pack_linears(drafter)
         decoder, rows = drafter.decoder(128), list[int]()
-        layers = find_few_rows_runner(decoder)
+        layers = find_cpu_layers(decoder)
         assert (layers is not None) == (kind in IN_ONE_CALL)
         if layers is not None:
             for name in ("forward", "draft"):
@@ -966,7 +966,7 @@ def test_fused_inputs_change_no_bit(options: dict[str, Any], dtype: torch.dtype)
     batch = random_batch(target, 1, 40, drafter)
     ids, features = batch["input_ids"][0], batch["features"][0].detach()
     fused, given = drafter.decoder(64), drafter.decoder(64)
-    layers = find_few_rows_runner(given)
+    layers = find_cpu_layers(given)
     assert layers is not None
     assert layers.has_fusion
     layers._fusion = None

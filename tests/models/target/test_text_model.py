@@ -22,7 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.models.base.registry import check_drafter, load_drafter_class
 from draftsmith.models.drafters.parallel import ParallelDrafter
-from draftsmith.models.groups.layers import layers_config, of_kind, rotary_of
+from draftsmith.models.groups.layers import build_rotary, layers_config, of_kind
 from draftsmith.models.target import text_model
 from draftsmith.models.target.features import decoder_layers, target_features
 from draftsmith.models.target.loading import load_target, load_target_config, target_without_weights
@@ -123,7 +123,7 @@ def test_rope_of_full_attention_layers_is_used(
         target = tiny_target(model_type, **values)
         hidden, positions = torch.zeros(1, 9, 32), torch.arange(9)[None]
         layers = layers_config(of_kind(kind, target_values(target.config)), 1)
-        ours = rotary_of(kind, target, layers)(hidden, positions)
+        ours = build_rotary(kind, target, layers)(hidden, positions)
         theirs = target.base_model.rotary_emb(hidden, positions, "full_attention")
         torch.testing.assert_close(ours, theirs)
 
