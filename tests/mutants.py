@@ -180,8 +180,8 @@ MUTANTS = (
     Mutant(
         "a mask's position off by one",
         LAYOUT,
-        "return self.token_n % self.shape[2] + self.depth_n",
-        "return self.token_n % self.shape[2] + (self.depth_n - 1).clamp_min(0)",
+        "return self.token_n % self.shape[2] + self.row_n",
+        "return self.token_n % self.shape[2] + (self.row_n - 1).clamp_min(0)",
         "tests/models/drafters/test_every_drafter.py -k training_equals_decoding",
     ),
     Mutant(

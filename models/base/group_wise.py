@@ -159,20 +159,16 @@ class GroupWiseDrafter(Drafter):
 
     # ---- training ----
 
-    def features_read(self, groups: Groups, features: Tensor) -> Tensor:
-        """Return the features of the target that a training step reads, [B, S, F]."""
-        return features
-
     def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
         """Return the hidden states of the active rows before the final norm, [N, D]."""
-        previous_bsf = previous_features(self.features_read(groups, features), groups.position_ids)
+        previous_bsf = previous_features(features, groups.position_ids)
         newest_ne = self.real_inputs(groups.input_ids, previous_bsf).flatten(0, 1).index_select(0, groups.token_n)
         masks_ke, hidden_ne = self.mask_inputs(), newest_ne
         if masks_ke is not None and len(masks_ke):
-            of_masks_ne = masks_ke[(groups.depth_n - 1).clamp_min(0)]
+            of_masks_ne = masks_ke[(groups.row_n - 1).clamp_min(0)]
             if self.mask_residual:
                 of_masks_ne = of_masks_ne + newest_ne
-            hidden_ne = torch.where((groups.depth_n > 0)[:, None], of_masks_ne, newest_ne)
+            hidden_ne = torch.where((groups.row_n > 0)[:, None], of_masks_ne, newest_ne)
         hidden = hidden_ne.unsqueeze(0)
         rotary = self.rotary_of(hidden, groups.position_n.unsqueeze(0))
         attention = GroupAttention(self.config.attention, groups, window=self.sliding_window)

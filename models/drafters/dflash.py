@@ -180,7 +180,7 @@ class DFlashDrafter(GroupWiseDrafter):
             attention.add(index, *keys_values)
         attention.resume(of_blocks)
         newest_nd = self.embedded(groups.input_ids.flatten()[groups.token_n[block_n]])
-        is_mask_n = groups.depth_n[block_n] > 1
+        is_mask_n = groups.row_n[block_n] > 1
         masks_nd = self.mask_inputs()[:1] + newest_nd if self.config.mask_residual else self.mask_inputs()[:1]
         hidden = torch.where(is_mask_n[:, None], masks_nd, newest_nd).unsqueeze(0)
         rotary = self.rotary_of(hidden, positions_n[block_n].unsqueeze(0))

@@ -224,15 +224,12 @@ class CandidateDrafter(DFlashDrafter):
     def blocks(self, groups: Groups, hidden_nd: Tensor, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return final-normed rows of all blocks [A, G, D], their newest c [A, D], and the places [M] in [A * G]."""
         depths, first_depth = self.config.num_depths, groups.first_depth
-        depth_n = groups.depth_n - first_depth
-        row_r = (depth_n >= 0).nonzero_static(size=sum(groups.counts_r[first_depth:])).squeeze(1)
-        # Block by block; there are whole ones only.
-        row_r = row_r[(groups.token_n[row_r] * depths + depth_n[row_r]).argsort()]
-        token_a = groups.token_n[row_r[::depths]]
-        context_c = groups.rows_of_depths(1)[0][0]
+        (context_c, *_), *_, (row_r, *_) = groups.rows_of_depths(1, first_depth - 1, depths)
+        row_ag = row_r.view(depths, -1).T  # there are whole blocks only
+        token_a = groups.token_n[row_ag[:, 0]]
         context_a = context_c[torch.searchsorted(groups.token_n[context_c], token_a)]
-        normed_agd = self.norm(hidden_nd.index_select(0, row_r)).unflatten(0, (-1, depths))
-        slot_m = torch.searchsorted(token_a, groups.token_n[place_m]) * depths + depth_n[place_m]
+        normed_agd = self.norm(hidden_nd.index_select(0, row_ag.flatten())).unflatten(0, (-1, depths))
+        slot_m = torch.searchsorted(token_a, groups.token_n[place_m]) * depths + groups.row_n[place_m] - first_depth
         return normed_agd, hidden_nd.index_select(0, context_a), slot_m
 
     def group_logits(self, input_ids: Tensor, features: Tensor, position_ids: Tensor | None = None) -> Tensor:

@@ -68,8 +68,10 @@ class EagleConfig(DrafterConfig):
         draft_depth: DraftDepth = 5
 
 
-class EagleLayer(GroupWiseDrafter):
-    """The layer and its loss, for both flavours; see the module's docstring."""
+class EagleDrafter(GroupWiseDrafter):
+    """The drafter q, and layer and loss of ParallelSpec's EAGLE flavour; see the module's docstring."""
+
+    config_class: type[DrafterConfig] = EagleConfig
 
     def build(self, config: DrafterConfig) -> None:
         self.layers_config = layers_config(config.layers_of, num_layers=1)
@@ -85,7 +87,10 @@ class EagleLayer(GroupWiseDrafter):
 
     # ---- training ----
 
-    def features_read(self, groups: Groups, features: Tensor) -> Tensor:
+    def hidden_states(self, groups: Groups, features: Tensor) -> Tensor:
+        return super().hidden_states(groups, self.with_noise(groups, features))
+
+    def with_noise(self, groups: Groups, features: Tensor) -> Tensor:
         """Add uniform noise to the features that are read, in training only."""
         if not self.training or self.config.feature_noise == 0:
             return features
@@ -110,12 +115,6 @@ class EagleLayer(GroupWiseDrafter):
         dtype = self.fc.weight.dtype
         embedded = self.attached.embedding(input_ids)
         return self.fc(torch.cat([embedded.to(dtype), previous_features.to(dtype)], dim=-1))
-
-
-class EagleDrafter(EagleLayer):
-    """The drafter q; see the module's docstring."""
-
-    config_class = EagleConfig
 
 
 DRAFTER = EagleDrafter

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
 from draftsmith.models.base.group_wise import MaskOptions, embeddings_of
 from draftsmith.models.base.options import DepthWeights, MaskResidual
-from draftsmith.models.drafters.eagle import EagleLayer, EagleLayerOptions
+from draftsmith.models.drafters.eagle import EagleDrafter, EagleLayerOptions
 
 
 class EagleParallelConfig(DrafterConfig):
@@ -45,7 +45,7 @@ class EagleParallelConfig(DrafterConfig):
         mask_residual: MaskResidual = False
 
 
-class EagleParallelDrafter(EagleLayer):
+class EagleParallelDrafter(EagleDrafter):
     """The drafter q; see the module's docstring."""
 
     config_class = EagleParallelConfig

@@ -203,8 +203,11 @@ class Groups:
         return self.shape[1] - self.labels_bgs.shape[1]
 
     @cached_property
-    def depth_n(self) -> Tensor:
-        """Return each row's number in its group [N]: 0 for the newest token, j for [MASK]_j."""
+    def row_n(self) -> Tensor:
+        """Return each row's number in its group, 0..R-1, [N]. With masks 0 is the newest token and j [MASK]_j.
+
+        In a block (DFlash) 0 is the context and 1 the newest token.
+        """
         return self.index_n // self.shape[2] % self.shape[1]
 
     @cached_property
@@ -214,11 +217,14 @@ class Groups:
 
     @cached_property
     def position_n(self) -> Tensor:
-        """Return the rows' position ids [N]: a mask or a drafted token comes after its group's newest token."""
+        """Return the rows' position ids [N]: that of the group's newest token, plus the row's number.
+
+        In a block (DFlash) they are one too high.
+        """
         if self.position_ids is None:
-            return self.token_n % self.shape[2] + self.depth_n
+            return self.token_n % self.shape[2] + self.row_n
         batch, _, length = self.shape
-        return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.depth_n
+        return self.position_ids.expand(batch, length).flatten()[self.token_n] + self.row_n
 
     def labels(self, place_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the labels of the rows with these indices among the N.
@@ -228,21 +234,21 @@ class Groups:
             feature predicts it.
         """
         _, num_depths, length = self.labels_bgs.shape
-        depth_m, token_m = self.depth_n[place_m] - self.first_depth, self.token_n[place_m]
+        depth_m, token_m = self.row_n[place_m] - self.first_depth, self.token_n[place_m]
         index_m = (token_m // length * num_depths + depth_m) * length + token_m % length
         return depth_m, self.labels_bgs.flatten()[index_m], token_m + depth_m
 
     def on_grid(self, place_m: Tensor, rows_mx: Tensor, fill: float = 0.0) -> Tensor:
         """Return values [M, X] of the rows with these places among the N by group, [B, G, S, X]; `fill` elsewhere."""
         batch, num_depths, length = self.labels_bgs.shape
-        slot_m = self.token_n[place_m] * num_depths + self.depth_n[place_m] - self.first_depth
+        slot_m = self.token_n[place_m] * num_depths + self.row_n[place_m] - self.first_depth
         grid = rows_mx.new_full((batch * length * num_depths, rows_mx.shape[-1]), fill)
         return grid.index_copy(0, slot_m, rows_mx).view(batch, length, num_depths, -1).transpose(1, 2)
 
     def rows_of_depths(self, *runs: int) -> list[DepthRows]:
         """Return the rows of consecutive runs of depths with these lengths; runs without rows are left out."""
         batch, num_rows, length = self.core_shape
-        order_n, found, first = self.depth_n.argsort(stable=True), list[DepthRows](), 0
+        order_n, found, first = self.row_n.argsort(stable=True), list[DepthRows](), 0
         for count in runs:
             begin, end = sum(self.counts_r[:first]), sum(self.counts_r[: first + count])
             place_n = order_n[begin:end]
@@ -274,7 +280,7 @@ class Groups:
         They have, unless a group is computed whole, as DFlash's.
         """
         masks = self.counts_r[1:]
-        order_m = self.labelled_m[self.depth_n[self.labelled_m].argsort(stable=True)]
+        order_m = self.labelled_m[self.row_n[self.labelled_m].argsort(stable=True)]
         return list(order_m.split([len(order_m) - sum(masks), *masks]))
 
 

@@ -115,7 +115,7 @@ def test_blocks_are_computed_whole_or_not_at_all() -> None:
     groups = Groups.of(ids, labels, drafter.active_rows(labels), first_token=False)
     context = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
     blocks = [(0, 1), (0, 3), (1, 2)]
-    parts = groups.token_n // 6, groups.depth_n, groups.token_n % 6
+    parts = groups.token_n // 6, groups.row_n, groups.token_n % 6
     found = list(zip(*(part.tolist() for part in parts), strict=True))
     assert sorted(found) == sorted(
         [(b, 0, t) for b, t in context] + [(b, k, t) for b, t in blocks for k in (1, 2, 3, 4)]

@@ -110,7 +110,7 @@ def test_noise_scales_with_each_documents_length() -> None:
                 positions[b, begin:] = torch.arange(LENGTH - begin)
             documents.append([slice(begin, begin + size) for begin, size in zip(begins, of_row, strict=True)])
         given, features = positions if packed else None, torch.zeros(len(lengths), LENGTH, 2000)
-        noise = drafter.features_read(drafter.groups(torch.ones_like(positions), mask, given), features)
+        noise = drafter.with_noise(drafter.groups(torch.ones_like(positions), mask, given), features)
         assert noise.isfinite().all()
         return [[noise[b, part].abs().max().item() for part in row] for b, row in enumerate(documents)]
 

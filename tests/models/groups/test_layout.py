@@ -18,7 +18,7 @@ def test_labels_and_rows_by_hand() -> None:
     expected = [[-100, 12, 13, -100, 15, -100, -100], [-100, 13, -100, -100, -100, -100, -100], [-100] * 7]
     assert labels[0].tolist() == expected
     groups = Groups.of(torch.arange(10, 17)[None], labels, active(labels))
-    found = list(zip(groups.depth_n.tolist(), groups.token_n.tolist(), strict=True))
+    found = list(zip(groups.row_n.tolist(), groups.token_n.tolist(), strict=True))
     assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 1)]
     assert groups.position_n.tolist() == [0, 1, 2, 3, 4, 2]
     # Depth, label and previous token of groups 1, 2 and 4, and of group 1 at depth 2.
