@@ -53,7 +53,7 @@ def formats() -> list[str]:
         for to in FORMATS:
             exporter = EXPORTERS.get((kind, to))
             if exporter is None:
-                cells.append(f"no: {no_place(load_drafter_class(kind).config_class, to)}")
+                cells.append(f"no: {load_drafter_class(kind).config_class.not_exported or no_place(kind, to)}")
                 continue
             served = f"as `{exporter.method}`" if exporter.method else "yes"
             served += " with `parallel_drafting`" if exporter.parallel else ""

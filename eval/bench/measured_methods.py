@@ -17,7 +17,6 @@ from draftsmith.eval.decoding.session import TargetSession
 from draftsmith.eval.decoding.stop_strings import StopMatcher
 from draftsmith.eval.methods.drafter import build_tree_drafter
 from draftsmith.eval.methods.registry import DecodingSetting, load_method_class, make_method
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import drafter_place, load_drafter
 from draftsmith.models.compiling import compiles_by_default
@@ -168,7 +167,7 @@ def drafter_folders(recipe: Recipe) -> list[Path]:
 
 def method_kinds(recipe: Recipe, drafters: dict[Path, Drafter]) -> dict[str, str]:
     """Return for each method, by name, the kind of its drafter, or its own kind if it has none."""
-    kinds = {folder: drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for folder, drafter in drafters.items()}
+    kinds = {folder: drafter.config.kind for folder, drafter in drafters.items()}
     return {
         method.name: kinds[drafter_folder(recipe, method)] if method.kind == DRAFTER_KIND else method.kind
         for method in recipe.eval.methods

@@ -561,7 +561,7 @@ def _check_export(recipe: Recipe, target: PreTrainedModel, to: str) -> Iterator[
     config = load_drafter_class(recipe.drafter.kind).make_config(target, recipe.drafter.options)
     refused, warned = exporting.refusal(config, to), exporting.caveat(config, to)
     if refused is not None:
-        yield Finding("export", "defect", f"{exporting.get_kind(config)}: {refused}")
+        yield Finding("export", "defect", f"{config.kind}: {refused}")
         return
     target_place = target_location(recipe.answering_target)
     if to == "gguf":

@@ -36,7 +36,6 @@ from draftsmith.eval.report.text import drafter_name
 from draftsmith.eval.report.tracked import add_to_trackers
 from draftsmith.eval.serving.load_test import load_engine_measurements
 from draftsmith.files import read_json, write_atomically
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import read_training
 from draftsmith.parent import end_with_parent
@@ -99,7 +98,7 @@ def evaluate(recipe: Recipe, command: str | None = None, processes: int = 1) -> 
             _store(folder.eval / artifacts.TRACED, {"answers": list(map(asdict, answers))}, indent=None)
     finally:
         bench.session.close()
-    kinds = [drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for drafter in drafters.values()]
+    kinds = [drafter.config.kind for drafter in drafters.values()]
     notes = {
         "questions": len(bench.questions),
         "left_out": bench.left_out,

@@ -49,6 +49,11 @@ class DrafterConfig(PreTrainedConfig):
             setattr(self, key, value)
 
     @property
+    def kind(self) -> str:
+        """Return the recipe's `drafter.kind`."""
+        return self.model_type.removeprefix(MODEL_TYPE_PREFIX)
+
+    @property
     def hidden_size(self) -> int:
         """Return D of the target. DeepSpeed's `auto` sizes are computed from it."""
         return self.target_config.get("hidden_size", 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.files import check_writable, expand_home, written_whole
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.base.registry import read_drafter
 from draftsmith.models.formats import causal_lm, dflash, eagle, heads, llamacpp
@@ -93,11 +93,6 @@ class Exported:
 # ---- where a drafter can go ----
 
 
-def get_kind(config: DrafterConfig | type[DrafterConfig]) -> str:
-    """Return the recipe's `drafter.kind`."""
-    return config.model_type.removeprefix(MODEL_TYPE_PREFIX)
-
-
 def check_format(to: str) -> None:
     """Check that the format exists.
 
@@ -111,18 +106,17 @@ def check_format(to: str) -> None:
 
 def refusal(config: DrafterConfig, to: str) -> str | None:
     """Return why a format cannot express this drafter, and the recipe line that would help; None if it can."""
-    exporter = EXPORTERS.get((get_kind(config), to))
+    exporter = EXPORTERS.get((config.kind, to))
     if exporter is None:
-        return no_place(config, to)
+        return config.not_exported or no_place(config.kind, to)
     refusals = exporter.refusals if exporter.logits_fit(config) else (*exporter.refusals, OTHER_LOGITS)
     return next((each.sentence(config) for each in refusals if each.applies(config)), None)
 
 
-def no_place(config: DrafterConfig | type[DrafterConfig], to: str) -> str:
-    """Return why a format does not support a kind, and which kind to train instead."""
+def no_place(kind: str, to: str) -> str:
+    """Return why a format without an exporter for a kind does not support it, and which kind to train instead."""
     kinds = [each for each, format_ in EXPORTERS if format_ == to]
-    here = f"it takes {', '.join(kinds)} and has no place for {get_kind(config)}: train with drafter.kind={kinds[0]}"
-    return config.not_exported or here
+    return f"it takes {', '.join(kinds)} and has no place for {kind}: train with drafter.kind={kinds[0]}"
 
 
 def check_expressible(config: DrafterConfig, to: str) -> None:
@@ -132,7 +126,7 @@ def check_expressible(config: DrafterConfig, to: str) -> None:
         UserError: The format cannot express the drafter.
     """
     if refused := refusal(config, to):
-        raise UserError(f"this {get_kind(config)} drafter cannot go `--to {to}`: {refused}")
+        raise UserError(f"this {config.kind} drafter cannot go `--to {to}`: {refused}")
 
 
 # ---- how it is served there ----
@@ -156,7 +150,7 @@ def version_sentence(kind: str, to: str) -> str:
 
 def speculative_config(config: DrafterConfig, folder: str) -> dict[str, Any]:
     """Return vLLM's argument `speculative_config` for an exported folder."""
-    exporter = EXPORTERS[get_kind(config), "vllm"]
+    exporter = EXPORTERS[config.kind, "vllm"]
     values = {"method": exporter.method, "model": folder, "num_speculative_tokens": drafted_tokens(config)}
     return {**values, "parallel_drafting": True} if exporter.parallel else values
 
@@ -188,7 +182,7 @@ def serving_command(
     Args:
         loading: Options from `loading_words`.
     """
-    exporter, tokens = EXPORTERS[get_kind(config), to], drafted_tokens(config)
+    exporter, tokens = EXPORTERS[config.kind, to], drafted_tokens(config)
     if to in ("vllm", "speculators"):
         values = speculative_config(config, folder)
         words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", target, *loading]
@@ -246,7 +240,7 @@ def export_run(
         if dtype not in (None, *llamacpp.DTYPES):
             raise UserError(f"option --dtype: {did_you_mean(str(dtype), llamacpp.DTYPES, 'use bf16')}")
         gguf = GgufTarget(get_target_gguf(recipe.target, target_gguf), dtype or "bf16")
-    if EXPORTERS[get_kind(drafter.config), to].needs_target(drafter.config):
+    if EXPORTERS[drafter.config.kind, to].needs_target(drafter.config):
         on_cpu = recipe.target.model_copy(update={"device": "cpu"})
         drafter.attach(load_target(on_cpu)[0])
     target = target_location(recipe.answering_target) if gguf is None else str(gguf.file)
@@ -303,7 +297,7 @@ def export_drafter(
     """
     config = drafter.config
     check_expressible(config, to)
-    exporter = EXPORTERS[get_kind(config), to]
+    exporter = EXPORTERS[config.kind, to]
     if folder.exists() and not (folder / EXPORT_FILE).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an export: name another folder with --folder")
     reserved = next((name for name in NAMES_OF_METHODS if name in str(folder.absolute()).lower()), None)
@@ -314,7 +308,7 @@ def export_drafter(
         )
     made = Export(
         to=to,
-        kind=get_kind(config),
+        kind=config.kind,
         target=target,
         num_speculative_tokens=drafted_tokens(config),
         command=serving_command(config, to, target, str(folder.absolute()), loading),
@@ -364,7 +358,7 @@ def check_written(folder: Path, drafter: Drafter, exporter: Exporter, gguf_dtype
         back, state = exporter.read(read, config.target_config), drafter.state_dict()
         if back.can_own_head and config.draft_vocab_size == config.target_config["vocab_size"]:
             back = with_own_head(back)
-        wrong += [] if back.kind == get_kind(config) else [f"it would be read as {back.kind}"]
+        wrong += [] if back.kind == config.kind else [f"it would be read as {back.kind}"]
         wrong += [
             f"option {key} would be read as {value!r}"
             for key, value in back.options.items()

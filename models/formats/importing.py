@@ -84,7 +84,7 @@ def import_drafter(location: str, target: PreTrainedModel, folder: Path) -> Impo
     drafter, assumed = _as_drafter(read_checkpoint(source), target)
     with written_whole(folder) as partial:
         drafter.save_pretrained(partial)
-        kind = drafter.config.model_type.removeprefix("draftsmith-")
+        kind = drafter.config.kind
         files = {file.name: file_sha256(file) for file in _weights_files(source)}
         made = Imported(location, kind, target.config._name_or_path, files, list(assumed))
         (partial / IMPORT_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from draftsmith.errors import UserError
-from draftsmith.models.base.config import MODEL_TYPE_PREFIX, DrafterConfig
+from draftsmith.models.base.config import DrafterConfig
 from draftsmith.models.base.drafter import Drafter
 from draftsmith.models.groups.layers import OTHER_KINDS, SUPPORTED_MODEL_TYPES, layers_config, of_kind
 
@@ -150,7 +150,7 @@ def with_own_head(params: Parameters) -> Parameters:
 
 def speculators_keys(drafter: Drafter) -> dict[str, Any]:
     """Return the keys of every config of the speculators library: its kind, and the target."""
-    kind = drafter.config.model_type.removeprefix(MODEL_TYPE_PREFIX)
+    kind = drafter.config.kind
     return {
         "speculators_model_type": kind,
         "speculators_config": {

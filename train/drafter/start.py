@@ -74,7 +74,7 @@ def start_from(drafter: Drafter, folder: Path, source: str, extend_vocabulary: b
     """
     trained = read_drafter(folder, drafter.dtype)
     trained.config.check_same_target(drafter.attached.target)
-    own, kind = (each.config.model_type.removeprefix(MODEL_TYPE_PREFIX) for each in (drafter, trained))
+    own, kind = (each.config.kind for each in (drafter, trained))
     theirs, mine = trained.state_dict(), drafter.state_dict()
     other_shapes = [name for name in mine if name in theirs and mine[name].shape != theirs[name].shape]
     if other_shapes and own == kind:
