@@ -50,7 +50,7 @@ class DraftModelDecoder:
         self._tree = GrowingTree(self._device)
         self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         self._cache.length = 0
         self._pending = prompt_ids.tolist()
         self._nodes.clear()

@@ -88,7 +88,7 @@ class NgramDecoder:
         self._newest: list[int] = []
         self._contexts: list[list[int]] = []  # of every node
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         self._newest = self._context(prompt_ids.tolist())
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:

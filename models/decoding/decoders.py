@@ -86,7 +86,7 @@ class SequenceDecoder(Protocol):
 
     columns: TokenColumns  # what its logits are of
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         """Begin a sequence. prompt_ids [P]; features [P, F], row i being the target's AT prompt token i.
 
         `observe` follows before the first draft: the target predicts the token after the prompt.
@@ -170,7 +170,7 @@ class CachedDecoder:
         self._cpu_layers: CpuLayers | None = None if cpu_layers is None else cpu_layers()
         self._has_residual = False  # whether masks read the newest token too
         self._pending: list[tuple[Tensor, Tensor]] = []
-        self._position_offset = 0
+        self._skipped = 0  # tokens that have no row
         self._rotary_table: tuple[Tensor, Tensor] | None = None
 
     def compile(self, backend: str = BACKEND) -> None:
@@ -248,16 +248,16 @@ class CachedDecoder:
         config, dtype = self._drafter.layers_config, self._drafter.dtype
         return CachedAttention(config, capacity, self._device, dtype, self._window)
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        """Begin a sequence whose first token has position id `position_offset`. ids [P], features [P, F] AT them."""
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+        """Begin a sequence. ids [P], features [P, F] AT them."""
         skipped = int(not self._drafter.reads_first_token)
         previous = torch.cat([torch.zeros_like(features[:1]), features[:-1]])
         self._pending = [(prompt_ids[skipped:], previous[skipped:])]
-        self._begin_sequence(position_offset + skipped)
+        self._begin_sequence(skipped)
 
-    def _begin_sequence(self, position_offset: int) -> None:
-        """Forget the last sequence; the first row of this one has this position id."""
-        self._cache.length, self._position_offset = 0, position_offset
+    def _begin_sequence(self, skipped: int) -> None:
+        """Forget the last sequence; the first row of this one is of the token after `skipped` ones."""
+        self._cache.length, self._skipped = 0, skipped
         table = self._make_rotary_table()
         if self._cpu_layers is not None:
             self._cpu_layers.refresh(None if table is None else (table[0][0], table[1][0]))
@@ -334,7 +334,7 @@ class CachedDecoder:
         """Compute cos and sin of all positions; None if they depend on more than the position."""
         if not has_static_rope(self._drafter.layers_config):
             return None
-        positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._position_offset
+        positions = torch.arange(self._cache.capacity, device=self._device).unsqueeze(0) + self._skipped
         return self._drafter.rotary_of(torch.empty(0, device=self._device, dtype=self._drafter.dtype), positions)
 
     def _rotary_of(self, hidden: Tensor, where: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -343,7 +343,7 @@ class CachedDecoder:
             cos, sin = self._rotary_table
             return cos[:, where], sin[:, where]
         places = torch.arange(where.start, where.stop, device=self._device) if isinstance(where, slice) else where
-        return self._drafter.rotary_of(hidden, places.unsqueeze(0) + self._position_offset)
+        return self._drafter.rotary_of(hidden, places.unsqueeze(0) + self._skipped)
 
 
 class ParallelDecoder(CachedDecoder):
@@ -397,8 +397,8 @@ class PathDecoder:
         if isinstance(self._decoder, Compilable):
             self._decoder.compile(backend)
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
-        self._decoder.start(prompt_ids, features, position_offset)
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
+        self._decoder.start(prompt_ids, features)
         self._newest_1 = prompt_ids[-1:]
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:

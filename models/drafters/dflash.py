@@ -318,9 +318,9 @@ class BlockDecoder(CachedDecoder):
 
         return run
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         self._pending = [(prompt_ids, features[:-1])]
-        self._begin_sequence(position_offset)
+        self._begin_sequence(0)
 
     def draft(self) -> Tensor:
         """Return fp32 logits [G, V] of depths 1..G after the newest committed token, from one forward over R rows."""

@@ -217,9 +217,9 @@ class HydraDecoder:
         if self._attended is not None:
             self._attended.compile(backend)
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         if self._attended is not None:
-            self._attended.start(prompt_ids, features, position_offset)
+            self._attended.start(prompt_ids, features)
         self._newest = None
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:

@@ -159,7 +159,7 @@ class MedusaDecoder:
         """Compile the heads."""
         self._backend = backend
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         """Begin a sequence: h_{t-1} comes with the first observed token."""
         self._previous_d = None
 

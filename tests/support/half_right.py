@@ -117,7 +117,7 @@ class HalfRightDecoder:
         self._generator = torch.Generator().manual_seed(0)
         self._done = 0
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         self._done = 0
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:

@@ -25,7 +25,7 @@ class TableDecoder:
         self._paths: list[Path] = []
         self.widths: list[int] = []
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         pass
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:
@@ -54,7 +54,7 @@ class DepthsDecoder:
     def __init__(self, logits: Tensor, columns: TokenColumns = ALL_TOKENS) -> None:
         self._logits, self.columns = logits, columns
 
-    def start(self, prompt_ids: Tensor, features: Tensor, position_offset: int = 0) -> None:
+    def start(self, prompt_ids: Tensor, features: Tensor) -> None:
         pass
 
     def observe(self, committed_ids: Tensor, features: Tensor) -> None:

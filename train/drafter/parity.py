@@ -49,7 +49,6 @@ def worst_difference(
     input_ids: Tensor,
     features: Tensor | None,
     prefixes: Sequence[int],
-    position_offset: int = 0,
 ) -> Difference:
     """Return the largest difference between `group_logits` and the decoder's logits, and its place.
 
@@ -59,7 +58,6 @@ def worst_difference(
         input_ids: [S] or [1, S], a real row.
         features: [S, F] or [1, S, F] of the target, AT each token.
         prefixes: Ascending numbers of committed tokens, from 2 to S, after which the decoder drafts.
-        position_offset: Position id of the first token.
 
     Returns:
         Of size `inf` where one side gives NaN, or -inf where the other does not.
@@ -68,7 +66,7 @@ def worst_difference(
     length = len(ids_s)
     if not prefixes or prefixes[0] < 2 or prefixes[-1] > length or list(prefixes) != sorted(set(prefixes)):
         raise ValueError(f"prefixes {list(prefixes)} must ascend from at least 2 to at most {length}")
-    positions_1s = torch.arange(length, device=ids_s.device).unsqueeze(0) + position_offset
+    positions_1s = torch.arange(length, device=ids_s.device).unsqueeze(0)
     if features is None:
         features = target_features(target, ids_s[None], None, positions_1s, layers=drafter.feature_layers)
     features_sf = features.reshape(length, -1)
@@ -76,7 +74,7 @@ def worst_difference(
         training_gsv = drafter.group_logits(ids_s[None], features_sf[None], positions_1s)[0].float()
         vocabulary, decoder = training_gsv.shape[-1], drafter.decoder(length)
         prompt = prefixes[0] - 1
-        decoder.start(ids_s[:prompt], features_sf[:prompt], position_offset=position_offset)
+        decoder.start(ids_s[:prompt], features_sf[:prompt])
         differences, begin = [], prompt
         for end in prefixes:
             decoder.observe(ids_s[begin:end], features_sf[begin - 1 : end - 1])

@@ -16,14 +16,12 @@ PARENTS = [-1, *(parent for _, parents in LEVELS for parent in parents)]
 TOKENS = [-1, *(token for tokens, _ in LEVELS for token in tokens)]
 
 
-def tree_by_recomputation(
-    drafter: Drafter, target: PreTrainedModel, ids: Tensor, features: Tensor, offset: int
-) -> list[Tensor]:
+def tree_by_recomputation(drafter: Drafter, target: PreTrainedModel, ids: Tensor, features: Tensor) -> list[Tensor]:
     """Return logits [V] of the children of nodes 0, 1, ..., each from a full forward over its path."""
     newest = len(ids) - 1
     previous = torch.cat([torch.zeros_like(features[:1]), features[:newest]])
     inputs = pairs(drafter, target, ids.tolist(), previous)
-    positions = [offset + place for place in range(len(ids))]
+    positions = [*range(len(ids))]
     sees = [list(range(place + 1)) for place in range(len(ids))]
     depths = [0]
     for node in range(1, len(TOKENS)):
@@ -31,29 +29,27 @@ def tree_by_recomputation(
         parent_row = newest + PARENTS[node]
         depths.append(depths[PARENTS[node]] + 1)
         inputs = torch.cat([inputs, pairs(drafter, target, [TOKENS[node]], predicted[parent_row].unsqueeze(0))])
-        positions.append(offset + newest + depths[node])
+        positions.append(newest + depths[node])
         sees.append([*sees[parent_row], len(sees)])
     predicted = eagle_features(drafter, inputs, positions, sees)
     return list(predicted[newest:] @ target.get_output_embeddings().weight.T)
 
 
-@pytest.mark.parametrize("offset", [0, 23])
-def test_drafted_tree_equals_a_recomputation_without_cache(offset: int) -> None:
+def test_drafted_tree_equals_a_recomputation_without_cache() -> None:
     """Deeper than in training: feedback, positions and ancestors; the tree leaves no trace in the next round."""
     target = tiny_target()
     drafter = tiny_drafter_of("eagle", target)
     ids = random_batch(target, 1)["input_ids"]
-    positions = torch.arange(LENGTH).unsqueeze(0) + offset
-    features = target_features(target, ids, None, positions)[0]
+    features = target_features(target, ids)[0]
     decoder = drafter.decoder(LENGTH)
-    decoder.start(ids[0, :4], features[:4], position_offset=offset)
+    decoder.start(ids[0, :4], features[:4])
     for length in (5, 6, 9):
         committed = slice(length - 1, length) if length < 9 else slice(6, 9)
         decoder.observe(ids[0, committed], features[committed.start - 1 : committed.stop - 1])
         drafted = [decoder.begin()]
         drafted += [decoder.expand(tokens, parents) for tokens, parents in LEVELS]
         with torch.no_grad():
-            expected = tree_by_recomputation(drafter, target, ids[0, :length], features, offset)
+            expected = tree_by_recomputation(drafter, target, ids[0, :length], features)
         torch.testing.assert_close(torch.cat(drafted), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 

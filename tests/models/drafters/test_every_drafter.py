@@ -55,8 +55,7 @@ every_kind = pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
 @pytest.mark.parametrize(("kind", "options"), [*CASES, ("parallel", {"num_masks": 0, "init": "random"})])
 def test_training_equals_decoding(kind: str, options: dict[str, Any]) -> None:
     target, drafter = target_and_drafter(kind, options)
-    for offset in (0, 23):
-        check_training_equals_decoding(target, drafter, offset)
+    check_training_equals_decoding(target, drafter)
 
 
 @pytest.mark.slow
@@ -66,7 +65,7 @@ def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> Non
     """Targets with biases, QK norms, fused projections or norms after the attention, for each use of their layers."""
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS)
     drafter = tiny_drafter_of(kind, target)
-    check_training_equals_decoding(target, drafter, offset=23)
+    check_training_equals_decoding(target, drafter)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in drafter.state_dict().items())
@@ -93,24 +92,23 @@ def test_layers_of_another_model_type(case: tuple[str, str], model_type: str, tm
     names = set(drafter.state_dict())
     assert any("q_norm" in name for name in names) == (layers == "qwen3")
     assert not any("expert" in name for name in names)
-    check_training_equals_decoding(target, drafter, offset=23)
+    check_training_equals_decoding(target, drafter)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target)
     assert loaded.config.layers == layers
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in drafter.state_dict().items())
 
 
-def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter, offset: int) -> None:
+def check_training_equals_decoding(target: PreTrainedModel, drafter: Drafter) -> None:
     """Check that group t's logits in one training forward equal those drafted after prefix t in irregular chunks."""
     ids = random_batch(target, 1)["input_ids"]
-    positions = torch.arange(LENGTH).unsqueeze(0) + offset
-    features = target_features(target, ids, None, positions, drafter.feature_layers)
+    features = target_features(target, ids, layers=drafter.feature_layers)
     with torch.no_grad():
-        training = drafter.group_logits(ids, features, positions if offset else None)[0]
+        training = drafter.group_logits(ids, features)[0]
     assert training.shape == (drafter.config.num_depths, LENGTH, VOCABULARY)
     decoder = drafter.decoder(LENGTH)
     for end in (2, 1):  # tokens of the prompt; the second with the same decoder
-        decoder.start(ids[0, :end], features[0, :end], position_offset=offset)
+        decoder.start(ids[0, :end], features[0, :end])
         for chunks in ((1,), (1,), (2, 1), (4,), (1, 1, 1)):
             for size in chunks:
                 decoder.observe(ids[0, end : end + size], features[0, end - 1 : end + size - 1])
