@@ -37,7 +37,7 @@ QUESTIONS: dict[str, dict[str, list[str]]] = {
     },
     "How much memory and time does an 8B model take?": {
         "guides/train.md": ["plan mine.yaml --processes 8 --memory-gib 80"],
-        "guides/scaling.md": ["| 8B | DDP | 29.9"],
+        "guides/scaling.md": ["| 8B | DDP | 29.0"],
     },
     "A drafter for SGLang": {"guides/choose.md": ["*vLLM, SGLang or llama.cpp will serve it*: `dflash2`"]},
     "How does it resume?": {"guides/train.md": ["Every command may be interrupted: the same command resumes"]},
