@@ -72,7 +72,7 @@ def test_every_kind_of_target(kind: str, model_type: str, tmp_path: Path) -> Non
 
 
 # Kinds with own decoder layers, and the model type of these for a target without suitable ones.
-OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dflash2", "dspark")] + [
+OTHER_LAYERS = [(kind, "qwen3") for kind in ("dflash", "dspark")] + [
     (kind, layers)
     for kind in ("draft_model", "eagle", "eagle3", "eagle_parallel", "hydra", "parallel", "peagle")
     for layers in ("llama", "qwen3")
@@ -86,7 +86,7 @@ def test_layers_of_another_model_type(case: tuple[str, str], model_type: str, tm
     kind, layers = case
     target = tiny_target(model_type, num_hidden_layers=TARGET_LAYERS, **EXPERTS[model_type])
     options: dict[str, Any] = {"prefix_attention": True} if kind == "hydra" else {}
-    if layers == "qwen3" and kind not in ("dflash", "dflash2", "dspark"):
+    if layers == "qwen3" and kind not in ("dflash", "dspark"):
         options["layers"] = "qwen3"
     drafter = tiny_drafter_of(kind, target, **options)
     names = set(drafter.state_dict())
