@@ -23,7 +23,13 @@ from draftsmith.recipes.schema import Recipe
 
 # Keys of the data section that do not change the distilled conversations.
 NOT_OF_THE_DATA = {
-    *("packing", "tokenize_processes", "eval_rows_frac", "train_answer_tokens", "features", "loops", "reasoning"),
+    "packing",
+    "tokenize_processes",
+    "eval_rows_frac",
+    "train_answer_tokens",
+    "features",
+    "loops",
+    "reasoning",
 }
 
 
