@@ -219,10 +219,10 @@ at::Tensor most_likely(const at::Tensor& logits, int64_t count) {
 }
 
 // The `nodes` most likely paths of tokens, one of the `branch` most likely of each row [G, V] after the other: columns,
-// parents (0 is the root) and log probabilities of the nodes. As `BestFirstBuilder`, which says how.
+// parents (0 is the root) and log probabilities of the nodes. As `best_first` in cpu_kernels.py, which says how.
 std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<double>> best_first(
     const at::Tensor& logits, int64_t branch, int64_t nodes) {
-  const auto found = most_likely(logits, std::min(branch, logits.size(1)));
+  const auto found = most_likely(logits, branch);
   const int64_t depths = found.size(1), width = found.size(2);
   const auto* columns = found.const_data_ptr<double>();
   const double* log_q = columns + depths * width;

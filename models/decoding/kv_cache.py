@@ -188,19 +188,24 @@ class KVCache:
 
     def keep(self, path: Sequence[int], number: int = 0) -> None:
         """Commit these rows (ascending) of the ones that follow a sequence's committed tokens; forget the others."""
-        start, end = self.lengths[number], self.lengths[number] + len(path)
+        start = self.lengths[number]
         if path and path[-1] >= len(path):  # some accepted rows must move
-            in_place = next(place for place, row in enumerate(path) if row != place)
             if self.sequences == 1 and self.keys.device.type == "cpu" and has_kernels():
                 for part in (self.keys, self.values):
                     torch.ops.draftsmith.keep_rows(part, start, path)
-                self.lengths[number] = end
-                return
-            source = to_device(path[in_place:], self.keys.device) + start
-            for part in (self.keys, self.values):
-                if self.sequences == 1:
-                    part.narrow(3, start + in_place, len(source)).copy_(part.index_select(3, source))
-                else:
-                    columns = self.columns(number, part.device)
-                    part.index_copy_(3, columns[start + in_place : end], part.index_select(3, columns[source]))
-        self.lengths[number] = end
+            else:
+                self._move(path, number)
+        self.lengths[number] = start + len(path)
+
+    def _move(self, path: Sequence[int], number: int) -> None:
+        """Move these rows to follow a sequence's committed tokens, by torch's own operations."""
+        start = self.lengths[number]
+        in_place = next(place for place, row in enumerate(path) if row != place)
+        source = to_device(path[in_place:], self.keys.device) + start
+        for part in (self.keys, self.values):
+            if self.sequences == 1:
+                part.narrow(3, start + in_place, len(source)).copy_(part.index_select(3, source))
+            else:
+                columns = self.columns(number, part.device)
+                rows = part.index_select(3, columns[source])
+                part.index_copy_(3, columns[start + in_place : start + len(path)], rows)
