@@ -118,7 +118,7 @@ MUTANTS = (
         "models/decoding/kv_cache.py",
         "source = to_device(path[in_place:], self.keys.device) + start",
         "source = torch.arange(in_place, len(path)) + start",
-        "tests/eval/decoding/test_session.py",
+        "tests/eval/decoding/test_shared_session.py",
     ),
     Mutant(
         "keys and values of a fused product change places",

@@ -24,6 +24,7 @@ from draftsmith.models.cpu_kernels import (
     packable_bytes,
     use_grouped_sdpa,
 )
+from draftsmith.models.decoding import kv_cache
 from draftsmith.models.decoding.kv_cache import KVCache
 
 KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
@@ -439,7 +440,9 @@ def test_most_likely_paths_equal_those_of_the_heap_in_python(
 
 @KERNELS
 @EVERY_DTYPE
-def test_kept_rows_move_to_the_front(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_kept_rows_move_to_the_front(by_kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "has_kernels", lambda: by_kernel)
     cache = KVCache(40)
     cache.allocate(3, *random_tensor(2, 1, 2, 1, 16, dtype=dtype))
     for part, seed in ((cache.keys, 1), (cache.values, 2)):
