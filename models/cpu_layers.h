@@ -523,7 +523,7 @@ struct DecoderLayers : torch::CustomClassHolder {
     const auto inputs = rows_of(embedding, tokens.data(), static_cast<int64_t>(tokens.size()));
     return run_rows(
         inputs, cos_table, sin_table, checked(positions).data(), keys, values, start, places, mask, parents, std::nullopt, taps,
-        first_kept, true, false);
+        first_kept, head.packed.defined(), false);
   }
 
   // What `draft` makes inputs of: a projection of tokens' embeddings, if there is a table [V, D], and of features, D of them

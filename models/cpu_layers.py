@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.cpu_kernels import MOST_VECTORS, PackedLinear, vector_lanes
+from draftsmith.models.target.view import get_text_decoder
 
 # transformers' classes that `cpu_layers.h` computes, by their model type.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -47,6 +48,7 @@ class CpuLayers:
         self._norm: Any = norm
         self._layers, self._head, self.config = layers, head, config
         self.has_head, self.num_layers = head is not None, len(layers)
+        self.dtype: torch.dtype = _linears(layers[0])[0].weight.dtype
         self.native: Any = None
         self._made_of: tuple[int, ...] = ()
         self._fusion: tuple[PackedLinear, list[nn.RMSNorm], nn.Embedding | None, Tensor, bool] | None = None
@@ -216,6 +218,99 @@ class CpuLayers:
         """Return the norms of the layers, of the fusion of features and of the output."""
         final = [*([] if _is_none(self._norm) else [self._norm]), *([] if self._fusion is None else self._fusion[1])]
         return [*final, *(norm for layer in self._layers for norm in _norms(layer) if norm is not None)]
+
+
+class CpuTarget:
+    """A causal language model whose forwards are one call; made by `of`.
+
+    Args:
+        layers: The target's layers, final norm and LM head.
+        decoder: The module with its embedding and RoPE.
+        positions: Number of positions to compute RoPE's angles for.
+    """
+
+    def __init__(self, layers: CpuLayers, decoder: Any, positions: int) -> None:
+        self._layers, self._embedding = layers, decoder.embed_tokens
+        self.num_layers, self.positions = layers.num_layers, positions
+        like = self._embedding.weight
+        with torch.no_grad():
+            angles = decoder.rotary_emb(like.new_empty(0), torch.arange(positions)[None])
+        cos, sin = (part[0].to(like.dtype).contiguous() for part in angles)
+        self._angles = cos, sin
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the weights again if they changed; called before a sequence."""
+        self._layers.refresh(self._angles, self._embedding.weight.detach())
+
+    def allocate(self, cache: Any) -> None:
+        """Allocate the memory of a `KVCache` for these layers."""
+        one = self._embedding.weight.new_empty(self._cache_shape(1))
+        cache.allocate(self.num_layers, one, one)
+
+    def _cache_shape(self, columns: int) -> tuple[int, int, int, int]:
+        """Return the shape [1, G, S, H] of a layer's keys."""
+        config = self._layers.config
+        return 1, num_kv_heads(config), columns, head_size(config)
+
+    @classmethod
+    def of(
+        cls, target: Any, positions: int, features_only: bool = False, num_layers: int | None = None
+    ) -> CpuTarget | None:
+        """Return the `CpuTarget`; None if `cpu_layers.h` does not support the target, or its layers are not packed.
+
+        Args:
+            features_only: Leave the LM head out.
+            num_layers: Leave out the layers after the first ones, this many.
+        """
+        decoder: Any = get_text_decoder(target)
+        known = is_of_family(target, "ForCausalLM") and is_of_family(decoder, "Model")
+        if not known or not has_static_rope(target.config) or not isinstance(target.lm_head, PackedLinear):
+            return None
+        head = None if features_only else target.lm_head
+        layers = CpuLayers.of(decoder.layers[:num_layers], decoder.norm, head, target.config)
+        if layers is None or layers.has_head is features_only:
+            return None
+        return cls(layers, decoder, positions) if decoder.embed_tokens.weight.dtype == layers.dtype else None
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        keys: Tensor | None,
+        values: Tensor | None,
+        start: int,
+        taps: Sequence[int],
+        mask: Tensor | None = None,
+        parents: Sequence[int] | None = None,
+        places: Tensor | None = None,
+        first_kept: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Run N tokens at these positions; see `CpuLayers.forward`.
+
+        Args:
+            places: [N] cache columns of the rows, in place of `start`; these need a mask.
+            first_kept: The first row to return logits of.
+
+        Returns:
+            Logits [N - first_kept, V], empty without an LM head, and features [N, F].
+        """
+        features, logits = self._layers.native.forward_tokens(
+            list(tokens), list(positions), keys, values, start, places, mask,
+            None if parents is None else list(parents), list(taps), first_kept,
+        )  # fmt: skip
+        return logits, features
+
+    def features(self, tokens: Sequence[int], positions: Sequence[int], taps: Sequence[int]) -> Tensor:
+        """Return the features [N, F] of a document's tokens, read in calls of at most `MOST_CALL_ROWS` rows."""
+        weight = self._embedding.weight
+        keys, values = weight.new_empty(2, self.num_layers, *self._cache_shape(len(tokens)))
+        features = weight.new_empty(len(tokens), len(taps) * weight.shape[1])
+        for start in range(0, len(tokens), MOST_CALL_ROWS):
+            rows = slice(start, start + MOST_CALL_ROWS)
+            some = tokens[rows]
+            _, features[rows] = self.forward(some, positions[rows], keys, values, start, taps, first_kept=len(some))
+        return features
 
 
 def _is_covered(layer: Any, config: Any) -> bool:

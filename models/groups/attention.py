@@ -47,6 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.models.cpu_kernels import has_attention_gradients
 from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
 Backend = Literal["folded", "dense"]
@@ -353,6 +354,8 @@ class _Folded:
         grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = given
         if q_bhsd.device.type == "cpu":
             mask, q = self._mask(q_bhsd), q_bhsd
+            if mask is None and has_attention_gradients(q):
+                return torch.ops.draftsmith.attention_gradients(grad_out, q, k_bhsd, v_bhsd, out, lse, self.scale)
             if mask is not None:
                 grad_out, q, out, lse = map(self._depth_after_depth, (grad_out, q, out, lse))
             grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(

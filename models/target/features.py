@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models.cpu_kernels import GROUPED_SDPA, attending_apart
-from draftsmith.models.target.view import target_value
+from draftsmith.models.cpu_layers import CpuTarget
+from draftsmith.models.target.view import get_text_decoder, target_value
 from draftsmith.models.target.windows import get_windows, has_recurrent_layers
 
 # The id of the hidden states after the final norm, among the ids of layers.
@@ -25,6 +26,7 @@ FINAL_FEATURES = -1
 PROBE_LENGTHS = (5, 9, 3)
 PROBE_TOLERANCE_FRAC, PROBE_TOLERANCE_UNITS = 1e-3, 8.0
 _attends_apart: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_cpu_targets: weakref.WeakKeyDictionary[nn.Module, tuple[int | None, CpuTarget]] = weakref.WeakKeyDictionary()
 
 
 def target_features(
@@ -38,25 +40,52 @@ def target_features(
     """Return the features [B, S, F], by one forward without logits, KV cache, or layers above the last one needed.
 
     Args:
-        attention_mask_bs: 0 at padding, which is on the right: causal order keeps it out. On a CPU a target in half
-            precision does not run over it, and its features are zeros.
+        attention_mask_bs: 0 at padding, which is on the right: causal order keeps it out. On a CPU a target that is
+            packed, or in half precision, does not run over it, and its features are zeros.
         position_ids_bs: Of packed documents, from 0 on in each. On a CPU each is attended to apart, without a mask.
         with_gradient: Of the target's weights.
     """
-    tokens_t = None if with_gradient else _tokens_apart(target, input_ids_bs, attention_mask_bs, position_ids_bs)
-    if tokens_t is None:
+    if with_gradient:
         return _forward(target, input_ids_bs, position_ids_bs, layers, with_gradient)
     batch, length = input_ids_bs.shape
+    cpu_target = _cpu_target(target, layers, length)
+    is_apart = cpu_target is not None or _runs_apart(target, input_ids_bs, attention_mask_bs, position_ids_bs)
+    if not is_apart:
+        return _forward(target, input_ids_bs, position_ids_bs, layers)
+    real_bs = torch.ones_like(input_ids_bs) if attention_mask_bs is None else attention_mask_bs
+    tokens_t = real_bs.flatten().nonzero().squeeze(1)
     position_bs = torch.arange(length).expand(batch, length) if position_ids_bs is None else position_ids_bs
     ids_1t, position_1t = (part.flatten()[tokens_t][None] for part in (input_ids_bs, position_bs))
     begins_d = torch.cat([tokens_t.new_zeros(1), (position_1t[0].diff() != 1).nonzero().squeeze(1) + 1])
     lengths = begins_d.diff(append=begins_d.new_tensor([len(tokens_t)])).tolist()
     if get_windows(target).reached(max(lengths)):
-        return _forward(target, input_ids_bs, position_ids_bs, layers, with_gradient)
-    with attending_apart(lengths):
-        features_tf = _forward(target, ids_1t, position_1t, layers)[0]
+        return _forward(target, input_ids_bs, position_ids_bs, layers)
+    if cpu_target is not None:
+        documents = zip(*(part[0].split(lengths) for part in (ids_1t, position_1t)), strict=True)
+        features_tf = torch.cat([cpu_target.features(ids.tolist(), at.tolist(), layers) for ids, at in documents])
+    else:
+        with attending_apart(lengths):
+            features_tf = _forward(target, ids_1t, position_1t, layers)[0]
     grid = features_tf.new_zeros(input_ids_bs.numel(), features_tf.shape[1])
     return grid.index_copy_(0, tokens_t, features_tf).unflatten(0, input_ids_bs.shape)
+
+
+def _cpu_target(target: PreTrainedModel, layers: tuple[int, ...], length: int) -> CpuTarget | None:
+    """Return the layers that these features need, for documents of this length; None if no kernels run them.
+
+    They are made again for a longer document, or for other layers.
+    """
+    if target.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return None
+    needed = None if FINAL_FEATURES in layers else max(layers)
+    made = _cpu_targets.get(target)
+    if made is None or made[0] != needed or made[1].positions < length:
+        positions = 1 << (length - 1).bit_length()
+        if (found := CpuTarget.of(target, positions, features_only=True, num_layers=needed)) is None:
+            return None
+        made = _cpu_targets[target] = needed, found
+    made[1].refresh()
+    return made[1]
 
 
 def _forward(
@@ -72,18 +101,14 @@ def _forward(
         return tap.take()
 
 
-def _tokens_apart(
+def _runs_apart(
     target: PreTrainedModel, input_ids_bs: Tensor, attention_mask_bs: Tensor | None, position_ids_bs: Tensor | None
-) -> Tensor | None:
-    """Return the places [T] in [B*S] of the tokens to run as one sequence; None to run the batch as it is."""
+) -> bool:
+    """Return True if the batch's documents run one behind the other, each attended to apart."""
     # In fp32 a padded batch stays as it is: the kernel's blocks depend on its length, and rounding on these.
     is_padded = attention_mask_bs is not None and len(input_ids_bs) > 1 and target.dtype != torch.float32
     # First, as a target that is split among processes runs the trial in all of them.
-    if not _can_attend_apart(target) or not (is_padded or position_ids_bs is not None):
-        return None
-    if attention_mask_bs is None:
-        return torch.arange(input_ids_bs.numel())
-    return attention_mask_bs.flatten().nonzero().squeeze(1)
+    return _can_attend_apart(target) and (is_padded or position_ids_bs is not None)
 
 
 def _can_attend_apart(target: PreTrainedModel) -> bool:
@@ -212,13 +237,6 @@ def drop_decoder_layers(target: PreTrainedModel) -> None:
     """
     with contextlib.suppress(UserError):
         del decoder_layers(target)[:]
-
-
-def get_text_decoder(target: PreTrainedModel) -> nn.Module:
-    """Return the module whose output the LM head reads: the base model, or the decoder in it, as in OPT."""
-    base = target.base_model
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    return decoder if isinstance(decoder, nn.Module) else base
 
 
 def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:

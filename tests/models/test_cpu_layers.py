@@ -36,9 +36,8 @@ from draftsmith.models.cpu_kernels import (
     pack_linears,
     vector_lanes,
 )
-from draftsmith.models.cpu_layers import CpuLayers
+from draftsmith.models.cpu_layers import CpuLayers, CpuTarget
 from draftsmith.models.decoding import cached_model, decoders
-from draftsmith.models.decoding.cached_model import CpuTarget
 from draftsmith.models.decoding.decoders import StepwiseDecoder
 from draftsmith.models.decoding.kv_cache import PAGE
 from draftsmith.models.sampling import Sampling

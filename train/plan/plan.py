@@ -122,7 +122,9 @@ def make_plan(recipe: Recipe, options: PlanOptions) -> Plan:
     memory.append(Line("memory of a step", cost.peak_bytes, "bytes", f"sum, at its peak; batch of {rows}"))
     notes = [f"the target is run with {running_sentence(cost.target)}"]
     if target_device(recipe.target).type == "cpu" and (packable := packable_bytes(cost.target)):
-        notes.append(f"distilling and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}")
+        notes.append(
+            f"distilling, training and decoding on this CPU may keep packed copies of layers: {bytes_text(packable)}"
+        )
     more = "" if options.processes > 1 else "; `--processes N` plans several"
     notes.append(f"a CUDA context, the kernels' workspaces and fragmentation come on top{more}")
     if num_tokens is None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed
 
 from draftsmith.models.base.drafter import Drafter
-from draftsmith.models.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.cpu_kernels import pack_linears, use_grouped_sdpa
 from draftsmith.models.target.features import decoder_layers, drop_decoder_layers
 from draftsmith.models.target.loading import load_target, target_without_weights
 from draftsmith.recipes.schema import Recipe, TargetRecipe
@@ -58,7 +58,11 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     features = recipe.data.features
     waits = features.source == "offline" or features.sharded
     chosen = recipe.target.model_copy(update={"device": "cpu" if waits else str(device)})
-    if not waits or not _has_peers():
+    if not waits:
+        target, _ = load_target(chosen)
+        pack_linears(target)
+        return target
+    if not _has_peers():
         return load_target(chosen)[0]
     target = load_target(chosen)[0] if distributed.get_rank() == 0 else None
     return _broadcast_target(chosen, target, device)

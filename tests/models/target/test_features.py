@@ -1,5 +1,6 @@
 """Features of any layers are the target's hidden states, and unneeded layers do not run."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import UserError
 from draftsmith.models import cpu_kernels
-from draftsmith.models.cpu_kernels import use_grouped_sdpa
+from draftsmith.models.cpu_kernels import has_kernels, pack_linears, use_grouped_sdpa
 from draftsmith.models.target.features import FINAL_FEATURES, FeatureTap, decoder_layers, target_features
 
 LAYERS = 3
@@ -100,6 +101,53 @@ def test_padding_is_skipped_and_documents_are_attended_separately(
         assert not masks
         assert not features_bsf[mask_bs == 0].any()
     torch.testing.assert_close(torch.cat(found), torch.cat(alone))
+
+
+ONE_CALL = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+KERNELS = pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layers", [(1,), (0, 2, FINAL_FEATURES)], ids=str)
+def test_packed_target_reads_each_document_by_the_kernels(layers: tuple[int, ...], dtype: torch.dtype) -> None:
+    """They are as exact as the model's, and the same to the bit alone, in a padded batch and in packed documents."""
+    target = tiny_target(num_hidden_layers=LAYERS, max_position_embeddings=512, **ONE_CALL).to(dtype)
+    lengths = (*DOCUMENTS, 300)  # the last one in two calls
+    parts = [torch.randint(3, VOCABULARY, (length,)) for length in lengths]
+    plain, exact = (
+        torch.cat([target_features(model, part[None], layers=layers)[0] for part in parts])
+        for model in (target, copy.deepcopy(target).double())
+    )
+    pack_linears(target)
+    forwards = list[int]()
+    target.base_model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    alone = torch.cat([target_features(target, part[None], layers=layers)[0] for part in parts])
+    ids_bs, mask_bs = pad_sequence(parts, batch_first=True), pad_sequence([torch.ones_like(p) for p in parts], True)
+    padded = target_features(target, ids_bs, mask_bs, None, layers)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    in_one_row = target_features(target, torch.cat(parts)[None], None, positions[None], layers)[0]
+    nothing = target_features(target, ids_bs[:1], torch.zeros_like(ids_bs[:1]), None, layers)
+    assert not forwards
+    assert alone.dtype == dtype
+    assert (alone - exact).norm() <= 1.2 * (plain - exact).norm()  # it rounds as the model does, elsewhere
+    assert torch.equal(padded[mask_bs.bool()], alone)
+    assert torch.equal(in_one_row, alone)
+    assert not padded[mask_bs == 0].any()
+    assert nothing.shape == (1, 300, plain.shape[1])
+    assert not nothing.any()
+    with torch.autocast("cpu", torch.bfloat16):  # which the kernels do not know
+        target_features(target, ids_bs[:1], None, None, layers)
+    assert forwards == [1]
+
+
+@KERNELS
+def test_packed_target_with_a_window_runs_its_own_forward() -> None:
+    target = tiny_target("mistral", sliding_window=6, **ONE_CALL)
+    ids = torch.randint(3, VOCABULARY, (1, 9))
+    plain = target_features(target, ids)
+    pack_linears(target)
+    assert torch.equal(target_features(target, ids), plain)
 
 
 def test_target_with_other_attention_runs_the_batch_unchanged() -> None:
