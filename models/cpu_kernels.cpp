@@ -18,9 +18,9 @@
 #include <sys/mman.h>
 #endif
 
-#include "cpu_gradients.h"
 #include "cpu_layers.h"
 #include "cpu_math.h"
+#include "cpu_training.h"
 
 namespace {
 
@@ -340,54 +340,6 @@ void cross_entropy(at::Tensor logits, const at::Tensor& labels, at::Tensor losse
   });
 }
 
-// The gradients of causal attention, of query [B, H, S, D], keys and values [B, G, S, D], from the output, its gradient and
-// its log-sum-exp [B, H, S] in fp32. The output may be of more keys than these, as its log-sum-exp then is.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_gradients(
-    const at::Tensor& grads, const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-    const at::Tensor& out, const at::Tensor& lse, double scale) {
-  const auto grad_out = grads.stride(3) == 1 ? grads : grads.contiguous(), log_sums = lse.contiguous();
-  const int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), size = query.size(3);
-  const int64_t kv_heads = keys.size(1), shared = heads / kv_heads;
-  TORCH_CHECK(
-      keys.sizes() == values.sizes() && keys.size(0) == batch && heads % kv_heads == 0 && keys.size(2) == length &&
-          keys.size(3) == size && out.sizes() == query.sizes() && grad_out.sizes() == query.sizes(),
-      "query, keys, values and output differ in size");
-  TORCH_CHECK(size % BLOCK == 0, "head size must be a multiple of ", BLOCK);
-  TORCH_CHECK(
-      log_sums.scalar_type() == at::kFloat && log_sums.sizes() == query.sizes().slice(0, 3),
-      "the log-sum-exp must be [B, H, S] in fp32");
-  for (const auto* each : {&query, &keys, &values, &out, &grad_out})
-    TORCH_CHECK(each->scalar_type() == query.scalar_type() && each->stride(3) == 1, "heads must be contiguous, in one dtype");
-  const auto grad_query = at::empty(query.sizes(), query.options());
-  // Of each query head, so that sums do not depend on the number of threads.
-  const auto by_head = at::empty({2, batch, kv_heads, shared, length, size}, query.options().dtype(at::kFloat));
-  float* of_keys = by_head.mutable_data_ptr<float>();
-  float* of_values = of_keys + by_head.stride(0);
-  const auto run = [&](auto dtype) {
-    using Head = HeadGradients<decltype(dtype)>;
-    using Element = typename Head::Element;
-    const auto rows_of = [&](const at::Tensor& of, int64_t sequence, int64_t head) {
-      return typename Head::Rows{
-          static_cast<const Element*>(of.const_data_ptr()) + sequence * of.stride(0) + head * of.stride(1), of.stride(2)};
-    };
-    at::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
-      const Tiles tiles;
-      Head head(length, size, static_cast<float>(scale));
-      for (int64_t number = begin; number < end; ++number) {
-        const int64_t sequence = number / heads, of = number % heads, first = number * length;
-        head.run(
-            rows_of(query, sequence, of), rows_of(keys, sequence, of / shared), rows_of(values, sequence, of / shared),
-            rows_of(out, sequence, of), rows_of(grad_out, sequence, of), log_sums.const_data_ptr<float>() + first,
-            static_cast<Element*>(grad_query.mutable_data_ptr()) + first * size, of_keys + first * size,
-            of_values + first * size);
-      }
-    });
-  };
-  query.scalar_type() == at::kBFloat16 ? run(BFloat16{}) : run(Float32{});
-  const auto sums = by_head.sum(3).to(query.scalar_type());
-  return {grad_query, sums[0], sums[1]};
-}
-
 // Reads every byte once, as fast as the memory gives them; what it returns keeps the compiler from leaving that out.
 int64_t read_all(const at::Tensor& data) {
   TORCH_CHECK(data.is_contiguous(), "what is read must be contiguous");
@@ -434,6 +386,12 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def(
       "attention_gradients(Tensor grad_out, Tensor query, Tensor keys, Tensor values, Tensor out, Tensor lse, "
       "float scale) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "merge_own_group(Tensor(a!) out, Tensor(b!) lse, Tensor query, Tensor keys, Tensor values, int depths, bool causal, "
+      "float scale) -> ()");
+  library.def(
+      "own_group_gradients(Tensor(a!) grad_query, Tensor grad_out, Tensor query, Tensor keys, Tensor values, Tensor out, "
+      "Tensor lse, int depths, bool causal, float scale) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
@@ -448,4 +406,6 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("cross_entropy", cross_entropy);
   library.impl("attention", attention);
   library.impl("attention_gradients", attention_gradients);
+  library.impl("merge_own_group", merge_own_group);
+  library.impl("own_group_gradients", own_group_gradients);
 }

@@ -32,7 +32,7 @@ from draftsmith.files import cache_root
 from draftsmith.provenance import Machine
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_math.h", "cpu_layers.h", "cpu_gradients.h"))
+HEADERS = tuple(SOURCE.with_name(name) for name in ("cpu_math.h", "cpu_layers.h", "cpu_training.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_VECTORS = 16  # of a head; MOST_PARTS in the source
 BLOCK_VECTORS = 2  # of a block of outputs; VECTORS in the source
@@ -115,8 +115,8 @@ def can_attend(query: Tensor, mask: Tensor | None) -> bool:
     )
 
 
-def has_attention_gradients(query: Tensor) -> bool:
-    """Return True if our kernel computes the gradients of causal attention with query [B, H, S, D]."""
+def has_group_attention(query: Tensor) -> bool:
+    """Return True if our kernels train group attention with queries [B, H, S, D]."""
     is_known = query.device.type == "cpu" and query.dtype in DTYPES
     return is_known and has_kernels() and query.shape[-1] % (BLOCK_VECTORS * vector_lanes()) == 0
 
@@ -179,6 +179,14 @@ def _register_shapes() -> None:
     @torch.library.register_fake("draftsmith::attention_gradients")
     def _(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(query), torch.empty_like(keys), torch.empty_like(values)
+
+    @torch.library.register_fake("draftsmith::merge_own_group")
+    def _(out: Tensor, lse: Tensor, *_: Any) -> None:
+        return
+
+    @torch.library.register_fake("draftsmith::own_group_gradients")
+    def _(grad_q: Tensor, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return keys.new_empty(keys.shape), values.new_empty(values.shape)
 
     @torch.library.register_fake("draftsmith::cross_entropy")
     def _(logits: Tensor, labels: Tensor, losses: Tensor, is_largest: Tensor) -> None:

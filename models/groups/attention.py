@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.models.cpu_kernels import has_attention_gradients
+from draftsmith.models.cpu_kernels import has_group_attention
 from draftsmith.models.groups.layout import DepthRows, Documents, Groups, group_mask, number_documents
 
 Backend = Literal["folded", "dense"]
@@ -204,10 +204,9 @@ class _FoldedGroupAttention(torch.autograd.Function):
         if folded.num_masks == 0:
             return grad_q, grad_k0_bhsd.unsqueeze(2), grad_v0_bhsd.unsqueeze(2), None
         with torch.autocast(q_folded.device.type, enabled=False):
-            grad_own_q, *grad_own = folded.own_group_backward(
-                grad_out_folded, q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded
+            grad_own = folded.own_group_backward(
+                grad_q_folded, grad_out_folded, q_folded, k_bhgsd, v_bhgsd, out_folded, lse_folded
             )
-        folded.of_masks(grad_q_folded).add_(grad_own_q)
         grad_k, grad_v = (
             torch.cat([first.unsqueeze(2), own.to(first.dtype)], dim=2)
             for first, own in zip((grad_k0_bhsd, grad_v0_bhsd), grad_own, strict=True)
@@ -257,6 +256,10 @@ class _Folded:
 
     def merge_own_group(self, out: Tensor, lse: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor) -> None:
         """Add part (b) to the output and log-sum-exp of part (a), in place."""
+        if has_group_attention(q):
+            own = k_bhgsd[:, :, 1:], v_bhgsd[:, :, 1:]
+            torch.ops.draftsmith.merge_own_group(out, lse, q, *own, self.query_depths, self.causal, self.scale)
+            return
         out_bhmsd, lse_bhms, q_bhmsd = map(self.of_masks, (out, lse, q))
         num_kv_heads, dtype = k_bhgsd.shape[1], lse.dtype  # at least fp32
         k_bhskd, v_bhskd = (part[:, :, 1:].transpose(2, 3).to(dtype) for part in (k_bhgsd, v_bhgsd))
@@ -268,9 +271,13 @@ class _Folded:
         lse_bhms.copy_(merged_bhms)
 
     def own_group_backward(
-        self, grad_out: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients of the masks' queries [B, H, M, S, Dh], keys and values [B, Hkv, K, S, Dh]."""
+        self, grad_q: Tensor, grad_out: Tensor, q: Tensor, k_bhgsd: Tensor, v_bhgsd: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add to the masks' queries' gradients, in place; return those of keys and values [B, Hkv, K, S, Dh]."""
+        if has_group_attention(q):
+            own = k_bhgsd[:, :, 1:], v_bhgsd[:, :, 1:]
+            how = self.query_depths, self.causal, self.scale
+            return torch.ops.draftsmith.own_group_gradients(grad_q, grad_out, q, *own, out, lse, *how)
         num_kv_heads, dtype = k_bhgsd.shape[1], lse.dtype
         q_rows, grad_out_rows, out_rows = (
             _rows(self.of_masks(part), num_kv_heads).to(dtype) for part in (q, grad_out, out)
@@ -283,7 +290,8 @@ class _Folded:
         grad_scores = grad_p_rows.sub_(torch.linalg.vecdot(grad_out_rows, out_rows).unsqueeze(-1))
         grad_scores.mul_(p_rows).mul_(self.scale)
         grad_k_bhskd, grad_v_bhskd = grad_scores.mT @ q_rows, p_rows.mT @ grad_out_rows
-        return self._from_rows(grad_scores @ k_bhskd), grad_k_bhskd.transpose(2, 3), grad_v_bhskd.transpose(2, 3)
+        self.of_masks(grad_q).add_(self._from_rows(grad_scores @ k_bhskd))
+        return grad_k_bhskd.transpose(2, 3), grad_v_bhskd.transpose(2, 3)
 
     # ---- part (a): causal attention to the real past ----
 
@@ -354,7 +362,7 @@ class _Folded:
         grad_out, q_bhsd, k_bhsd, v_bhsd, out, lse = given
         if q_bhsd.device.type == "cpu":
             mask, q = self._mask(q_bhsd), q_bhsd
-            if mask is None and has_attention_gradients(q):
+            if mask is None and has_group_attention(q):
                 return torch.ops.draftsmith.attention_gradients(grad_out, q, k_bhsd, v_bhsd, out, lse, self.scale)
             if mask is not None:
                 grad_out, q, out, lse = map(self._depth_after_depth, (grad_out, q, out, lse))
