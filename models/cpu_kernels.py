@@ -1,8 +1,8 @@
 """The operations of `cpu_kernels.cpp`, `torch.ops.draftsmith.linear`, `attention` and others, and how models use them.
 
 They are built once on a machine. The library is stored in draftsmith's cache, named after its source, torch, the
-compiler and the processor. Where there is no compiler, or it fails, decoding uses torch's own operations, and
-one sentence says how much slower that is.
+compiler and the processor. Where there is no compiler, or it fails, decoding and training use torch's own operations,
+and one sentence says how much slower that is.
 """
 
 import hashlib
